@@ -7,6 +7,7 @@ vocab, layers (the stack), fused (matrices stored side by side: q k v, gate and 
 
 from __future__ import annotations
 
+import itertools
 from typing import get_args
 
 from sharding_rules.mesh import AXES
@@ -85,6 +86,9 @@ def preset(name: str) -> Rules:
         raise ShardingRuleError(f"rules {name!r} have no strategy; add one, as in fsdp+{words[0]}")
     if len(words) > 1:
         raise ShardingRuleError(f"rules {name!r} sum gradients in two types; keep {words[0]} or {words[1]}")
+    # Before the products, so that the message has the presets' names and not those of products of others.
+    for one, other in itertools.combinations(strategies, 2):
+        _refuse_two_forms_of_moments(PRESETS[one], PRESETS[other])
     rules = PRESETS[strategies[0]]
     for part in strategies[1:]:
         rules = product(rules, PRESETS[part])
@@ -101,13 +105,19 @@ def product(a: Rules, b: Rules) -> Rules:
     def both(kind: Kind) -> Column | None:
         if getattr(a, kind) is None and getattr(b, kind) is None:
             return None
-        left, right = a.column(kind), b.column(kind)
-        return {row: union(row, left, right, first=() if kind == "activations" else axes_in(row, params)) for row in {**left, **right}}
+        left, right = a.own_rows(kind), b.own_rows(kind)
+        if kind == "activations":
+            # The residual stream is sharded like attention's input first: axes that exchange keys come before tensor, also an extra axis,
+            # which is behind tensor in the mesh.
+            of_sequences = tuple(axis for axis in order if axis in context)
+            return {row: union(row, left, right, first=of_sequences) for row in {**left, **right}}
+        return {row: union(row, left, right, first=axes_in(row, params)) for row in {**left, **right}}
 
     def union(row: str, left: Column, right: Column, first: MeshAxes) -> MeshAxes:
-        # Mesh order, but moments and gradients start with the axes of their weight: the other order costs two permutes a step (measured).
+        # Mesh order after the axes of `first`. Moments and gradients start with those of their weight: the other order costs two permutes a
+        # step (measured).
         used = {*axes_of(axes_in(row, left)), *axes_of(axes_in(row, right))}
-        if used and row.rpartition("/")[2] == FLAT:
+        if used and _is_flat(row):
             used |= context.keys() | ({node_axis} - {""})
         rank = {axis: n for n, axis in enumerate(axes_of(first))}
         axes = sorted(used, key=lambda axis: (rank.get(axis, len(rank)), order.index(axis)))
@@ -122,6 +132,7 @@ def product(a: Rules, b: Rules) -> Rules:
     if clash := [axis for axis, exchange in a.context.items() if b.context.get(axis, exchange) != exchange]:
         kinds = f"by {a.context[clash[0]]} and by {b.context[clash[0]]}"
         raise ShardingRuleError(f"{a.name} and {b.name} exchange keys over {clash[0]!r} {kinds}; keep one of them")
+    _refuse_two_forms_of_moments(a, b)
     if "auto" not in (a.reduction, b.reduction) and a.reduction != b.reduction:
         kinds = f"in {a.reduction} and in {b.reduction}"
         raise ShardingRuleError(f"{a.name} and {b.name} sum gradients {kinds}; set one of them to auto: replace(reduction='auto')")
@@ -139,3 +150,30 @@ def product(a: Rules, b: Rules) -> Rules:
     params = {row: union(row, a.params, b.params, first=first) for row in {**a.params, **b.params}}
     columns = {kind: both(kind) for kind in get_args(Kind) if kind != "params"}
     return Rules(f"{a.name}+{b.name}", params=params, axes=axes, context=context, reduction=reduction, node_axis=node_axis, **columns)  # pyright: ignore[reportArgumentType]
+
+
+def _refuse_two_forms_of_moments(a: Rules, b: Rules) -> None:
+    """Raises ShardingRuleError if one shards moments by a dimension, and the layers of the other gather flat vectors."""
+    for one, other in ((a, b), (b, a)):
+        axis = _moments_by_dimension(one)
+        if axis and any(_is_flat(row) and entry for row, entry in other.params.items()):
+            raise ShardingRuleError(
+                f"{a.name} and {b.name}: {one.name} shards a dimension of each matrix's moments over {axis!r}, and {other.name} keeps them "
+                f"in flat vectors, which need no such dimension; leave {one.name} out"
+            )
+
+
+def _moments_by_dimension(rules: Rules) -> str:
+    """The first mesh axis that shards a dimension of moments or gradients but not of their weight, as in ZeRO; empty without one."""
+    for kind in ("optimizer", "gradients"):
+        for row, entry in (getattr(rules, kind) or {}).items():
+            stored = row_of(rules.params, row)
+            more = [axis for axis in axes_of(entry) if axis not in axes_of(rules.params[stored] if stored else None)]
+            if more and not _is_flat(row):
+                return more[0]
+    return ""
+
+
+def _is_flat(row: str) -> bool:
+    """Whether a row, scoped or not, is that of flat vectors."""
+    return row.rpartition("/")[2] == FLAT

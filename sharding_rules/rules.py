@@ -121,6 +121,15 @@ class Rules:
             return {name: tuple(a for a in axes_of(entry) if a not in batch) or None for name, entry in self.params.items()}
         return self.params
 
+    def own_rows(self, kind: Kind) -> Column:
+        """The rows from which a column of its own is made where the rules leave it out: as `column`, but gradients have no flat vectors,
+        whose row is the optimizer's.
+        """
+        column = self.column(kind)
+        if kind != "gradients" or self.gradients is not None:
+            return column
+        return {row: entry for row, entry in column.items() if row.rpartition("/")[2] != FLAT}
+
     def row(self, kind: Kind, logical: str) -> str | None:
         """The row of a column for a logical axis: its own, or that of its name without the scope. None: there is neither."""
         return row_of(self.column(kind), logical)
@@ -149,7 +158,7 @@ class Rules:
             raise ShardingRuleError(
                 f"rules have no column {' or '.join(map(repr, sorted(unknown)))}; columns are {', '.join(get_args(Kind))}"
             )
-        changed = {kind: {**self.column(kind), **rows} for kind, rows in columns.items()}  # pyright: ignore[reportArgumentType]
+        changed = {kind: {**self.own_rows(kind), **rows} for kind, rows in columns.items()}  # pyright: ignore[reportArgumentType]
         changed |= {"axes": {**self.axes, **(axes or {})}, "context": {**self.context, **(context or {})}}
         changed |= {"reduction": reduction or self.reduction, "node_axis": self.node_axis if node_axis is None else node_axis}
         return dataclasses.replace(self, name=name or f"{self.name} (changed)", **changed)

@@ -87,7 +87,7 @@ def ulysses(
     """
     n, (B, S, N, H) = lax.axis_size(axis), q.shape
     copies = repeats(k.shape[2], n)
-    k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k, v))
+    k, v = (_repeated(x, copies) for x in (k, v))
     heads = [x.reshape(B, S, n, -1, H) for x in (q, k, v)]
     sizes = [x.shape[3] for x in heads]
     # One collective for the three.
@@ -100,6 +100,15 @@ def ulysses(
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * (N // n), N // n)
     y = inner(q, k, v, segment_ids, sinks)
     return checkpoint_name(lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True), "attention_out")
+
+
+def _repeated(kv: jax.Array, copies: int) -> jax.Array:
+    """Keys or values [B, S, K, H] with each head `copies` times, side by side. The gradients of the copies are summed in fp32."""
+    if copies == 1:
+        return kv
+    # The transpose of the conversion to fp32 rounds that sum, once. XLA removes both conversions from the forward pass.
+    wide = jnp.promote_types(kv.dtype, jnp.float32)
+    return jnp.repeat(kv.astype(wide), copies, axis=2).astype(kv.dtype)
 
 
 def repeats(kv_heads: int, ways: int) -> int:

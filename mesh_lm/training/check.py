@@ -15,6 +15,7 @@ from mesh_lm.parallel.layout import divided
 from mesh_lm.schedules.segments import LIGHTER
 from mesh_lm.training.check_context import context_problems
 from mesh_lm.training.check_data import data_problems
+from mesh_lm.training.check_heads import head_problems
 from mesh_lm.training.check_islands import island_problems
 from mesh_lm.training.check_recovery import recovery_problems
 from mesh_lm.training.check_reduction import reduction_problems
@@ -36,7 +37,7 @@ def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
     config = dataclasses.replace(config, mesh=mesh)
     of_rules = _mesh_axes, _unused_axes, _unsupported_rows, context_problems, island_problems, reduction_problems, residual_problems
-    for part in (*of_rules, _flat, _sizes, _batch, _halves, _layer_runs, _pipeline, _permuted):
+    for part in (*of_rules, _flat, _sizes, head_problems, _batch, _halves, _layer_runs, _pipeline, _permuted):
         problems += part(config)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))

@@ -44,7 +44,7 @@ def attention_problems(config: TrainConfig, platform: str, capability: tuple[int
     S //= math.prod(size for size, _ in exchanges)
     on: Any = {"platform": platform, "capability": capability, "softcap": model.softcap or None}
 
-    def problem(call: Call, window: int | None) -> AttentionProblem:
+    def problems(call: Call, window: int | None) -> list[AttentionProblem]:
         q, k = (jax.ShapeDtypeStruct((1, *dims, model.d_head), jnp.dtype(model.dtype)) for dims in ((call.S, call.N), (call.T, call.K)))
         if config.data.documents != "joined":
             on.update({name: jax.ShapeDtypeStruct(x.shape[:2], jnp.int32) for name, x in (("segment_ids", q), ("kv_segment_ids", k))})
@@ -52,10 +52,13 @@ def attention_problems(config: TrainConfig, platform: str, capability: tuple[int
         made = describe_attention(
             q, k, k, window=window if call.causal else None, causal=call.causal, sinks=sinks, return_lse=call.lse, **on
         )
-        return dataclasses.replace(made, q_offset=None) if call.offset else made
+        if call.offset:
+            made = dataclasses.replace(made, q_offset=None)
+        # A ring calls the backward pass by itself, and sums what it returns.
+        return [made, dataclasses.replace(made, unrounded=True)] if call.lse else [made]
 
     windows = dict.fromkeys(model.windows())
-    return [problem(call, window) for window in windows for call in calls(exchanges, S, heads, kv_heads, window)]
+    return [one for window in windows for call in calls(exchanges, S, heads, kv_heads, window) for one in problems(call, window)]
 
 
 def examine(config: TrainConfig, judge: Callable[[Kind], Verdict] = assess) -> Examined:

@@ -3,6 +3,7 @@
 Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim (Hv that of v).
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -122,7 +123,7 @@ def flash_attention(
 
 def attention_gradients(
     q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, *, segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None, q_offset: int | Array = 0, sinks: Array | None = None,
+    kv_segment_ids: Array | None = None, q_offset: int | Array = 0, sinks: Array | None = None, unrounded: bool = False,
     implementation: Literal["mosaic", "cudnn", "xla"] | None = None, **features: Unpack[Static],
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
     """The gradients (dq, dk, dv, dsinks) that these keys contribute to an attention over these and other keys.
@@ -134,6 +135,8 @@ def attention_gradients(
       q, k, v, segment_ids, kv_segment_ids, q_offset, sinks and the features: as of the `flash_attention` of these keys.
       out [B, S, N, Hv], lse [B, S, N]: of all keys, as `merge` makes them from the parts.
       dout: gradient of out, [B, S, N, Hv].
+      unrounded: return dq, dk and dv in fp32 (fp64 for fp64), for a sum over many sets: a part that is rounded to 16 bits adds an error
+        as large as that of the whole. False: in the dtype of q, k and v.
 
     Returns:
       dq [B, S, N, H]: to be summed over the sets. dk, dv: like k and v, for this dout. dsinks [N], None without sinks: pass the sinks in
@@ -144,6 +147,7 @@ def attention_gradients(
     problem = describe_attention(
         q, k, v, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset, sinks=sinks, return_lse=True, **features
     )
+    problem = dataclasses.replace(problem, unrounded=unrounded)
     serves = _chosen("attention_gradients", problem, implementation, here=features.get("platform") is None is features.get("capability"))
     sides: Sides = {
         "segment_ids": segment_ids, "kv_segment_ids": segment_ids if kv_segment_ids is None else kv_segment_ids,

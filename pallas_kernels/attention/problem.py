@@ -42,6 +42,8 @@ class AttentionProblem:
     return_lse: bool = False
     block_mask: BlockMask | None = None
     deterministic: bool = False
+    unrounded: bool = False
+    """Whether `attention_gradients` returns sums as they are added up, without a rounding to `dtype`."""
 
 
 class Sides(TypedDict, total=False):

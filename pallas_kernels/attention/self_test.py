@@ -17,7 +17,7 @@ from jax import Array
 
 from pallas_kernels.attention import mosaic
 from pallas_kernels.attention.block_mask import BlockMask
-from pallas_kernels.attention.problem import AttentionProblem, describe_attention
+from pallas_kernels.attention.problem import AttentionProblem, Sides, describe_attention
 from pallas_kernels.attention.reference import reference_attention
 from pallas_kernels.attention.tuning import TuningEntry, tiling
 from pallas_kernels.trust.kind import Kind
@@ -43,7 +43,7 @@ def kind_of(problem: AttentionProblem, device: str | None = None) -> Kind:
     (_, S, N, _), (_, T, K, _), mask = problem.q_shape, problem.k_shape, problem.block_mask
     grouped = N > K
     shapes = [[2, _length(S, 512), _length(T, 512), 8 if grouped else 2, 2]]
-    if grouped and not problem.deterministic:
+    if grouped and not problem.deterministic and not problem.unrounded:
         shapes.append([264, _length(S, 256), _length(T, 256), 4, 2])  # 528 tiles of keys or more: four for each SM
     return Kind.of(
         "attention",
@@ -60,6 +60,8 @@ def kind_of(problem: AttentionProblem, device: str | None = None) -> Kind:
             "deterministic": problem.deterministic,
             "shapes": shapes,
             "tiling": dataclasses.asdict(tiling(problem, device)),
+            # Left out where it is false, so that a verdict of before it existed still counts.
+            **({"unrounded": True} if problem.unrounded else {}),
         },
     )
 
@@ -150,6 +152,9 @@ class _Call:
         self.static = {"causal": facts["causal"], "window": facts["window"], "softcap": facts["softcap"]}
         self.static["block_mask"] = _pattern(facts["block_mask"], S, T, N, rng)
         self.deterministic = facts["deterministic"]
+        self.unrounded = facts.get("unrounded", False)
+        if self.unrounded:
+            self.weights = self.weights[0], jnp.zeros_like(self.weights[1])  # those gradients have no part of the log-sum-exp's
         self.about = f"q {[B, S, N, H]}, k {[B, T, K, H]}, {facts['dtype']}"
 
     def by(self, attend: Attend | None, *arrays: Array | None) -> dict[str, Array]:
@@ -157,15 +162,29 @@ class _Call:
         serve: Attend = attend or partial(mosaic.attend, tiles=self.tiling)
         ids = self.ids or (None, None)
 
-        def kernel(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Array]:
+        def described(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[AttentionProblem, Sides]:
             offset = jnp.asarray(self.q_offset, jnp.int32) if self.traced else self.q_offset
             problem = describe_attention(
                 q, k, v, segment_ids=ids[0], kv_segment_ids=ids[1], sinks=sinks, q_offset=offset, deterministic=self.deterministic,
                 return_lse=True, **self.static,
             )  # fmt: skip
-            return serve(q, k, v, problem, segment_ids=ids[0], kv_segment_ids=ids[1], q_offset=offset, sinks=sinks)
+            return problem, {"segment_ids": ids[0], "kv_segment_ids": ids[1], "q_offset": offset, "sinks": sinks}
 
-        return self._values(kernel, *arrays)
+        def kernel(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Array]:
+            problem, sides = described(q, k, v, sinks)
+            return serve(q, k, v, problem, **sides)
+
+        if not self.unrounded:
+            return self._values(kernel, *arrays)
+        q, k, v, sinks = arrays
+        assert q is not None and k is not None and v is not None
+        problem, sides = described(q, k, v, sinks)
+        out, lse = kernel(q, k, v, sinks)
+        dout = self.weights[0].astype(q.dtype)
+        problem = dataclasses.replace(problem, unrounded=True)
+        gradients = mosaic.gradients(q, k, v, out, lse, dout, problem, tiles=self.tiling, **sides)
+        named = {f"the gradient of {name}": x for name, x in zip(("q", "k", "v", "sinks"), gradients, strict=True) if x is not None}
+        return {"out": out, "lse": lse, **named}
 
     def by_reference(self, *arrays: Array | None) -> dict[str, Array]:
         """Results and gradients of `reference_attention`."""

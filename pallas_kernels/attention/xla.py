@@ -67,7 +67,9 @@ def gradients(
     """Returns dq, dk, dv and dsinks as `attention_gradients` does. The other arguments are those of `attend`."""
     sinks = None if sinks is None else sinks.astype(_accum(q))
     residuals = q, k, v, sinks, segment_ids, kv_segment_ids, jnp.asarray(q_offset, jnp.int32), out, lse
-    dq, dk, dv, dsinks, *_ = _backward(TilePlan.of(problem, q_chunk, kv_chunk), residuals, (dout, jnp.zeros_like(lse)))
+    dq, dk, dv, dsinks = _sums(TilePlan.of(problem, q_chunk, kv_chunk), residuals, (dout, jnp.zeros_like(lse)))
+    if not problem.unrounded:
+        dq, dk, dv = dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
     return dq, dk, dv, dsinks
 
 
@@ -181,6 +183,13 @@ def _forward(
 
 
 def _backward(plan: TilePlan, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple:
+    q, k, v, *_ = residuals
+    dq, dk, dv, dsinks = _sums(plan, residuals, cotangents)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None, None, None
+
+
+def _sums(plan: TilePlan, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[Array, Array, Array, Array | None]:
+    """dq, dk and dv in the type of the log-sum-exp, in which they are summed, and dsinks."""
     q, k, v, sinks, segment_ids, kv_segment_ids, q_offset, out, lse = residuals
     # Without this barrier XLA would keep the logits of the forward pass instead of recomputing them here.
     q, lse = jax.lax.optimization_barrier((q, lse))
@@ -221,7 +230,7 @@ def _backward(plan: TilePlan, residuals: tuple, cotangents: tuple[Array, Array])
         dq, dk, dv = _walk(plan, add_in_place, tuple(zeros))
     dq, dk, dv = from_rows(dq, plan.S, N) * plan.scale, from_rows(dk, plan.T, K) * plan.scale, from_rows(dv, plan.T, K)
     dsinks = None if sinks is None else -(jnp.exp(sinks - lse_safe) * delta).sum((0, 1))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None, None, None
+    return dq, dk, dv, dsinks
 
 
 _attention.defvjp(_forward, _backward)

@@ -38,9 +38,9 @@ def sent(form: str, ways: int, ulysses: int = 1) -> tuple[float, float, float]:
         case "ulysses":
             return by_ulysses(ways), 0, by_ulysses(ways)
         case "ring":
-            return by_ring(ways, k), 0, 2 * by_ring(ways, k)
+            return by_ring(ways, k), 0, 3 * by_ring(ways, k)
     ring, inner = by_ring(ways // ulysses, k * repeats(MODEL.kv_heads, ulysses)), by_ulysses(ulysses)
-    return ring + inner, 0, 2 * ring + inner
+    return ring + inner, 0, 3 * ring + inner
 
 
 def held_equal() -> str:

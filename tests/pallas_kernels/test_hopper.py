@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from attention_formula import assert_close, normal, values_and_grads
 
-from pallas_kernels import BlockMask, choose_attention, describe_attention, flash_attention, merge, reference_attention
+from pallas_kernels import BlockMask, attention_gradients, choose_attention, describe_attention, flash_attention, merge, reference_attention
 from pallas_kernels.attention import occupancy, tuning
 from pallas_kernels.attention.hopper import ForwardTiles, Tiles, Tiling, attention
 from pallas_kernels.dev.interpreter import interpreted
@@ -190,3 +190,25 @@ def test_tiles_come_from_the_table_for_the_device_and_length() -> None:
     assert row.serves(problem, "NVIDIA H200") and not row.serves(problem, "NVIDIA H100 80GB HBM3")
     assert not row.serves(dataclasses.replace(problem, causal=False), "NVIDIA H200")
     assert not row.serves(dataclasses.replace(problem, k_shape=(1, 2048, 2, 128)), "NVIDIA H200")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("H", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_gradients_that_are_not_rounded(H: int, deterministic: bool) -> None:
+    """In fp32, and rounded they are those that the kernels round; beside heads of 256, a kernel of its own sums dv."""
+    q, k, v, dout = (normal(1, 256, 2, H, seed=seed).astype(jnp.bfloat16) for seed in (0, 3, 1, 2))
+    how = HOPPER | {"deterministic": deterministic}
+
+    def run(q, k, v, dout):
+        out, lse = reference_attention(q, k, v)
+        found = [attention_gradients(q, k, v, out.astype(q.dtype), lse, dout, unrounded=wide, **how)[:3] for wide in (True, False)]
+        return found, jax.vjp(lambda *x: reference_attention(*x)[0], *(x.astype(jnp.float32) for x in (q, k, v)))[1](
+            dout.astype(jnp.float32)
+        )
+
+    with interpreted():
+        (wide, rounded), wanted = jax.block_until_ready(jax.jit(run)(q, k, v, dout))
+    assert {x.dtype for x in wide} == {jnp.dtype("float32")}
+    assert_close(wide, wanted, 0.01)
+    for x, y in zip(wide, rounded, strict=True):
+        np.testing.assert_array_equal(np.asarray(x.astype(jnp.bfloat16), np.float32), np.asarray(y, np.float32))

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import BlockMask, flash_attention
+from pallas_kernels import BlockMask, attention_gradients, flash_attention
 from pallas_kernels.attention import tuning
 from pallas_kernels.attention.mosaic import HEAD_DIMS
 from pallas_kernels.dev.autotune import EVERYTHING, KERNELS, Candidate, compiles_well
@@ -105,3 +105,22 @@ def test_the_row_constant_is_that_of_the_rounded_gradient() -> None:
 
     program = jax.jit(jax.grad(loss)).lower(*arrays, weights).compile().as_text()
     assert program.count("exponent_bits=8, mantissa_bits=7") == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.deviceless
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_that_are_not_rounded_cost_no_spills(deterministic: bool, reports: str) -> None:
+    """They are stored from registers, and not through shared memory."""
+    arrays = qkv(1024, 4, 2, 128, 128)
+    q, lse = arrays[0], jax.ShapeDtypeStruct((2, 1024, 4), jnp.float32)
+
+    def run(q, k, v, out, lse, dout):
+        return attention_gradients(q, k, v, out, lse, dout, unrounded=True, deterministic=deterministic, **HOPPER)[:3]
+
+    found = resources(run, *arrays, q, lse, q, cache=reports)
+    names = ["flash_attention_dq", "flash_attention_dkv"] if deterministic else ["flash_attention_bwd"]
+    assert sorted(kernel.name for kernel in found) == sorted(names)
+    for kernel in found:
+        assert (kernel.spill_stores, kernel.spill_loads) == (0, 0), kernel
+        assert not any("serialized" in warning for warning in kernel.warnings), kernel

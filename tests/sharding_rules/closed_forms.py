@@ -97,10 +97,18 @@ SYMBOLS = {
     "S": ("4 x parameters that every stage has", "f32", "with stages: tables, positions and the last norm"),
     "Y": ("4 x those of S that ZeRO shards over data", "f32", "with stages: tables and positions"),
     "R": ("4 x matrices of a layer / (T F), padded", "f32", "one device's part of a layer's matrices, as one flat vector; in bf16 R/2"),
-    "K": ("4 b s / C x kv heads of one device", "bf16", "context parallelism: keys and values of this device's tokens"),
+    "K": (
+        "4 b s / C x kv heads of one device",
+        "bf16",
+        "context parallelism: keys and values of this device's tokens; their gradients travel in fp32: 2K",
+    ),
     "Q": ("2 b s / C x query heads of one device", "bf16", "the same of queries"),
     "CK": ("C x K", "bf16", "those of all tokens"),
-    "Q+K": ("Q + K", "bf16", "in one array; kv heads are repeated until they divide"),
+    "Q+K": (
+        "Q + K",
+        "bf16",
+        "in one array; kv heads are repeated until they divide, under `megatron_sp` those of all b sequences together",
+    ),
     "J": ("4 x tables and positions / (T F), padded", "f32", "each of these is a flat vector; in bf16 J/2"),
     **tensor_2d.SYMBOLS,
 }
@@ -177,7 +185,12 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
     seq = model.seq / (strategy.sequence * strategy.ulysses)
     E, P = 2.0 * model.vocab * h / TY, 2.0 * seq * h * model.learned_positions / (T if strategy.sp else 1)
     X = 2.0 * b * seq * h
-    kv_heads = math.lcm(model.kv_heads // (1 if model.kv_heads % T else T), strategy.ulysses if "usp" in strategy.parts else 1)
+    kv_heads = model.kv_heads // (1 if model.kv_heads % T else T)
+    # With the sequence first, attention sees the heads of all sequences as those of one, and Ulysses divides them together.
+    together = b if strategy.sp and T > 1 else 1
+    ulysses = strategy.sequence if "ulysses" in strategy.parts else strategy.ulysses
+    exchanged_kv_heads = math.lcm(together * kv_heads, ulysses) / together
+    kv_heads = exchanged_kv_heads if "usp" in strategy.parts else kv_heads  # the ring of usp is around that exchange
     kv = 4.0 * b * seq * kv_heads * model.head_dim
     return {
         "X": X,
@@ -201,9 +214,10 @@ def _sizes(model: Decoder, strategy: Strategy, b: int) -> dict[str, float]:
         "Y/2": 2 * staged * tables,
         "S-Y": 4 * staged * last,
         "K": kv,
+        "2K": 2 * kv,
         "CK": strategy.sequence * kv,
         "Q": (q := 2.0 * b * seq * model.heads // T * model.head_dim),
-        "Q+K": q + 4.0 * b * seq * math.lcm(kv_heads, strategy.sequence if "ulysses" in strategy.parts else 1) * model.head_dim,
+        "Q+K": q + 4.0 * b * seq * exchanged_kv_heads * model.head_dim,
         "R": (row := 4 * padded(model.matrices / (TY * F), strategy.replicas)),
         "R/2": row / 2,
         "J": (flat := 4 * sum(padded(n, strategy.replicas * strategy.pipeline) for n in each_table)),

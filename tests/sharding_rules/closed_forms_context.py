@@ -22,7 +22,8 @@ def exchanged(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
         yield "layer", CP, ("sequence",), "bf16", "K", hops, "forward", "forward: keys and values go around"
         why = "recompute: keys and values go around; the backward pass reads those of the first two hops"
         yield "layer", CP, ("sequence",), "bf16", "K", again * max(0, hops - 2), per, why
-        yield "layer", CP, ("sequence",), "bf16", "K", 2 * hops, "backward", "backward: keys and values, and their gradients"
+        yield "layer", CP, ("sequence",), "bf16", "K", hops, "backward", "backward: keys and values go around again"
+        yield "layer", CP, ("sequence",), "f32", "2K", hops, "backward", "backward: their gradients, summed in fp32 on the way"
     elif "context_gather" in strategy.parts:
         yield "layer", AG, ("sequence",), "bf16", "CK", 1, "forward", "forward: keys and values of all tokens"
         if model.remat != "none":

@@ -94,11 +94,43 @@ def test_products() -> None:
     assert preset("zero1+fsdp").spec("gradients", ("embed",)) == P("fsdp")
 
 
+@pytest.mark.parametrize("name", ["usp+megatron_sp", "megatron_sp+usp", "usp+zero3+megatron_sp", "megatron_sp+fsdp+usp"])
+def test_axes_of_the_sequence_come_before_tensor(name: str) -> None:
+    """Also an axis of the rules' own, which the mesh has behind tensor: the residual stream is sharded like attention's input first."""
+    rules = preset(name)
+    assert rules.activations["seq"] == ("sequence", "ulysses")
+    assert rules.activations["seq_resid"] == ("sequence", "ulysses", "tensor")
+
+
+@pytest.mark.parametrize("name", ["zero1+zero3", "zero3+zero2", "zero1+megatron+zero3", "zero3+hsdp+zero2"])
+def test_moments_have_one_form(name: str) -> None:
+    """Refused by the names of the presets, not by a row that only their product has."""
+    first, *_, last = name.split("+")
+    stage = first if last == "zero3" else last
+    with pytest.raises(ShardingRuleError) as caught:
+        preset(name)
+    assert str(caught.value) == (
+        f"{first} and {last}: {stage} shards a dimension of each matrix's moments over 'data', and zero3 keeps them in flat vectors, "
+        f"which need no such dimension; leave {stage} out"
+    )
+
+
+def test_a_column_of_gradients_inherits_no_flat_vectors() -> None:
+    changed = PRESETS["zero3"].replace("mine", gradients={"embed": None})
+    assert changed.gradients is not None and "flat" not in changed.gradients
+    both = product(PRESETS["zero3"], PRESETS["megatron"].replace("mine", gradients={"embed": None}))
+    assert both.gradients is not None and "flat" not in both.gradients and both.params["flat"] == "data"
+
+
 @given(st.lists(st.sampled_from(sorted(PRESETS)), min_size=1, max_size=3))
 def test_a_product_keeps_every_cut_of_its_parts(names: list[str]) -> None:
     exchanges = [PRESETS[name].context["sequence"] for name in names if PRESETS[name].context]
     if len(set(exchanges)) > 1:
         with pytest.raises(ShardingRuleError, match="exchange keys over 'sequence' by"):
+            preset("+".join(names))
+        return
+    if "zero3" in names and {"zero1", "zero2"} & {*names}:
+        with pytest.raises(ShardingRuleError, match=r"flat vectors, which need no such dimension; leave zero[12] out"):
             preset("+".join(names))
         return
     rules = preset("+".join(names))

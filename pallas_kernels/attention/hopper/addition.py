@@ -75,6 +75,22 @@ def launch_adding(
         return Refs(zip(results, call(*inputs.values(), *given.values()), strict=True))
 
 
+def launch_unrounded(
+    body: Callable[[Refs], None], inputs: Mapping[str, Array | None], out: Mapping[str, jax.ShapeDtypeStruct], scratch: Mapping[str, Any],
+    **how: Any,
+) -> Refs:  # fmt: skip
+    """As `spec.launch`, but the outputs [B, length, heads, columns] are fp32.
+
+    The kernel adds each tile of 64 rows of them to zeros, by `add_from_registers`. A tile with one owner has a fixed order all the same.
+    """
+    sums = {}
+    for name, x in out.items():
+        B, length, heads, columns = x.shape
+        sums[name] = register_order(B, heads, length, columns, columns)
+    found = launch_adding(body, inputs, sums, {}, scratch, **how)
+    return Refs({name: from_register_order(x) for name, x in found.items()})
+
+
 def add_from_registers(ref: Any, x: Array) -> None:
     """ref += x, atomically. x: fp32 [64, columns], the result of a wgmma. ref: fp32 [64 * columns] in global memory, in register order.
 

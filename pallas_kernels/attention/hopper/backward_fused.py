@@ -48,14 +48,15 @@ from pallas_kernels.attention.occupancy import by_query_head, section_of_keys
 def backward_fused(
     spec: Spec, tiles: FusedTiles, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, sides: dict[str, Array | None]
 ) -> Refs:
-    """`dq` [B, S, N, H], `dk` [B, T, K, H] and, if `sums_fit`, `dv` [B, T, K, V], in the types of q, k and v.
+    """`dq` [B, S, N, H], `dk` [B, T, K, H] and, if `sums_fit`, `dv` [B, T, K, V], in the types of q, k and v, or in fp32 if not rounded.
 
     Arguments as for `dkv`: padded to complete tiles, lse to the base 2, sides with the walks of tiles of keys.
     """
     (B, S, N, H), (_, T, K, V) = q.shape, v.shape
     lists = sides.get("blocks")
-    # Each query head then has its own walk, or there are too few blocks of threads: dk and dv are summed in global memory, too.
-    by_head = by_query_head(B, N, K, T) or (N > K and lists is not None and lists.shape[0] > 1)
+    # Each query head then has its own walk, or there are too few blocks of threads: dk and dv are summed in global memory, too. That sum
+    # is in fp32, which shared memory has no room for: a tile of it is as large as those of K and V together.
+    by_head = spec.unrounded or by_query_head(B, N, K, T) or (N > K and lists is not None and lists.shape[0] > 1)
     shape = shape_of(tiles, q, k, v, by_head)
     red = tiles.add == "red"
     sums = {"dq": register_order(B, N, S, H, shape.part) if red else (B, S, N, H)}
@@ -80,7 +81,7 @@ def backward_fused(
     for name, scale in (("dq", spec.scale), ("dk", spec.scale), ("dv", 1.0)):
         if name in sums:
             x = found[name] if name == "dq" and not red else from_register_order(found[name])
-            found[name] = (x * scale).astype(q.dtype)
+            found[name] = x * scale if spec.unrounded else (x * scale).astype(q.dtype)
     return found
 
 

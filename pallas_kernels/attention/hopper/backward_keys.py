@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention.hopper.addition import add_from_registers, launch_unrounded
 from pallas_kernels.attention.hopper.backward_sweep import Ring, slots, tight, weights
 from pallas_kernels.attention.hopper.spec import (
     COMPUTING,
@@ -53,7 +54,7 @@ def dkv(
     sides: dict[str, Array | None],
     part: Part = "both",
 ) -> Refs:
-    """`dk` [B, T, K, H] and `dv` [B, T, K, V], or one of them. Arguments as for `dq`, but with the walks of tiles of keys.
+    """`dk` [B, T, K, H] and `dv` [B, T, K, V], or one of them. Types and arguments as of `dq`, but with the walks of tiles of keys.
 
     If the heads are too wide for both sums to stay in registers, two calls compute one each, and s is computed twice.
     """
@@ -93,7 +94,8 @@ def dkv(
     inputs = {"q": q, "k": k, "v": v if with_dk else None, "dout": dout, "lse": lse, "delta": delta if with_dk else None, **sides}
     out = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in (("dk", k), ("dv", v)) if part in (name, "both")}
     name, width = {"both": ("dkv", 2 * (H + V)), "dk": ("dk", 2 * H + V), "dv": ("dv", H + V)}[part]
-    return launch(
+    start = launch_unrounded if spec.unrounded else launch
+    return start(
         body, inputs, out, scratch, name=f"flash_attention_{name}", flops=spec.flops(B, N, width),
         occupancy=spec.occupancy(B, N, K, H + V, keys=True),
         grid=(B, K, T // tiles.rows), section=section_of_keys(S, N, K, H + V, split=False),
@@ -248,6 +250,10 @@ class _Kernel:
         room = {"dk": refs.k_s, "dv": refs.k_s if refs.v_s is None else refs.v_s}
         if sums.get("dk") is not None:
             sums = Refs(sums | {"dk": sums.dk * self.spec.scale})
+        if self.spec.unrounded:
+            for name, x in sums.items():
+                add_from_registers(refs[name].at[self.batch, self.head, self.tile * COMPUTING + wg, 0], x)
+            return
         for name, x in sums.items():
             room[name].at[wg][...] = x.astype(refs[name].dtype)
         plgpu.commit_smem()

@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention.hopper.addition import add_from_registers, launch_unrounded
 from pallas_kernels.attention.hopper.backward_sweep import Ring, slots, tight, weights
 from pallas_kernels.attention.hopper.spec import (
     COMPUTING,
@@ -40,6 +41,7 @@ def dq(
 ) -> Array:
     """The gradient [B, S, N, H] of q [B, S, N, H]; k [B, T, K, H], v [B, T, K, V], dout [B, S, N, V], padded to complete tiles.
 
+    In the type of q, or in fp32 if it is not rounded.
     lse, delta: fp32 [B, N, S]; lse to the base 2, +inf in rows that are padding or see no key. sides: as in `forward`, without sinks.
     """
     (B, S, N, H), T, V = q.shape, k.shape[1], v.shape[3]
@@ -69,7 +71,8 @@ def dq(
         pl.when(wg < W)(lambda: _Kernel(spec, tiles, N // k.shape[2], refs).compute(wg))
 
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, **sides}
-    return launch(
+    start = launch_unrounded if spec.unrounded else launch
+    return start(
         body, inputs, {"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}, scratch, name="flash_attention_dq",
         flops=spec.flops(B, N, 2 * H + V), occupancy=spec.occupancy(B, N, k.shape[2], H + V),
         grid=(B, N, S // tiles.rows), section=section_of_queries(T, N, k.shape[2], H + V),
@@ -140,6 +143,9 @@ class _Kernel:
             return acc[...]
 
         sums = pl.run_scoped(sum_up, accumulator(refs.q.shape[3]))
+        if self.spec.unrounded:
+            add_from_registers(refs.dq.at[self.batch, self.head, self.tile * COMPUTING + wg, 0], sums * self.spec.scale)
+            return
         refs.q_s.at[wg][...] = (sums * self.spec.scale).astype(refs.dq.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(refs.q_s.at[wg], refs.dq.at[self.batch, rows, self.head])

@@ -94,6 +94,7 @@ def _spec(problem: AttentionProblem) -> Spec:
         sinks=problem.sinks,
         block_mask=problem.block_mask,
         deterministic=problem.deterministic,
+        unrounded=problem.unrounded,
     )
 
 

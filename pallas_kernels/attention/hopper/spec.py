@@ -108,6 +108,8 @@ class Spec:
     block_mask: BlockMask | None = None
     deterministic: bool = False
     """Whether every sum has a fixed order."""
+    unrounded: bool = False
+    """Whether the backward pass returns its sums in fp32."""
 
     @property
     def tabled(self) -> bool:

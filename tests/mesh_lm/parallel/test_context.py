@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import experts_toy
 import jax
 import numpy as np
 import pytest
-from support import GPT, LLAMA, SEQ, assert_same_gradients, by_stage, gradients, host_batch, initial, on_devices, reference, shard_on
+from support import BATCH, GPT, LLAMA, SEQ, assert_same_gradients, by_stage, gradients, host_batch, initial, on_devices, reference, shard_on
 
 from mesh_lm.config import PipelineConfig
 from mesh_lm.model import DecoderConfig
@@ -18,8 +19,9 @@ from mesh_lm.model.ring_attention import Ring
 from mesh_lm.parallel import engine
 from mesh_lm.parallel.layout import ModelLayout
 from sharding_rules import Shard, ShardingRuleError, preset, token_order
+from tests.sharding_rules.closed_forms import A2A, Decoder, Strategy, expected
 
-COMPILE_BUDGET = 62
+COMPILE_BUDGET = 68
 FULL = dataclasses.replace(LLAMA, window=(), n_kv_heads=4, remat="save_names")
 """Without windows, so that a ring has a loop; with remat of the names that Ulysses gives."""
 NARROW = dataclasses.replace(GPT, positions="rotary", window=(3,), dropout=0.0, sinks=True)
@@ -57,6 +59,8 @@ CASES = [
     Case(FULL, "context_gather+zero3", {"pipeline": 2, "sequence": 4}, 4, pipeline=PipelineConfig(stash="residuals")),
     Case(dataclasses.replace(FULL, n_layers=3), "ulysses", {"pipeline": 2, "sequence": 4}, 2),
     Case(dataclasses.replace(FULL, n_layers=3), "ring", {"pipeline": 2, "sequence": 2, "data": 2}, 2),
+    Case(FULL, "usp+megatron_sp", {"sequence": 2, "tensor": 2, "extra": ("ulysses=2",)}),
+    Case(LLAMA, "megatron_sp+usp", {"sequence": 2, "tensor": 2, "extra": ("ulysses=2",)}, 2, separate=True),
 ]
 
 
@@ -144,6 +148,43 @@ def test_a_ring_visits_the_shards_that_a_query_sees(n: int, window: int | None) 
         for _, _, goes in walked[:-1]:
             places.append(places[-1] + goes)
         assert places == ring.steps(C)[1:] and walked[0][1] == walked[-1][2] == 0
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh", "kv_heads", "repeated"),
+    [
+        ("ulysses+megatron_sp", {"sequence": 4, "tensor": 2}, 4, False),
+        ("ulysses+megatron", {"sequence": 4, "tensor": 2}, 4, True),
+        ("usp+megatron_sp", {"sequence": 2, "tensor": 2, "extra": ("ulysses=2",)}, 2, False),
+        ("usp+megatron_sp", {"sequence": 2, "tensor": 1, "extra": ("ulysses=4",)}, 2, True),
+    ],
+)
+def test_the_program_repeats_kv_heads_where_the_closed_form_does(rules: str, mesh: dict[str, Any], kv_heads: int, repeated: bool) -> None:
+    """Of two sequences in a device's microbatch: where layers have the sequence first, the kv heads of both are divided together."""
+    config = dataclasses.replace(FULL, n_kv_heads=kv_heads, dtype="bfloat16")
+    shard = shard_on(rules, **mesh)
+    layout = ModelLayout.of(config, shard)
+    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in host_batch(8).items()}
+    traced = jax.make_jaxpr(engine.value_and_grad(layout))(layout.shapes, batch, jax.random.key(0))
+    sent = {var.aval.size * var.aval.dtype.itemsize for var in _operands(traced.jaxpr, "all_to_all")}
+
+    sizes = shard.mesh.shape
+    strategy = Strategy(rules, tensor=sizes["tensor"], sequence=sizes["sequence"], ulysses=sizes.get("ulysses", 1))
+    terms = expected(Decoder.of(config), strategy, BATCH // 8, 8)
+    assert sent == {term.payload for term in terms if term.kind == A2A}
+    without = 2 * (BATCH // 8) * SEQ // (strategy.sequence * strategy.ulysses) * config.d_head * (config.n_heads + 2 * config.kv_heads)
+    assert (max(sent) > without // sizes["tensor"]) == repeated
+
+
+def _operands(jaxpr: Any, primitive: str) -> Iterator[Any]:
+    """The first operands of every equation of a primitive, also in the equations' own jaxprs."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == primitive:
+            yield eqn.invars[0]
+        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns"):
+                yield from _operands(inner, primitive)
 
 
 @pytest.mark.parametrize(("kv_heads", "ways", "times"), [(8, 8, 1), (8, 4, 1), (2, 8, 4), (6, 4, 2), (1, 8, 8)])

@@ -13,6 +13,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.training import loop, own_kernels
 from mesh_lm.training.own_kernels import HOPPER, agree, attention_problems, described, examine
 from pallas_kernels import Choice, choose_attention, choose_trusted_attention
+from pallas_kernels.attention.self_test import kind_of
 from pallas_kernels.trust import VARIABLE, Kind, Verdict, verdict
 from sharding_rules import MeshConfig, preset
 
@@ -95,6 +96,14 @@ def test_what_was_tested_is_what_each_device_runs(hopper: None) -> None:
         sharded = dataclasses.replace(config(), mesh=MeshConfig(data=-1, tensor=tensor), rules=preset("megatron"))
         shapes = [(problem.q_shape[2], problem.k_shape[2]) for problem in attention_problems(sharded, "gpu", HOPPER)]
         assert shapes == [heads]
+
+
+def test_the_backward_pass_that_a_ring_calls_is_tested(hopper: None) -> None:
+    """It returns sums that are not rounded, by other code than a gradient of the whole."""
+    sharded = dataclasses.replace(config(), mesh=MeshConfig(data=1, sequence=8), rules=preset("ring"))
+    problems = attention_problems(sharded, "gpu", HOPPER)
+    assert [problem.unrounded for problem in problems] == [False, True, False, True]
+    assert len({kind_of(problem) for problem in problems}) == 4
 
 
 def several(monkeypatch: pytest.MonkeyPatch, *others: list[Verdict]) -> None:
