@@ -77,7 +77,7 @@ class TextCorpus:
     """UTF-8 bytes of both splits that their tokens do not spell; None in a corpus of a version that did not count them."""
     loss_of_bytes: str = ""
     """Implements `Dataset.loss_of_bytes`."""
-    named: Tokenizer | None = None
+    named: Tokenizer | None = dataclasses.field(default=None, compare=False)
     """The tokenizer that data.tokenizer names: that of the corpus, with the companions that its directory has now."""
 
     @property

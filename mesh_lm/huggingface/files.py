@@ -56,7 +56,8 @@ def equal(a: StoredTensor, b: StoredTensor) -> bool:
     row_bytes = 8 * math.prod(a.shape[1:])
     n_rows = max(1, _COMPARED_BYTES // max(1, row_bytes))
     for start in range(0, a.shape[0], n_rows):
-        rows = (slice(start, start + n_rows),) + (slice(None),) * (len(a.shape) - 1)
+        stop = min(start + n_rows, a.shape[0])
+        rows = (slice(start, stop),) + (slice(None),) * (len(a.shape) - 1)
         parts = [tensor.read(rows) for tensor in (a, b)]
         if a.dtype != b.dtype:
             parts = [part.astype(np.float32) for part in parts]

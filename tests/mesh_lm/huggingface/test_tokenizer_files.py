@@ -22,11 +22,11 @@ from mesh_lm.inference.trained import keep_tokenizer
 from mesh_lm.model import DecoderConfig
 from mesh_lm.parallel.layout import ModelLayout
 
-COMPILE_BUDGET = 40
+COMPILE_BUDGET = 110
 SPECIAL = ["<|begin|>", "<|endoftext|>", "<|pad|>", "<|unk|>"]
 CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|endoftext|>", "pad_token": "<|pad|>",
-    "unk_token": {"content": "<|unk|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False},
+    "unk_token": {"__type": "AddedToken", "content": "<|unk|>", "lstrip": False, "normalized": False, "rstrip": False, "special": True},
     "model_max_length": 64, "padding_side": "left", "clean_up_tokenization_spaces": False,
 }  # fmt: skip
 TEMPLATE = "{% for message in messages %}<|begin|>{{ message['content'] }}é{% endfor %}"

@@ -23,7 +23,7 @@ from mesh_lm.parallel.layout import ModelLayout
 
 COMPILE_BUDGET = 60
 TEXT = "The boat left the town at dawn. The gulls cried over the quiet tower, and a small town slept by the sea.\n"
-SPECIAL = ["<|begin|>", "<|endoftext|>", *(f"<|special_{i}|>" for i in range(30))]
+SPECIAL = ["<|begin|>", "<|endoftext|>", *(f"<|{i}|>" for i in range(30))]
 MODEL = DecoderConfig(
     vocab_size=448, seq_len=32, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, d_ff=48, positions="rotary", norm="rmsnorm",
     activation="swiglu", biases=False, tied=False, init_std=0.3, dtype="float32",
@@ -145,7 +145,7 @@ def test_answers_of_the_adapter_for_transformers(exported: Path, trained: Traine
     assert ask(ours, "loglikelihood_rolling", texts) == pytest.approx(ask(theirs, "loglikelihood_rolling", texts), abs=1e-4)
 
     limits = {"max_gen_toks": MODEL.seq_len // 2, "do_sample": False}
-    prompts = [(context, limits | {"until": [stop]}) for context, _ in pairs[:24] for stop in ("\n\n", "e") if context]
+    prompts = [(context, limits | {"until": [stop]}) for context, _ in pairs[:24] for stop in ("\n\n", "a") if context]
     answers = ask(ours, "generate_until", prompts)
     assert answers == ask(theirs, "generate_until", prompts)
     assert len(set(answers)) > 20
