@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -38,7 +38,7 @@ def test_the_operands_of_a_scan_are_counted() -> None:
     def total(table: jax.Array, rows: jax.Array) -> Any:
         return lax.scan(lambda carry, row: ((carry[0] + table[row], carry[1] * 2), carry[0]), (0.0, 1.0), rows)
 
-    jaxpr = jax.make_jaxpr(total)(jnp.arange(5.0), jnp.arange(5))
+    jaxpr = jax.make_jaxpr(total)(np.arange(5.0, dtype=np.float32), np.arange(5))
     [scan] = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "scan"]
     assert compat.scan_sizes(scan.params) == (1, 2)
     assert compat.scan_sizes({"num_consts": 3, "num_carry": 2}) == (3, 2), "as jax 0.10 has them"
