@@ -97,10 +97,10 @@ SYMBOLS = {
     "S": ("4 x parameters that every stage has", "f32", "with stages: tables, positions and the last norm"),
     "Y": ("4 x those of S that ZeRO shards over data", "f32", "with stages: tables and positions"),
     "R": ("4 x matrices of a layer / (T F), padded", "f32", "one device's part of a layer's matrices, as one flat vector; in bf16 R/2"),
-    "K": ("4 b s / C x kv heads of one device", "bf16", "context parallelism: keys, values of own tokens; their gradients in a ring: 2K"),
+    "K": ("4 b s / C x kv heads of one device", "bf16", "context parallelism: keys and values of a device's tokens; gradients in fp32: 2K"),
     "Q": ("2 b s / C x query heads of one device", "bf16", "the same of queries"),
     "CK": ("C x K", "bf16", "those of all tokens"),
-    "Q+K": ("Q + K", "bf16", "in one array; kv heads are repeated until they divide (of all b sequences under `megatron_sp`)"),
+    "Q+K": ("Q + K", "bf16", "in one array; kv heads repeated until they divide, under `megatron_sp` those of b sequences together"),
     "J": ("4 x tables and positions / (T F), padded", "f32", "each of these is a flat vector; in bf16 J/2"),
     **tensor_2d.SYMBOLS,
 }

@@ -20,8 +20,10 @@ def exchanged(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
     if strategy.parts & {"ring", "usp"}:
         hops = strategy.sequence - 1
         yield "layer", CP, ("sequence",), "bf16", "K", hops, "forward", "forward: keys and values go around"
-        why = "recompute: keys and values go around; the backward pass reads those of the first two hops"
-        yield "layer", CP, ("sequence",), "bf16", "K", again * max(0, hops - 2), per, why
+        # The backward pass reads what the recomputation has received, except in the loop over steps, which a ring of 5 or more has.
+        in_loop = hops - 2 if hops > 3 else 0
+        why = "recompute: keys and values go around; the backward pass reads those of the hops outside of the loop"
+        yield "layer", CP, ("sequence",), "bf16", "K", again * in_loop, per, why
         yield "layer", CP, ("sequence",), "bf16", "K", hops, "backward", "backward: keys and values go around again"
         yield "layer", CP, ("sequence",), "f32", "2K", hops, "backward", "backward: their gradients, summed in fp32 on the way"
     elif "context_gather" in strategy.parts:
