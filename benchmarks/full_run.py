@@ -29,14 +29,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 PYTHONS = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", text)]
 """The versions that pyproject.toml promises."""
 FOLDERS = ("tests/pallas_kernels", "tests/sharding_rules", "tests/mesh_lm")
-"""Their tests of the tier "full" are parts of their own, because a part that is interrupted begins anew."""
+"""Their tests of the tier "full" are parts of their own, because a part that is interrupted starts again."""
 ENVIRONMENTS = {
     "python 3.11": ("3.11", []),
     "python 3.12": ("3.12", ["jax==0.12.0.1"]),
     "python 3.12 jax 0.11.2": ("3.12", ["-c", "constraints/python3.12-jax0.11.txt"]),
     "python 3.13": ("3.13", ["jax==0.12.0.1"]),
 }
-"""Part -> the Python of its environment, and what pip is told besides the project: the newest jax for each Python, and that of the GPU
+"""Part -> the Python of its environment, and what pip installs besides the project: the newest jax for each Python, and that of the GPU
 machines. Python 3.11 gets the last jax that supports it, which pip finds by itself."""
 PARTS = {
     "ruff": [PYTHON, "-m", "ruff", "check", "."],

@@ -76,6 +76,7 @@ def miscomputed(step: Any) -> Any:
         state, metrics = step(state, batch)
         return (corrupted(state) if strikes(n, "miscompute") else state), metrics
 
+    run.lower = step.lower  # pyright: ignore[reportFunctionMemberAccess]  # the processes compare what it lowers
     return run
 
 

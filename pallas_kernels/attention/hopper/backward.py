@@ -35,7 +35,7 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients of q [B, S, N, H], k [B, T, K, H], v [B, T, K, V], of the same shapes, padded to complete tiles of all kernels.
 
-    Of the same dtypes, or in fp32 if they are not rounded.
+    Their dtypes are the same, or fp32 if they are not rounded.
 
     tiles: of the fused kernel, of dq, of dkv. dout: [B, S, N, V]. lse_BNS: fp32, to the base e; +inf in rows that are padding or see no
     key. delta_BNS: fp32, rowsum(dout * out) minus the gradient of the log-sum-exp. sides: a function of the tiles of a kernel and of
