@@ -15,22 +15,28 @@ def head_problems(config: TrainConfig) -> Iterator[str]:
     rules, model = config.rules, config.model
     if not isinstance(model, DecoderConfig) or model.problems() or model.stack().problems():
         return
-    reported: set[tuple[str, str]] = set()
-    for segment in model.stack().segments:
-        heads_row = rules.row("activations", f"{segment.name}/heads")
-        kv_row = rules.row("activations", f"{segment.name}/kv_heads")
-        if heads_row is None or kv_row is None or (heads_row, kv_row) in reported:
-            continue
-        reported.add((heads_row, kv_row))
-        yield from _segment_problems(config, model, segment.name, heads_row, kv_row)
+    rows_of = {
+        segment.name: (
+            rules.row("activations", f"{segment.name}/heads"),
+            rules.row("activations", f"{segment.name}/kv_heads"),
+        )
+        for segment in model.stack().segments
+    }
+    names_of: dict[tuple[str, str], list[str]] = {}
+    for name, (heads_row, kv_row) in rows_of.items():
+        if heads_row is not None and kv_row is not None:
+            names_of.setdefault((heads_row, kv_row), []).append(name)
+    for (heads_row, kv_row), names in names_of.items():
+        # Rows that hold for every segment speak of the model; others of the first segment that they hold for.
+        where = "" if len(names) == len(rows_of) else f" of segment {names[0]!r}"
+        yield from _problems_of_rows(config, model, where, heads_row, kv_row)
 
 
-def _segment_problems(config: TrainConfig, model: DecoderConfig, segment: str, heads_row: str, kv_row: str) -> Iterator[str]:
-    """The same of one segment and its two rows, by which both are sharded."""
+def _problems_of_rows(config: TrainConfig, model: DecoderConfig, where: str, heads_row: str, kv_row: str) -> Iterator[str]:
+    """The same of the two rows by which query and kv heads are sharded; `where` names the segment, where it must."""
     activations, mesh = config.rules.activations, config.mesh.sizes()
     heads_entry, kv_entry = activations[heads_row], activations[kv_row]
     heads_by, kv_by = (tuple(axis for axis in axes_of(entry) if mesh.get(axis, 1) > 1) for entry in (heads_entry, kv_entry))
-    where = f" of segment {segment!r}" if "/" in heads_row + kv_row else ""
     if heads_by[: len(kv_by)] != kv_by:
         fix = f"set both to the same mesh axes, or {kv_row!r} to None"
         yield (

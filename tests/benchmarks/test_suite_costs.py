@@ -21,7 +21,7 @@ def test_compiles():
 
 
 def test_starts_a_process():
-    subprocess.run([sys.executable, "-c", "sum(range(10**6))"], check=True)
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
 """
 
 
