@@ -103,8 +103,7 @@ class ProcessSlot:
         if not any(given.values()):
             names, given = VARIABLES, {field: environment.get(name, "") for field, name in VARIABLES.items()}
         if any(given.values()):
-            devices = tuple(int(device) for device in environment.get(LOCAL_DEVICES, "").split(",") if device)
-            return cls._explicit(given, names, devices or None)
+            return cls._explicit(given, names, _own_devices(environment))
         if starter := starter_of(environment):
             return cls._started(starter, environment)
         if is_slurm_step(environment):
@@ -162,6 +161,12 @@ class ProcessSlot:
     def _slurm(cls, environment: Mapping[str, str]) -> ProcessSlot:
         """The slot of a task of `srun`. The tasks of a node share its GPUs equally (JAX's own detection would use one GPU per task)."""
         tasks = tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environment.get("SLURM_NODEID", 0)))
+        needed = ("SLURM_PROCID", "SLURM_STEP_NODELIST", *(("SLURM_LOCALID",) if tasks > 1 else ()))
+        if missing := [name for name in needed if name not in environment]:
+            raise ConfigError(
+                f"SLURM_STEP_NUM_TASKS={environment['SLURM_STEP_NUM_TASKS']}, but {' and '.join(missing)} is not set; pass all of "
+                f"Slurm's variables on to this process, or set {', '.join(VARIABLES.values())}"
+            )
         address = slurm_address(environment)
         if environment.get("SLURM_STEP_NUM_NODES") == "1":  # nothing outside this node needs to reach it
             address = f"127.0.0.1:{host_and_port(address)[1]}"
@@ -171,6 +176,15 @@ class ProcessSlot:
             int(environment["SLURM_PROCID"]),
             _share_of_slurm(int(environment.get("SLURM_LOCALID", 0)), tasks, environment),
         )
+
+
+def _own_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Returns the GPUs that the launcher gives to this process; None: all."""
+    text = environment.get(LOCAL_DEVICES, "")
+    try:
+        return tuple(int(device) for device in text.split(",") if device) or None
+    except ValueError:
+        raise ConfigError(f"{LOCAL_DEVICES}={text} must be numbers of GPUs as this process sees them, such as 0,1") from None
 
 
 def starter_of(environment: Mapping[str, str]) -> Starter | None:

@@ -206,6 +206,16 @@ def test_tasks_here() -> None:
             {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
             "LOCAL_RANK is not set, but RANK is: torchrun gives each process an integer; unset its variables",
         ),
+        (
+            {},
+            VARIABLES | {"MESH_LM_LOCAL_DEVICES": "GPU-a"},
+            "MESH_LM_LOCAL_DEVICES=GPU-a must be numbers of GPUs as this process sees them",
+        ),
+        (
+            {},
+            {name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"} | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+            "SLURM_STEP_NUM_TASKS=2, but SLURM_LOCALID is not set; pass all of Slurm's variables on to this process, or set MESH_LM_CO",
+        ),
         ({}, {"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, "RANK=4 must be 0 to WORLD_SIZE - 1 = 3"),
         ({}, {"RANK": "one", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, "RANK=one: torchrun gives each process an integer; unset its"),
         (
