@@ -76,8 +76,10 @@ def test_slurm_shares_the_gpus_of_a_node(gpus: dict[str, str], local: int, tasks
 def test_gpus_of_which_slurm_says_nothing(tmp_path: Path) -> None:
     """As where it does not manage them: all tasks see all that the driver lists, unless a script has given each its own."""
 
+    path = tools(tmp_path, EIGHT_GPUS)
+
     def own(local: int, tasks: int, **more: str) -> tuple[int, ...] | None:
-        place = {"SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)", "PATH": tools(tmp_path, EIGHT_GPUS)}
+        place = {"SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)", "PATH": path}
         slot = ProcessSlot.of(LaunchConfig(), SLURM | place | more)
         assert slot is not None
         return slot.local_devices
@@ -87,7 +89,7 @@ def test_gpus_of_which_slurm_says_nothing(tmp_path: Path) -> None:
     assert own(1, 4, CUDA_VISIBLE_DEVICES="4,5,6,7") == (1,)
     assert own(3, 4, CUDA_VISIBLE_DEVICES="5") is None
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
-    assert own(3, 4, PATH=str(tmp_path)) == (3,)
+    assert own(3, 4) == (3,)
 
 
 TORCHRUN = {
