@@ -44,7 +44,8 @@ def context_problems(config: TrainConfig) -> Iterator[str]:
         names_of: dict[tuple[int, int], list[str]] = {}
         segments = config.model.stack().names or ("",)
         for name in segments:
-            ways_of_heads = tuple(_ways(config, f"{name}/{row}" if name else row) for row in ("heads", "kv_heads"))
+            scope = f"{name}/" if name else ""
+            ways_of_heads = _ways(config, f"{scope}heads"), _ways(config, f"{scope}kv_heads")
             names_of.setdefault(ways_of_heads, []).append(name)
         for (by_tensor, by_kv), names in names_of.items():
             where = "" if len(names) == len(segments) else f" of segment {names[0]!r}"
