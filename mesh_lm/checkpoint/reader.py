@@ -242,6 +242,12 @@ def config_in(path: Path | str) -> dict[str, Any] | None:
     return descriptions(directory / str(step))["metadata"]["config"]
 
 
+def output_of(path: Path | str) -> Path | None:
+    """Returns the output of the run that a path names, or is in, as for `find`; None for any other path. One process may call it alone."""
+    directory, _ = _located(path)
+    return directory.parent if directory else None
+
+
 def _located(path: Path | str) -> tuple[Path | None, int | None]:
     """Returns the directory of checkpoints that a path names or is in, and the step if it names one."""
     path = Path(path).expanduser().absolute()
