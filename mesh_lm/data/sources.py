@@ -65,7 +65,7 @@ class Source:
                     mark = f"{stat.st_size} {stat.st_mtime_ns}"
             except OSError as error:
                 mark = f"unreadable: {error.errno}"
-            digest.update(f"\0{name}\0{mark}".encode("utf-8", "surrogateescape"))
+            digest.update(os.fsencode(f"\0{name}\0{mark}"))
         return digest.hexdigest()
 
     def documents(self) -> Iterator[Document]:
@@ -135,7 +135,7 @@ def find(path: str, field: str = "text", outputs: Collection[str] = ()) -> Sourc
 
 def is_heldout(key: str) -> bool:
     """Whether a key is held out: one in 20 by SHA-256, so that a document keeps its split when others are added or removed."""
-    return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest(), "big") % _HELDOUT == 0
+    return int.from_bytes(hashlib.sha256(os.fsencode(key)).digest(), "big") % _HELDOUT == 0
 
 
 def require_apart(path: str, outputs: Mapping[str, str]) -> None:
@@ -153,7 +153,8 @@ def require_apart(path: str, outputs: Mapping[str, str]) -> None:
 def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset(), outputs: Collection[str] = ()) -> list[str]:
     """Returns the files below a directory as sorted posix paths, without hidden files and anything but files and links to files.
 
-    What mesh_lm has written there is left out: `outputs`, the output of any run, prepared tokens, and this process's own log.
+    What mesh_lm has written there is left out: `outputs`, the output of any run, exports, caches, prepared tokens, and this process's own
+    log.
 
     Raises ConfigError if a directory cannot be read, or if `root` itself is the output of a run.
     """
@@ -164,7 +165,7 @@ def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset(), outp
     for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=True):
         here = written.identity(folder)
         is_root = not seen
-        is_output = written.is_output(Path(folder), names)
+        is_output = written.is_output(Path(folder), folders, names)
         if is_output and is_root:
             raise ConfigError(f"{root} is what a run of mesh_lm has written, not text; name the directory or the file that has the text")
         if is_output or here in seen or (here in excluded and not is_root):  # seen: by a link, perhaps to a parent directory
@@ -214,7 +215,7 @@ def _jsonl(path: Path, field: str, key: str) -> Iterator[Document]:
     """Yields the documents of a .jsonl file, skipping blank lines; lines are numbered from 1, for splits and messages."""
     with formats.opened(path) as (file, _):
         for number, line in enumerate(file, 1):
-            if line.strip() and (text := formats.text_of(line, field, f"{path}, line {number}")):
+            if not formats.is_blank(line) and (text := formats.text_of(line, field, f"{path}, line {number}")):
                 yield Document(text, is_heldout(f"{key}{number}"))
 
 
