@@ -108,6 +108,11 @@ def text(data: bytes) -> str:
     return data.decode().removeprefix("\ufeff")
 
 
+def is_blank(line: bytes) -> bool:
+    """Whether a line of a .jsonl file has nothing but white space, and perhaps a byte order mark."""
+    return not line.removeprefix(codecs.BOM_UTF8).strip()
+
+
 def has_mark(path: Path | str) -> bool:
     """Whether a file of text begins with a byte order mark, which older versions kept: a corpus made then is a different one."""
     path = Path(path)
