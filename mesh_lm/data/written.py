@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ from mesh_lm import checksums, strict_json
 
 RUN = "TrainConfig"
 """The class that a run's config.json names; the config.json of a Hugging Face model has none."""
+OF_A_RUN = ("checkpoints", "tokenizer", "log.txt", "metrics.jsonl")
+"""What may be in a run's output before its config.json is."""
+SLURM_LOG = re.compile(r"slurm-\d+(_\d+)?\.(out|err)")
+"""Where Slurm writes what a job prints, in the directory that it was submitted in. `srun` is no reader of the job's pipes."""
 _CHECKPOINT = "_CHECKPOINT_METADATA"
 """A file that Orbax writes into each step's directory."""
 _INDEX = b"MMIDIDX\x00\x00"

@@ -132,6 +132,28 @@ def test_a_run_that_would_write_among_the_text(text: Path, field: str) -> None:
     )
 
 
+def test_an_output_with_text(text: Path) -> None:
+    """The run would silently train on less."""
+    config = configured()
+    put(text / "out" / "run", "tokenizer/tokenizer.json", "log.txt", "checkpoints/note.txt")  # of a start that failed
+    require_ready(config)
+    config = dataclasses.replace(config, output="./data")
+    with pytest.raises(ConfigError) as refused:
+        require_ready(config)
+    assert str(refused.value) == (
+        "this run cannot start\n  - output=./data has text (1.txt), which data.path=. would leave out, because a directory that the run "
+        "writes to is not text to train on; set output to another directory"
+    )
+    write_output(text / "data", config)
+    require_ready(config)
+
+
+def test_logs_of_slurm(text: Path) -> None:
+    before = files()
+    put(text, "slurm-123.out", "slurm-123_4.out", "slurm-123.err", "slurm-notes.out")
+    assert files() == sorted([*before, "slurm-notes.out"])
+
+
 def test_the_log_of_this_process(text: Path) -> None:
     before = files()
     script = "from mesh_lm.data import sources; print(*sources.find('.').files, flush=True)"
