@@ -259,7 +259,8 @@ def _parquet(path: Path) -> Iterator[Any]:
     except ImportError as error:
         raise ConfigError(f"{path} needs pyarrow: pip install 'mesh_lm[data]'") from error
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # A name goes to pyarrow as UTF-8, which not every locale has.
+        with open(path, "rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
             yield file
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is damaged or not a .parquet: {error}; fetch it again") from error

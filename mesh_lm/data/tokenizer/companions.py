@@ -20,12 +20,6 @@ FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, CHAT_TEMPLATE, GENERATION)
 _MORE_TEMPLATES = "additional_chat_templates"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """The special tokens that a model's config.json and its settings for generation name by their ids."""
-_SETTINGS = (
-    *TOKEN_IDS, "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size",
-    "num_beams", "early_stopping", "length_penalty", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "bad_words_ids",
-    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
-)  # fmt: skip
-"""Settings for generation that older versions keep in a model's config.json, and from which transformers makes a file of their own."""
 _ANY_CLASS = "PreTrainedTokenizerFast"
 """The class that takes everything from tokenizer.json."""
 _IMPLIED = {"gpt2": ("bos_token", "unk_token"), "qwen2": ("pad_token", "unk_token"), "qwen3": ("pad_token", "unk_token")}
@@ -47,7 +41,7 @@ class Companions:
     implied: tuple[str, ...] = ()
     """More roles of the end-of-document token."""
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """generation_config.json, or the settings in the model's config.json, from which transformers makes one."""
+    """generation_config.json, or the ids of special tokens in the model's config.json, from which transformers makes one."""
 
     def token(self, role: str) -> str | None:
         """Returns the spelling of the token with a role, such as "eos_token"; None if no file names one."""
@@ -104,7 +98,7 @@ def generation_of(directory: Path) -> Companions:
 
 
 def _read_generation(directory: Path, model: dict[str, Any]) -> dict[str, Any]:
-    return _read(directory / GENERATION) or {name: model[name] for name in _SETTINGS if model.get(name) is not None}
+    return _read(directory / GENERATION) or {name: model[name] for name in TOKEN_IDS if model.get(name) is not None}
 
 
 def _model_config(directory: Path) -> dict[str, Any]:

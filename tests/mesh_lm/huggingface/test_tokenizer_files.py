@@ -111,14 +111,6 @@ def test_the_model_beside_a_tokenizer_names_what_it_does_not(tmp_path: Path) -> 
     }  # fmt: skip
 
 
-def test_settings_for_generation_in_the_config_of_a_model(tmp_path: Path) -> None:
-    """Where older versions of transformers kept them."""
-    model = {"model_type": "gpt2", "eos_token_id": 1, "do_sample": True, "temperature": 0.7, "max_length": 50, "n_embd": 16}
-    tokenizer = load_tokenizer(write(tmp_path / "source", **{"generation_config.json": None, "config.json": model}))
-    settings = read(export(tokenizer, tmp_path / "out") / "generation_config.json")
-    assert settings == {"eos_token_id": 1, "do_sample": True, "temperature": 0.7, "max_length": 50}
-
-
 def test_a_class_in_a_file_of_the_directory(tmp_path: Path) -> None:
     """Which is not kept, so that transformers would not find it."""
     auto_map = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", "tokenization_own_fast.OwnTokenizerFast"]}
