@@ -15,8 +15,8 @@ from example_runner import Runner
 from processes import ROOT
 
 SCRIPT = ROOT / "tests" / "feature_rows.py"
-_IN_CI = 7
-"""Rows of the array that CI runs, the first, which cover the most pairs; two minutes on two cores."""
+_IN_CI = 3
+"""Rows of the array that CI runs, the first, which cover the most pairs; two minutes on two slow cores."""
 
 
 @pytest.fixture(scope="module")
