@@ -217,7 +217,7 @@ def _compiler() -> str:
     """
     plugins = [name for name in ("jax_cuda13_plugin", "jax_cuda12_plugin") if importlib.util.find_spec(name)]
     if not plugins:
-        what = "compiling for GPUs that you do not have needs XLA's compiler for CUDA, which is not installed (it needs no GPU and no driver)"
+        what = "compiling for absent GPUs needs XLA's compiler for CUDA, which is not installed (it needs no GPU and no driver)"
         raise CompilerMissing(what, _install())
     if (found := version(plugins[0].replace("_", "-"))) != jax.__version__:
         name = plugins[0].replace("_", "-")
