@@ -2,7 +2,7 @@
 
 python train.py --config=configs/gpt_tiny.py [--config.model.n_layers=6 ...]
 
-With --plan [--target=h100 --devices=1024] it shows what the run would do on GPUs that are not here, and does not train.
+With --plan [--target=h100 --devices=1024] it shows what the run would do on GPUs that you do not have, and does not train.
 
 The command is also `mesh-lm train`, and in Python `mesh_lm.train(config)`. Read on in mesh_lm/training/loop.py: there the training loop is
 in sight, and everything that a run is made of is made in order.

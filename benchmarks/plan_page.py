@@ -30,47 +30,46 @@ AXES = ("data", "data+sequence", "pipeline+data", "pipeline", "fsdp", "fsdp+tens
 _PAGE = """\
 # Every config, as XLA compiles it
 
-What one training step of each file in `configs/` needs on H100s, at the number of devices it is published for:
-Megatron-LM's table of nine, Llama 3's, GPT-3 and GPT-2, each on the mesh that was predicted to be fastest of those
-tried. The real step of `train.py` is compiled for absent GPUs, as `mesh-lm plan` does, on {cores} CPU cores; nothing is
-measured on a GPU. `gpt_tiny` is for a CPU, and not here.
+What one training step of each file in `configs/` needs on H100s, at the number of devices for which the model is
+published: Megatron-LM's nine models, Llama 3's, GPT-3 and GPT-2, each on the mesh that is predicted to be the fastest
+of those tried. The real step of `train.py` was compiled for absent GPUs, as `mesh-lm plan` does, on {cores} CPU cores;
+nothing was measured on a GPU. `gpt_tiny` is for a CPU, and is left out.
 
 One command compiles them all and writes this page: `python benchmarks/plan_table.py`. It was made on {date} with
 jax {jax}, from [these raw results](../benchmarks/results/{source}).
 
 ![Memory at the peak by class, and bytes sent by mesh axis, of every config](images/configs.png)
 
-With pipeline stages, *other* is mostly what they keep of microbatches until their backward passes (reports now call it
-*residuals*).
+With pipeline stages, *other* is mostly the residuals of microbatches that wait for their backward passes.
 
 ## The runs
 
 {runs}
 
-Pipeline stages run interleaved 1F1B, with the number of chunks of layers in the column *chunks*. *residuals* means
-that a stage keeps what `remat` keeps of a microbatch, so that no forward pass is repeated because of the pipeline.
-The bubble is a stage's idle time divided by its work. Rules with *zero3* store the fp32 weights and the moments of
-matrices as flat vectors, sharded over the replicas, which 48 replicas divide whatever the dimensions. Layers gather
-their weights from them: without stages during the layer before, and *kept* of them keep these until their backward
-passes; with stages once a step, while the pipeline fills. *remat* recomputes *of* the layers; the others have the
-lighter policy.
+- *remat* applies to the number of layers in the column *of*; the other layers use the lighter policy.
+- *kept* is the number of layers that keep the weights that they have gathered until their backward passes
+  ([`zero3`](sharding.md#layers-that-gather-their-own-weights)).
+- Pipelines run interleaved 1F1B with *chunks* chunks of layers on each stage ([pipelines](pipeline.md)). The stash
+  *residuals* means that no forward pass is repeated because of the pipeline. The *bubble* is a stage's idle time
+  divided by its work.
 
 ## What a step needs of each GPU
 
-Peak memory, and its share of the {usable:.1f} GiB that a run may take of an H100 (the rest is for CUDA and NCCL). The
-GiB that a GPU sends in a step along each mesh axis (`tensor` and `sequence` are NVLink; `fsdp+tensor`,
-`pipeline+data` and `data+sequence` are groups over both), and their sum divided by the minimum that the strategy must
-send ([closed forms](closed_forms.md)); with stages, each collective counts on the stage that runs it most. FLOPs of
-the program's matmuls divided by the model's own: `remat=full` repeats each layer's forward pass except for its last
-matmul, and the attention kernel's backward pass makes five matmuls where the formula counts four. The time of a step
-is predicted, never measured: it is for comparing configs, not a promise. *MFU* is the model's own FLOPs over what the
-tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), *exposed* the share of the step during
-which compute waits for the network, *ratio* the step over the time of the model's own matmuls and attention at the
-lab's rates: recomputation, the bubble, memory traffic and waiting all raise it, and 1 is a step with none of them.
-*TFLOP/s* is the predicted rate of a GPU by Megatron-LM's formula, beside the rate that NVIDIA published for that
-model and number of GPUs, which was measured: the two do not compare, since a prediction leaves out much of what a
-cluster does. All five assume that our attention kernel reaches FlashAttention-3's published rates. Each config was
-compiled with the XLA flags of its runs (column *flags*).
+- *peak*, and its share of the {usable:.1f} GiB that a run may take of an H100 (the rest is for CUDA and NCCL).
+- The GiB that a GPU sends in a step along each mesh axis (`tensor` and `sequence` are NVLink; `fsdp+tensor`,
+  `pipeline+data` and `data+sequence` are groups over both). *x the least* is their sum divided by the minimum that the
+  strategy must send ([closed forms](closed_forms.md)). With stages, each collective counts on the stage that runs it
+  most.
+- The FLOPs of the program's matmuls, divided by the model's own: `remat=full` repeats each layer's forward pass except
+  for its last matmul, and the attention kernel's backward pass makes five matmuls where the formula counts four.
+- The time of a step is predicted, never measured: use it to compare configs. *MFU* is the model's own FLOPs over what
+  the tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), *exposed* the share of the step
+  during which compute waits for the network, and *ratio* the step over the time of the model's own matmuls and
+  attention at the lab's rates; 1 would be a step without recomputation, bubbles, memory traffic or waiting.
+- *TFLOP/s* is the predicted rate of a GPU by Megatron-LM's formula. *published* is the rate that NVIDIA measured for
+  that model and number of GPUs. Do not compare the two: a prediction leaves out much of what a cluster does.
+- All predictions assume that our attention kernel reaches FlashAttention-3's published rates. *flags* is the set of XLA
+  flags of the config's runs.
 
 {needs}
 
@@ -84,12 +83,11 @@ compiled with the XLA flags of its runs (column *flags*).
 
 {fsdp_said}
 
-## What it costs to know
+## How long a plan takes
 
-Seconds on {cores} cores ({cpu}), which other work shared:
-*load* is the number of processes that wanted a core when a row started, so the CPU seconds, over all threads, are more
-reliable. *Read* is the lab's analysis of the program.
-Resident memory is the peak of the whole process, Python and JAX included.
+Seconds on {cores} cores ({cpu}), which other work shared: *load* is the number of processes that wanted a core when a
+row started, so the CPU seconds, over all threads, are more reliable. *read* is the lab's analysis of the program, and
+*resident* the peak memory of the whole process, Python and JAX included.
 
 {costs}
 

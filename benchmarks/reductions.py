@@ -1,4 +1,4 @@
-"""Compiles GPT-3 on 1,024 H100s that are not here, by each way to sum gradients: bytes on the wire, predicted waits, memory.
+"""Compiles GPT-3 on 1,024 absent H100s, by each way to sum gradients: bytes on the wire, predicted waits, memory.
 
 With one replica in a node, and with two. Writes the figures of docs/gradients.md. Rows that today's results have already are not compiled
 again. What has no compiled program here, an outer step every H steps, has its formula. Needs the compiler for CUDA: pip install

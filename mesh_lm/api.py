@@ -54,7 +54,7 @@ def train(
 
 
 def plan(config: TrainConfig | str | Path, target: str = "h100", devices: int = 0, *, flags: str = "auto") -> Report:
-    """Compiles the training step for GPUs that are not here, and returns what the compiler made of it; nothing is trained.
+    """Compiles the training step for GPUs that you do not have, and returns what the compiler made of it; nothing is trained.
 
     Args:
       config: as for `train`.

@@ -1,4 +1,4 @@
-"""`python -m sharding_rules report | diff`: what XLA makes of a program for GPUs that are not here, and what a change does to that."""
+"""`python -m sharding_rules report | diff`: what XLA makes of a program for GPUs that you do not have, and what a change does to that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's experiment, taken from the README itself; and its table of presets, from the rules."""
+"""The README's experiment and commands, taken from the README itself, and its length."""
 
 import json
 import re
@@ -11,8 +11,7 @@ from processes import PATIENCE, bare
 from runnable import READER
 
 from benchmarks import plan_page
-from mesh_lm.optim.flat import FLAT
-from sharding_rules import PRESETS, axes_of
+from sharding_rules import PRESETS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -44,17 +43,24 @@ def test_the_plan_of_gpt_175b() -> None:
     assert said in " ".join(README.split())
 
 
-def test_the_table_of_presets() -> None:
-    rows = {
-        cells[0].split("`")[1]: cells
-        for line in README.splitlines()
-        if line.startswith("| `") and (cells := [c.strip() for c in line.strip("|").split("|")])
-    }
-    assert rows.keys() == PRESETS.keys()
-    for name, (_, weights, gradients, moments, batch, _) in rows.items():
-        rules = PRESETS[name]
-        flat = rules.column("optimizer").get(FLAT) is not None  # then gradients are sharded like the optimizer state
-        for kind, cell in (("params", weights), ("optimizer" if flat else "gradients", gradients), ("optimizer", moments)):
-            used = {axis for entry in rules.column(kind).values() for axis in axes_of(entry)} - {"pipeline"}  # in every preset
-            assert cell == (" x ".join(sorted(used)) or "replicated"), f"{name}: {kind}"
-        assert batch == " x ".join(axes_of(rules.activations["batch"]))
+def test_its_length() -> None:
+    """A first page: what else there is to say has a page of its own."""
+    assert len(README.split()) <= 1300 and README.count("\n") <= 155
+
+
+def test_every_preset_is_counted() -> None:
+    assert f"[{len(PRESETS)} presets](docs/sharding.md#the-presets)" in README
+
+
+def test_ci_types_its_test_command_with_the_oldest_python() -> None:
+    """As .ci/run takes it from the README: with another interpreter, and nothing else changed."""
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    lines = [line for line in script.splitlines() if line.startswith("readme_command=")]
+    done = subprocess.run(["bash", "-euc", "\n".join([*lines, 'echo "$readme_command"'])], cwd=ROOT, capture_output=True, text=True)
+    shown = next(line for line in README.splitlines() if "-m pytest" in line)
+    assert shown.startswith("python3 -m venv") and done.stdout.strip() == shown.replace("python3 ", "python3.11 ", 1), done.stderr
+
+
+def test_commands_name_no_python_that_a_machine_may_lack() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    assert not [page.name for page in pages if re.search(r"^python3\.\d+ ", page.read_text(encoding="utf-8"), re.M)]

@@ -173,7 +173,7 @@ def _print_help(config: TrainConfig, file: str, prog: str, *, everything: bool) 
     """Every field with its docstring and its value in `config`, expert fields only with `everything`. Ends in SystemExit(0)."""
     description = (
         f"--config=FILE.py chooses the run; the defaults below are those of {file}. --config.section.field=VALUE changes it, and so does "
-        "--section.field=VALUE. Tuples are written 1024,0. --plan shows what would happen on GPUs that are not here: mesh-lm plan --help."
+        "--section.field=VALUE. Tuples are written 1024,0. --plan shows what would happen on other GPUs: mesh-lm plan --help."
     )
     if not everything:
         description += " --help-all shows expert fields too."

@@ -40,7 +40,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train", "Train a model"),
-    "plan": Command("plan_options", "Compile a run for GPUs that are not here; show memory, communication and time"),
+    "plan": Command("plan_options", "Compile a run for GPUs that you do not have; show memory, communication and time"),
     "prepare": Command("prepare", "Tokenize a corpus into .bin/.idx files", jax=False),
     "generate": Command("generate", "Continue texts with a trained model"),
     "evaluate": Command("evaluate", "Measure perplexity on a text, or run lm-evaluation-harness tasks"),

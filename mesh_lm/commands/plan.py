@@ -1,4 +1,4 @@
-"""`mesh-lm plan FILE`: what a run would do on GPUs that are not here. Nothing is trained, and no data is read.
+"""`mesh-lm plan FILE`: what a run would do on GPUs that you do not have. Nothing is trained, and no data is read.
 
 `python train.py --config=FILE --plan` is the same.
 """

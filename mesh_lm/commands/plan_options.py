@@ -52,7 +52,7 @@ def parse(argv: Sequence[str], prog: str) -> tuple[Plan, TrainConfig]:
 def parse_either(argv: Sequence[str], prog: str = "train.py", default: Plan | None = None) -> tuple[Plan | None, TrainConfig]:
     """The plan that a command line asks for, `default` without --plan, and the run. Raises ConfigError for the mistakes in it."""
     if HELP & {f"--{word.lstrip('-')}" for word in argv} and (default or any(word.partition("=")[0] == _REPORT for word in argv)):
-        print_help(Plan, "What a run would do on GPUs that are not here. FILE and its options are those of `mesh-lm train --help`.", prog)
+        print_help(Plan, "What a run would do on GPUs, without them. FILE and its options are those of `mesh-lm train --help`.", prog)
     config, given = command_line.parse_with(Plan, argv, prog=prog, alone={_REPORT: SCREEN})
     if given and "plan" not in given and not default:
         name, value = next(iter(given.items()))

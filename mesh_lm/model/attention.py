@@ -95,7 +95,7 @@ class Attention(nnx.Module):
         group = config.n_heads // config.kv_heads
 
         device = shard.mesh.devices.flat[0]
-        # --plan compiles for GPUs that are not here. On those that are, our kernels are tested before their first use.
+        # --plan compiles for absent GPUs. On those of this process our kernels are tested before their first use.
         target: Any = {} if device in jax.devices() else {"platform": device.platform, "capability": capability_of(device)}
         local = config.n_heads // shard.n_shards(heads_by)
         more = shard.n_shards(heads_by[len(kv_by) :])

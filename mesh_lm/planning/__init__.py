@@ -1,1 +1,1 @@
-"""What a run would do on GPUs that are not here: `train.py --plan`."""
+"""What a run would do on GPUs that you do not have: `train.py --plan`."""

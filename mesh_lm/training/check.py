@@ -222,7 +222,7 @@ def _layer_runs(config: TrainConfig) -> Iterator[str]:
     if kept and stages > 1:
         yield f"model.kept_layers={kept}: a stage keeps what it gathers anyway, and mesh.pipeline={stages}; set model.kept_layers=0"
     elif kept and not any(_name(row) == FLAT and entry for row, entry in config.rules.params.items()):
-        yield f"model.kept_layers={kept}: by rules {config.rules.name!r} no layer gathers its own weights; use zero3, or set it to 0"
+        yield f"model.kept_layers={kept}: under rules {config.rules.name!r} no layer gathers its own weights; use zero3, or set it to 0"
 
 
 def _name(row: str) -> str:

@@ -41,7 +41,7 @@ def _problems_of_rows(config: TrainConfig, model: DecoderConfig, where: str, hea
     if heads_by[: len(kv_by)] != kv_by:
         fix = f"set both to the same mesh axes, or {kv_row!r} to None"
         yield (
-            f"rules.activations[{kv_row!r}]={kv_entry!r}: the query heads{where} are not sharded so first, by "
+            f"rules.activations[{kv_row!r}]={kv_entry!r}: the query heads{where} must be sharded over these axes first, and "
             f"rules.activations[{heads_row!r}]={heads_entry!r}; {fix}"
         )
         return

@@ -25,7 +25,7 @@ def unassembled(device: Any, folder: str) -> dict[str, str]:
 
     device: a `jax.Device`, here or not. folder: a path where nothing is yet, kept until the compilation is done; raises FileExistsError
     where it has been used. What is compiled so is the same program, and cannot run. Nothing ({}) for a device that is here, whose code
-    will run; where JAX has a GPU, on which XLA then tries kernels for the one that is not here; and where pip installed no CUDA: XLA then
+    will run; where JAX has a GPU, on which XLA then tries kernels for the absent one; and where pip installed no CUDA: XLA then
     looks for one itself.
     """
     if device.client.local_device_count() or gpu_in_use() or not (toolkit := _toolkit()):

@@ -88,7 +88,7 @@ def compile_report(
       segments: layers of each segment of the model, by the named scope around them, for `by_segment` and lint.
       name: what the report is called; default: the function's name.
       options: XLA compiler options, such as the flags of `sharding_rules.lab.flags`.
-      cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot serve devices that are not here.
+      cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot serve absent devices.
       kind_of: the class of an argument (params, moments, batch, other) from its path.
       slots: how often conditionals run; what is in others is counted as if it always ran.
       vocabulary: the names that the program's trainer uses; the report keeps it, for lint and for what shows reports.

@@ -1,6 +1,6 @@
 """XLA's flags as data: few, because a process ends at a flag that its XLA does not know, and XLA renames them.
 
-Every flag here exists in jax 0.10.2 and 0.11.2 and was compiled with, in both, for GPUs that are not here. What each does to a training
+Every flag here exists in jax 0.10.2 and 0.11.2 and was compiled with, in both, for GPUs that you do not have. What each does to a training
 step is in benchmarks/results (xla_flags): how the schedule changes, not how fast it runs, which only a GPU can tell.
 """
 

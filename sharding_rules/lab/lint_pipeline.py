@@ -33,7 +33,7 @@ def exposed_hops(context: LintContext) -> Iterator[Finding]:
     """Sends from stage to stage with no matmul between their start and their done: at best they run beside writes of a stash."""
     for one in context.report.collectives:
         if is_exposed_hop(context, one):
-            text = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in each of {one.times} ticks hides behind no matmul"
+            text = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in each of {one.times} ticks: no matmul hides it"
             neutral = (
                 "XLA's flags of the set pipeline (sharding_rules.lab.flags); where the peak is above XLA's limit, 76 % of the memory, "
                 "it saves memory instead: raise xla_gpu_memory_limit_slop_factor"

@@ -141,7 +141,7 @@ def _network(report: Report, parts: dict[str, str]) -> str:
             by_part[_scope(row.one.where.part)] += round(row.wire)
         where = link(max(row.nodes for row in mine))
         shares = [
-            Share("", by_part[part], parts.get(part, "--rest"), f"{part or 'no named part'}\n{size(by_part[part])} over {over(axes)}")
+            Share("", by_part[part], parts.get(part, "--rest"), f"{part or 'unnamed'}\n{size(by_part[part])} over {over(axes)}")
             for part in sorted(by_part, key=list(parts).index)
         ]
         chart = stack(shares, widest, label=f"{size(sent[axes])} over {over(axes)}", height=18)
@@ -155,7 +155,7 @@ def _network(report: Report, parts: dict[str, str]) -> str:
         if any(r.one.axes == axes for r in listed)
     )
     filters = f'<p class="chips" hidden>over <button type="button" data-axis="" aria-pressed="true">all</button>{chips}</p>'
-    chart = f"<figure>{''.join(bars)}{legend(parts, 'no named part')}</figure>"
+    chart = f"<figure>{''.join(bars)}{legend(parts, 'unnamed')}</figure>"
     return f"{lead}{chart}\n{_matrix(report)}<h3>Collectives</h3>\n{filters}{_collectives(listed)}"
 
 
@@ -169,7 +169,7 @@ def _matrix(report: Report) -> str:
         every = [by_phase.get(phase) for phase in phases]
         sent = (amount(row.wire, unit) if row else Number(0, show="") for row in every)
         busy, exposed = (sum(getattr(row, name) for row in by_phase.values()) / 1e3 for name in ("busy", "exposed"))
-        lines.append((escape(over(axes)), escape(part or "no named part"), *sent, Number(busy, 1), Number(exposed, 1)))
+        lines.append((escape(over(axes)), escape(part or "unnamed"), *sent, Number(busy, 1), Number(exposed, 1)))
         told = (f"{name or 'no phase'}: {size(row.wire)}, {duration(row.exposed)} exposed" for name, row in by_phase.items())
         tags.append(f'data-tip="{escape(chr(10).join([f"{over(axes)}, {part}", *told]))}"')
     names = ["over", "part", *(f"{phase or 'no phase'}, {unit.name}" for phase in phases), "ms", "ms exposed"]
@@ -247,7 +247,7 @@ def _schedule(report: Report, found: Sequence[Piece], parts: dict[str, str]) -> 
         share = f"{percent(piece.total, line.step)} of the step, {percent(piece.waiting, piece.total)} of it waiting"
         caption = f"<b>{'abcdefghijklmnopqrstuvwxyz'[i % 26]}</b> {escape(piece.name)} <small>{often}, {share}</small>"
         panels.append(f'<figure class="piece"><figcaption>{caption}</figcaption>{schedule(piece, parts)}</figure>')
-    return lead + chart + legend(parts, "no named part") + "".join(panels)
+    return lead + chart + legend(parts, "unnamed") + "".join(panels)
 
 
 def _matmuls(report: Report) -> str:

@@ -69,7 +69,7 @@ class Piece:
                 phases[span.where.phase] += round(1000 * span.duration)
                 parts[span.where.part.split("/")[0]] += round(1000 * span.duration)
         phase, part = (" and ".join(_most(counted)) for counted in (phases, parts))
-        return " of ".join(filter(None, (phase, part if part != phase else ""))) or "no named part"
+        return " of ".join(filter(None, (phase, part if part != phase else ""))) or "unnamed"
 
     def _of(self, stream: str) -> Iterator[tuple[float, float]]:
         for span in self.spans:

@@ -1,4 +1,4 @@
-"""GPUs to compile for that are not here, as data. Units: bytes, FLOP/s, bytes/s in one direction per GPU.
+"""GPUs to compile for, as data. Units: bytes, FLOP/s, bytes/s in one direction per GPU.
 
 Compute and memory figures are the vendor's data sheets' (dense, without sparsity; NVIDIA H100, H200, A100 and B200 data sheets).
 """
@@ -31,7 +31,7 @@ MEMORY_FRACTION = 0.92
 _PTXAS = ("cu13", "cuda_nvcc")
 """Where the wheels of CUDA 13 and 12 keep it, inside the package nvidia."""
 _PACKAGES = ("jax-cuda13-plugin=={jax}", "nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14", "nvidia-cuda-runtime>=13,<14")
-"""The least that compiles for GPUs that are not here: XLA's plugin, ptxas, libdevice."""
+"""The least that compiles for GPUs that you do not have: XLA's plugin, ptxas, libdevice."""
 _DEVICES = Path("/dev")
 
 
@@ -106,7 +106,7 @@ TARGETS = {
 
 
 def lower_for(target: Target | str, n_devices: int | None = None, extra: Sequence[str] = (), **axes: int) -> Mesh:
-    """A mesh of GPUs that are not here: `lower_for("h100", 1024, fsdp=16, tensor=8)`. They can be compiled for, but hold no array.
+    """A mesh of GPUs that you do not have: `lower_for("h100", 1024, fsdp=16, tensor=8)`. They can be compiled for, but hold no array.
 
     Args:
       n_devices: None: as many as `axes` multiply to. With a number, the axis given as -1, else `data`, takes what is left.
@@ -129,12 +129,12 @@ def lower_for(target: Target | str, n_devices: int | None = None, extra: Sequenc
 
 
 def h100(**axes: int) -> Mesh:
-    """`h100(data=2, tensor=4)`: eight H100s that are not here."""
+    """`h100(data=2, tensor=4)`: eight H100s that you do not have."""
     return lower_for("h100", None, (), **axes)
 
 
 def devices(target: Target | str, n_devices: int) -> list[Any]:
-    """`n_devices` GPUs that are not here. Raises LabError as `lower_for` does."""
+    """`n_devices` GPUs that you do not have. Raises LabError as `lower_for` does."""
     if isinstance(target, str):
         if target not in TARGETS:
             raise LabError(f"no target {target!r}{did_you_mean(target, list(TARGETS))}")
@@ -217,7 +217,7 @@ def _compiler() -> str:
     """
     plugins = [name for name in ("jax_cuda13_plugin", "jax_cuda12_plugin") if importlib.util.find_spec(name)]
     if not plugins:
-        what = "compiling for GPUs that are not here needs XLA's compiler for CUDA, which is not installed (it needs no GPU and no driver)"
+        what = "compiling for absent GPUs needs XLA's compiler for CUDA, which is not installed (it needs no GPU and no driver)"
         raise CompilerMissing(what, _install())
     if (found := version(plugins[0].replace("_", "-"))) != jax.__version__:
         name = plugins[0].replace("_", "-")

@@ -17,7 +17,7 @@ from benchmarks import plan_page
 from benchmarks.plan_chart import digest
 from mesh_lm.config import load
 from mesh_lm.training.check import check
-from tests.sharding_rules.closed_forms import expected_of, total
+from tests.sharding_rules.closed_forms import by_axes, expected_of, total
 
 ROOT = Path(__file__).parents[2]
 SOURCE = plan_page.newest()
@@ -69,6 +69,9 @@ def test_a_row_sends_what_the_closed_form_says(plan_table: ModuleType, name: str
     assert row["sent_over_least"] == pytest.approx(row["sent_gib"] / row["least_gib"])
     assert row["sent_gib"] == pytest.approx(total(terms) / gib, rel=0.01)
     assert row["least_gib"] == pytest.approx(total(terms, field="least_wire_bytes") / gib)
+    for axes, sent in by_axes(terms).items():
+        over = "+".join(axes)
+        assert row.get(f"sent over {over}, GiB", 0) == pytest.approx(sent / gib, rel=0.01, abs=0.001), over
 
 
 def test_the_program_does_not_grow() -> None:

@@ -41,6 +41,9 @@ ELSEWHERE = {
 }  # fmt: skip
 """Pages whose Python other tests run: the lab's and the README's in a bare process, too; custom_model's as the file that it shows."""
 
+RULES = ("docs/sharding.md", "docs/errors.md")
+"""Pages whose commands are for eight devices."""
+
 
 def shrunk(command: Command) -> list[str]:
     """The command's words, with options that make its run small."""
@@ -58,11 +61,11 @@ def shrunk(command: Command) -> list[str]:
         options = HERE | TRAINING | (sizes if config != "finetune.py" else {"model.seq_len": 32, "launch.cpu_devices": 1})
         if any("blend=" in word for word in words):
             options |= {"data.split": "8,2,0"}
-        if command.block.page == "docs/sharding.md" or ("launch" in words and "--devices" not in command.text):
+        if command.block.page in RULES or ("launch" in words and "--devices" not in command.text):
             options |= {"launch.cpu_devices": 8}
     else:
         return words
-    if command.answer and command.block.page == "docs/sharding.md":
+    if command.answer and command.block.page in RULES:
         options = options | {"launch.cpu_devices": 8}
     given = {word.split("=")[0].removeprefix("--") for word in words}
     return [*words, *(f"--{name}={value}" for name, value in options.items() if name not in given)]

@@ -84,8 +84,8 @@ class Term:
 SYMBOLS = {
     "X": ("2 b s h", "bf16", "the residual stream of one batch shard, with full sequences"),
     "W": ("2 x matrices of a layer / T", "bf16", "a layer's matrices as it uses them; 24 h^2 / T for GPT"),
-    "E": ("2 V h / T", "bf16", "a table (embedding, head) as it is used; its gradient is summed in fp32: 2E"),
-    "P": ("2 s h; / T where the sequence is sharded", "bf16", "learned positions that a device uses; their gradient is summed in fp32: 2P"),
+    "E": ("2 V h / T", "bf16", "a table (embedding, head) as it is used; its gradient, in fp32, is 2E"),
+    "P": ("2 s h; / T where the sequence is sharded", "bf16", "learned positions that a device uses; their gradient, in fp32, is 2P"),
     "p": ("4 s h / F", "f32", "the positions' gradient as it is stored"),
     "u": ("4 x vectors of a layer that tensor does not shard", "f32", "norms, and biases of the width h: 24 h for GPT"),
     "v": ("4 x vectors of a layer that tensor shards / T", "f32", "biases of q, k, v and up: 28 h / T for GPT"),
@@ -97,11 +97,11 @@ SYMBOLS = {
     "S": ("4 x parameters that every stage has", "f32", "with stages: tables, positions and the last norm"),
     "Y": ("4 x those of S that ZeRO shards over data", "f32", "with stages: tables and positions"),
     "R": ("4 x matrices of a layer / (T F), padded", "f32", "one device's part of a layer's matrices, as one flat vector; in bf16 R/2"),
-    "K": ("4 b s / C x kv heads of one device", "bf16", "context parallelism: keys and values of a device's tokens; gradients in fp32: 2K"),
-    "Q": ("2 b s / C x query heads of one device", "bf16", "the same of queries"),
-    "CK": ("C x K", "bf16", "those of all tokens"),
-    "Q+K": ("Q + K", "bf16", "in one array; kv heads repeated until they divide, under `megatron_sp` those of b sequences together"),
-    "J": ("4 x tables and positions / (T F), padded", "f32", "each of these is a flat vector; in bf16 J/2"),
+    "K": ("4 b s / C x kv heads of one device", "bf16", "keys and values of a device's tokens; their gradients, in fp32, are 2K"),
+    "Q": ("2 b s / C x query heads of one device", "bf16", "the queries of those tokens"),
+    "CK": ("C x K", "bf16", "keys and values of all tokens"),
+    "Q+K": ("Q + K", "bf16", "in one array; kv heads are repeated until they divide, under `megatron_sp` those of b sequences together"),
+    "J": ("4 x tables and positions / (T F), padded", "f32", "one flat vector each; in bf16 J/2"),
     **tensor_2d.SYMBOLS,
 }
 """Symbol -> (bytes, dtype, what it is)."""
@@ -363,7 +363,7 @@ def _gathered(model: Decoder, strategy: Strategy) -> Iterator[tuple]:
     yield "layer", RS, d, dtype, size, 1, "microbatch", "backward: in the last layer, of zeros", 0.0, _ENDS
 
 
-_ENDS = "each loop has one more than layers, so that its trips are alike"
+_ENDS = "one more than there are layers, so that all iterations of a loop are the same"
 
 
 def _once_a_step(model: Decoder, strategy: Strategy) -> Iterator[tuple]:

@@ -40,21 +40,21 @@ FIX = "set both to the same mesh axes, or {!r} to None"
 @pytest.mark.parametrize("kv_heads", [0, 2])
 def test_kv_heads_of_a_segment_without_its_heads(kv_heads: int) -> None:
     assert problems({"early/kv_heads": "tensor", "mlp": "tensor"}, segments=SEGMENTS, n_kv_heads=kv_heads) == [
-        "rules.activations['early/kv_heads']='tensor': the query heads of segment 'early' are not sharded so first, by "
+        "rules.activations['early/kv_heads']='tensor': the query heads of segment 'early' must be sharded over these axes first, and "
         f"rules.activations['heads']=None; {FIX.format('early/kv_heads')}"
     ]
 
 
 def test_heads_of_a_segment_that_lacks_those_of_its_kv_heads() -> None:
     assert problems({"late/heads": None}, "megatron", segments=SEGMENTS) == [
-        "rules.activations['kv_heads']='tensor': the query heads of segment 'late' are not sharded so first, by "
+        "rules.activations['kv_heads']='tensor': the query heads of segment 'late' must be sharded over these axes first, and "
         f"rules.activations['late/heads']=None; {FIX.format('kv_heads')}"
     ]
 
 
 def test_rows_of_the_whole_model() -> None:
     assert problems({"kv_heads": "tensor", "mlp": "tensor"}) == [
-        "rules.activations['kv_heads']='tensor': the query heads are not sharded so first, by "
+        "rules.activations['kv_heads']='tensor': the query heads must be sharded over these axes first, and "
         f"rules.activations['heads']=None; {FIX.format('kv_heads')}"
     ]
 

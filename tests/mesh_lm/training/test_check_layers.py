@@ -40,7 +40,7 @@ PAIRED = {
             {"kept_layers": 2}, STAGED,
             "model.kept_layers=2: a stage keeps what it gathers anyway, and mesh.pipeline=2; set model.kept_layers=0",
         ),
-        ({"kept_layers": 2}, {}, "model.kept_layers=2: by rules 'ddp' no layer gathers its own weights; use zero3, or set it to 0"),
+        ({"kept_layers": 2}, {}, "model.kept_layers=2: under rules 'ddp' no layer gathers its own weights; use zero3, or set it to 0"),
         (
             {"batch_halves": True}, {},
             "model.batch_halves=True: on this mesh layers exchange no activations that a half could hide; set model.batch_halves=False",

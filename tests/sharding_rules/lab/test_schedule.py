@@ -35,7 +35,7 @@ def test_waits_are_what_compute_does_not_cover() -> None:
     spans = [("network", 0.0, 10.0), ("compute", 2.0, 3.0), ("compute", 4.0, 2.0), ("compute", 9.0, 4.0), ("network", 14.0, 1.0)]
     line = Timeline(15, 9, 11, 6, tuple(Span("x", stream, "matmul", start, us, (), Location()) for stream, start, us in spans))  # pyright: ignore[reportArgumentType]
     (piece,) = pieces(line)
-    assert piece.waits == [(0, 2), (6, 9), (14, 15)] and piece.name == "no named part"
+    assert piece.waits == [(0, 2), (6, 9), (14, 15)] and piece.name == "unnamed"
 
 
 def test_small_loops_stay_inside_with_all_their_trips() -> None:
