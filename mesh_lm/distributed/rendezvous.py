@@ -39,7 +39,7 @@ _CODE = ("mesh_lm", "sharding_rules", "pallas_kernels", "train.py")
 _VARIABLES = ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_NUM_CPU_DEVICES")
 _MAGIC = "mesh_lm"
 _PURPOSE = "rendezvous"
-_SAME = "start all processes with the same secret (docs/network.md)"
+_SAME = "start all processes with the same secret (docs/multi_host.md)"
 _TEXT = 2**16
 """Characters of a problem that are sent."""
 _TICK = 0.01
