@@ -23,25 +23,25 @@ MARKS = ("<!-- written by benchmarks/faults.py -->\n", "<!-- end of benchmarks/f
 FAULTS = {
     "F1": ("kill -9 during an asynchronous save, at three moments", "the step is complete or absent"),
     "F2": ("kill -9 of a worker, and of the coordinator", "the run restarts"),
-    "F3": ("kill -9 of a peer between save() and commit", "the step is absent, the run restarts from the previous one"),
+    "F3": ("kill -9 of a peer between save() and commit", "the run restarts from the step before"),
     "F4": ("SIGSTOP of a worker", "detected within the heartbeat + 5 s, the run restarts"),
-    "F5": ("SIGTERM", "all processes save the same step and exit with 99; the same command resumes"),
+    "F5": ("SIGTERM", "all processes save one step and exit with 99"),
     "F6": (
         "flip, zero, truncate or delete in every file of a checkpoint",
-        "the bits that were saved, or the previous step; never a silent start from scratch",
+        "the bits that were saved, or the previous step",
     ),
     "F7": ("a full disk, for a while and at the end", "training continues, and saves when there is room; at the end an error"),
-    "F8": ("a half-copied step under a complete one's name", "named and quarantined, the previous step is used"),
+    "F8": ("a half-copied step under a complete one's name", "the previous step is used"),
     "F9": ("8 devices in 2 processes, 4 in 1, 2 in 2", "the same samples; losses within 1e-6 of a run that never moved"),
     "F10": (
         "NaN; one flipped bit in one device's copy of the weights",
-        "the step is skipped; the device is named, nothing is saved, the run restarts",
+        "the step is skipped; the device is named, the run restarts",
     ),
     "F11": ("wrong config, vocabulary or tree", "one error before any array is read"),
     "F12": ("a process hangs, its heartbeat continues", "its watchdog prints the stacks, the run restarts"),
-    "F13": ("the data file is truncated or removed", "the bus error is explained, the next start names the file"),
+    "F13": ("the data file is truncated or removed", "the next start names the file"),
     "F14": ("a clock that jumps, a port in use, an output that cannot be written", "no effect; one error each, before the first step"),
-    "F15": ("the network between two hosts is cut, and restored", "both sides end their processes, reconnect, and continue"),
+    "F15": ("the network between two hosts is cut, and restored", "both sides reconnect, and continue"),
     "F16": ("Slurm: TERM as --signal sends it, and scontrol requeue", "the run saves, is requeued, and resumes"),
     "F17": (
         "five kinds of damage to every entry of the compile cache; two runs fill one cache at once",
@@ -53,19 +53,19 @@ FAULTS = {
     ),
     "F19": (
         "damage to prepared tokens, cached corpora, their indices and digests, in six ways",
-        "the bits that were written, or one error that names the file; an index is computed again",
+        "the bits that were written, or one error; an index is computed again",
     ),
     "F20": (
         "one node, then the other is lost with its local checkpoints",
-        "its replacement fetches the copies; the run resumes from the newest local step",
+        "the run resumes from the newest local step",
     ),
     "F21": (
-        "one device computes one wrong bit in a replayed step: FSDP in two processes, DDP and a distributed optimizer in one",
-        "the device and the array are named; under FSDP nothing is saved, the run restarts",
+        "one device computes one wrong bit in a replayed step (FSDP, DDP, distributed)",
+        "device and array are named, nothing is saved, the run restarts (FSDP)",
     ),
     "F22": ("a node is killed, and does not return; node 0 is unhealthy", "a spare takes its place; process 0 runs on another node"),
     "F23": (
-        "random damage to every kind of file that a run reads, except for prepared tokens (next table)",
+        "random damage to every other kind of file that a run reads (next table)",
         "refused with one error, recovered and reported, or without effect",
     ),
 }  # fmt: skip
@@ -75,23 +75,23 @@ _SHOWN = ("fault", "what must hold", "held")
 _OUTCOMES = ("refused", "recovered", "no effect", "silent", "traceback")
 _HEAD = """\
 `pytest -m fault` uses real processes, signals, disks, network namespaces and Slurm, on one machine; F6, F8 and F11 run in
-one process. Most runs are two processes with two devices each (HSDP, with dropout). Except for {others}, the run must
-also end with the same bits as an undisturbed one, and have read the same samples. `python benchmarks/faults.py` writes
-both tables (results {links}).
+one process. Except in {others}, the run must also end with the same bits as an undisturbed one, and have read the same
+samples; most are two processes with two devices each (HSDP, with dropout). `python benchmarks/faults.py` writes both
+tables (results {links}).
 """
 _DAMAGE = """\
 ### Damaged files
 
 One file at a time was damaged at random, from one flipped bit to a deleted file. *Refused*: one error names the file.
 *Recovered*: the run uses an older step or writes the contents again, and says so. *Silent*: another result without a
-message. `python benchmarks/faults.py -k f23 --quick` reproduces the table; the seeds are fixed.
+message. `python benchmarks/faults.py -k f23 --quick` reproduces the table.
 
 """
 _UNVERIFIED = """\
 
-A tokenizer, a config file or a Hugging Face directory of another origin has no digest, and cannot be verified when it
-is first read. A run compares the first two with its checkpoint when it resumes, and an import compares the third with
-`SHA256SUMS`, which `sha256sum * > SHA256SUMS` makes.
+A tokenizer, a config file or a Hugging Face directory of another origin cannot be verified when it is first read. A run
+compares the first two with its checkpoint when it resumes; `sha256sum * > SHA256SUMS` makes what an import compares the
+third with.
 """
 
 
@@ -160,7 +160,7 @@ def section(results: list[tuple[str, dict[str, Any]]]) -> str:
     tables = {name: data["tables"]["Faults"] for name, data in results}
     source = {row[""]: name for name, found in tables.items() for row in found["rows"]}
     rows = [next(row for row in tables[source[fault]]["rows"] if row[""] == fault) for fault in FAULTS if fault in source]
-    shown = [{"": row[""], **dict(zip(_SHOWN, (*FAULTS[row[""]], row["held"]), strict=True))} for row in rows]
+    shown = [{"": row[""], **dict(zip(_SHOWN, (*FAULTS[row[""]], row["held"].replace(" of ", "/")), strict=True))} for row in rows]
     used = dict.fromkeys(source[row[""]] for row in rows)
     links = ", ".join(f"[{n}](../benchmarks/results/{name.replace('.json', '.md')})" for n, name in enumerate(used, 1))
     head = _filled(_HEAD.format(others=", ".join(_WITHOUT_BITS[:-1]) + f" and {_WITHOUT_BITS[-1]}", links=links))
