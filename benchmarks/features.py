@@ -1,4 +1,4 @@
-"""Every row of the covering array of features (tests/features.py): whether a training step equals one device, or is refused.
+"""Every row of the covering array of features (tests/feature_rows.py): whether a training step equals one device, or is refused.
 
 Each two values of two features are together in some row. `--resume` runs the rows that today's record lacks; `--quick` runs two rows.
 """
@@ -21,7 +21,7 @@ os.environ.setdefault(
 )  # as tests/conftest.py does for a test run
 
 import covering
-import features
+import feature_rows
 from example_runner import Runner
 
 _ROWS = "Rows"
@@ -33,17 +33,17 @@ def main() -> int:
     parser = options(__doc__ or "")
     parser.add_argument("--resume", action="store_true", help="run only the rows that today's record lacks")
     arguments = parser.parse_args()
-    fitting, others = features.array()
+    fitting, others = feature_rows.array()
     rows = [(row, ("same",)) for row in fitting] + [(row, ("refused", "same")) for row in others]
     if arguments.quick:
         rows = [rows[0], rows[-1]]
 
     n_pairs = len({pair for row, _ in rows for pair in covering.pairs_of(row)})
-    record = Record(f"features{'-quick' * arguments.quick}", arguments.output, factors=len(features.FACTORS), pairs=n_pairs)
+    record = Record(f"features{'-quick' * arguments.quick}", arguments.output, factors=len(feature_rows.FACTORS), pairs=n_pairs)
     known = _recorded(record) if arguments.resume else {}
     outcomes: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="features-") as directory:
-        runner = Runner(ROOT / "tests" / "features.py", Path(directory), features.N_DEVICES)
+        runner = Runner(ROOT / "tests" / "feature_rows.py", Path(directory), feature_rows.N_DEVICES)
         for number, (row, expected) in enumerate(rows):
             name = _name(row)
             outcomes.append(known.get(name) or _outcome(runner, row, expected))
@@ -72,7 +72,7 @@ def _outcome(runner: Runner, row: covering.Row, expected: tuple[str, ...]) -> Ro
 
 def _name(row: covering.Row) -> str:
     """The features of a row that are not the first value of theirs: "stages=2 segments=two"."""
-    words = [f"{name}={value}" for name, value in row.items() if value != features.FACTORS[name][0]]
+    words = [f"{name}={value}" for name, value in row.items() if value != feature_rows.FACTORS[name][0]]
     return " ".join(words) or "none"
 
 

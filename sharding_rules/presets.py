@@ -86,9 +86,9 @@ def preset(name: str) -> Rules:
         raise ShardingRuleError(f"rules {name!r} have no strategy; add one, as in fsdp+{words[0]}")
     if len(words) > 1:
         raise ShardingRuleError(f"rules {name!r} sum gradients in two types; keep {words[0]} or {words[1]}")
-    # Before the products, so that the message has the presets' names and not those of products of others.
+    # Every two of them alone, so that what contradicts has the presets' names in the message and not those of products of others.
     for one, other in itertools.combinations(strategies, 2):
-        _refuse_two_forms_of_moments(PRESETS[one], PRESETS[other])
+        product(PRESETS[one], PRESETS[other])
     rules = PRESETS[strategies[0]]
     for part in strategies[1:]:
         rules = product(rules, PRESETS[part])

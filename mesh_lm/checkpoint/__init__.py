@@ -11,3 +11,4 @@ from mesh_lm.checkpoint.reader import DamagedCheckpoint as DamagedCheckpoint
 from mesh_lm.checkpoint.reader import SavedCheckpoint as SavedCheckpoint
 from mesh_lm.checkpoint.reader import config_in as config_in
 from mesh_lm.checkpoint.reader import find as find
+from mesh_lm.checkpoint.reader import output_of as output_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mesh_lm import distributed, strict_json
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.errors import ConfigError, listed
 from mesh_lm.optim import Optimizer
+from mesh_lm.output import is_utf_8
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.state import FEEDBACK, State, initial_statistics
 from mesh_lm.state.digest import combined, digests, leaf_name
@@ -242,12 +244,25 @@ def config_in(path: Path | str) -> dict[str, Any] | None:
     return descriptions(directory / str(step))["metadata"]["config"]
 
 
+def output_of(path: Path | str) -> Path | None:
+    """Returns the output of the run that a path names, or is in, as for `find`; None for any other path. One process may call it alone."""
+    directory, _ = _located(path)
+    return directory.parent if directory else None
+
+
 def _located(path: Path | str) -> tuple[Path | None, int | None]:
     """Returns the directory of checkpoints that a path names or is in, and the step if it names one."""
     path = Path(path).expanduser().absolute()
     step = int(path.name) if names_a_step(path.name) and path.parent.name == "checkpoints" and path.is_dir() else None
     directory = path.parent if step is not None else path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return (directory, step) if directory.name == "checkpoints" and directory.is_dir() else (None, None)
+    if directory.name != "checkpoints" or not directory.is_dir():
+        return None, None
+    if not is_utf_8(directory):
+        raise ConfigError(
+            f"{directory}: names of this locale are in {sys.getfilesystemencoding()}, and checkpoints are read from names in UTF-8; set "
+            "the environment variable PYTHONUTF8=1, or rename it to ASCII letters"
+        )
+    return directory, step
 
 
 def steps_in(directory: Path) -> list[int]:

@@ -72,15 +72,15 @@ def run(arguments: Arguments) -> int:
     """Writes the texts and returns 0. Raises ConfigError."""
     from mesh_lm import distributed  # here, so that --help needs no JAX
     from mesh_lm.inference import Generator, Sampling
-    from mesh_lm.inference.text import document_start
+    from mesh_lm.inference.text import as_typed, document_start
 
-    prompts = [*arguments.prompt, *_from_file(arguments.prompts_file)] or [""]
+    prompts = [*map(as_typed, arguments.prompt), *_from_file(arguments.prompts_file)] or [""]
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     trained = arguments.load()
     start = document_start(trained.tokenizer, arguments.start) if arguments.start else None
     generator = Generator(trained.layout, trained.params, trained.tokenizer, sampling, arguments.batch, start)
     tokens = arguments.tokens or _room(generator, prompts)
-    options = {"seed": arguments.seed, "stop": arguments.stop, "stop_at_eod": not arguments.ignore_eod}
+    options = {"seed": arguments.seed, "stop": tuple(map(as_typed, arguments.stop)), "stop_at_eod": not arguments.ignore_eod}
     if len(prompts) == 1 and arguments.stream and not arguments.output:
         for number, piece in enumerate(generator.stream(prompts[0], tokens, **options)):
             _write(piece if number else prompts[0] + piece)  # the prompt only where it can be continued

@@ -21,6 +21,7 @@ from mesh_lm.launch import EXIT_CANNOT, EXIT_INTERRUPTED
 
 PROG = "mesh-lm"
 _STOPPED = "stopped by Ctrl-C\n"
+_STOPPED_TWICE = "ended at once by a second Ctrl-C\n"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
@@ -94,13 +95,22 @@ def _prepare_process() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt; but an import is ended at once: JAX's libraries crash when an exception passes through their start."""
+    """Raises KeyboardInterrupt; but an import is ended at once: JAX's libraries crash when an exception passes through their start.
+
+    A second Ctrl-C ends the process at once, whatever it waits for on its way out; there, an exception would be a traceback.
+    """
+    signal.signal(signal.SIGINT, _end_at_once)
     while frame:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os.write(2, _STOPPED.encode())
             os._exit(EXIT_INTERRUPTED)
         frame = frame.f_back
     raise KeyboardInterrupt
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    os.write(2, _STOPPED_TWICE.encode())
+    os._exit(EXIT_INTERRUPTED)
 
 
 def run(name: str, argv: Sequence[str]) -> int:

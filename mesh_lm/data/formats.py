@@ -108,6 +108,11 @@ def text(data: bytes) -> str:
     return data.decode().removeprefix("\ufeff")
 
 
+def is_blank(line: bytes) -> bool:
+    """Whether a line of a .jsonl file has nothing but white space, and perhaps a byte order mark."""
+    return not line.removeprefix(codecs.BOM_UTF8).strip()
+
+
 def has_mark(path: Path | str) -> bool:
     """Whether a file of text begins with a byte order mark, which older versions kept: a corpus made then is a different one."""
     path = Path(path)
@@ -254,7 +259,8 @@ def _parquet(path: Path) -> Iterator[Any]:
     except ImportError as error:
         raise ConfigError(f"{path} needs pyarrow: pip install 'mesh_lm[data]'") from error
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # A name goes to pyarrow as UTF-8, which not every locale has.
+        with open(path, "rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
             yield file
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is damaged or not a .parquet: {error}; fetch it again") from error

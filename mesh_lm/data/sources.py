@@ -65,7 +65,7 @@ class Source:
                     mark = f"{stat.st_size} {stat.st_mtime_ns}"
             except OSError as error:
                 mark = f"unreadable: {error.errno}"
-            digest.update(f"\0{name}\0{mark}".encode("utf-8", "surrogateescape"))
+            digest.update(os.fsencode(f"\0{name}\0{mark}"))
         return digest.hexdigest()
 
     def documents(self) -> Iterator[Document]:
@@ -135,25 +135,46 @@ def find(path: str, field: str = "text", outputs: Collection[str] = ()) -> Sourc
 
 def is_heldout(key: str) -> bool:
     """Whether a key is held out: one in 20 by SHA-256, so that a document keeps its split when others are added or removed."""
-    return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest(), "big") % _HELDOUT == 0
+    return int.from_bytes(hashlib.sha256(os.fsencode(key)).digest(), "big") % _HELDOUT == 0
 
 
 def require_apart(path: str, outputs: Mapping[str, str]) -> None:
-    """Raises ConfigError if a directory of text is one that the run writes to. outputs: field -> directory."""
-    if not Path(path).expanduser().is_dir():
+    """Raises ConfigError if a directory of text is one that the run writes to, or has such a one with text below it.
+
+    outputs: field -> directory.
+    """
+    root = Path(path).expanduser()
+    if not root.is_dir():
         return
     for field, output in outputs.items():
-        if written.identity(Path(path).expanduser()) in written.identities([Path(output).expanduser()]):
+        folder = Path(output).expanduser()
+        if written.identity(root) in written.identities([folder]):
             raise ConfigError(
                 f"{field}={output} is the directory of data.path={path}, and what the run writes there would become text to train on; "
                 f"set {field} to another directory, which may be one below it"
             )
+        if root.resolve() in folder.resolve().parents and (left_out := _texts(folder)):
+            raise ConfigError(
+                f"{field}={output} has text ({left_out[0]}), which data.path={path} would leave out, because a directory that the run "
+                f"writes to is not text to train on; set {field} to another directory"
+            )
+
+
+def _texts(folder: Path) -> list[str]:
+    """Returns the files of a directory, which may be missing, that have the suffix of text, and which no run has written."""
+    if not folder.is_dir():
+        return []
+    _, folders, names = next(os.walk(folder))
+    if written.is_output(folder, folders, names):
+        return []
+    return [name for name in below(folder) if formats.kind_of(name) and name.split("/")[0] not in written.OF_A_RUN]
 
 
 def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset(), outputs: Collection[str] = ()) -> list[str]:
     """Returns the files below a directory as sorted posix paths, without hidden files and anything but files and links to files.
 
-    What mesh_lm has written there is left out: `outputs`, the output of any run, prepared tokens, and this process's own log.
+    What mesh_lm has written there is left out: `outputs`, the output of any run, exports, caches, prepared tokens, this process's own log,
+    and those of Slurm.
 
     Raises ConfigError if a directory cannot be read, or if `root` itself is the output of a run.
     """
@@ -164,7 +185,7 @@ def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset(), outp
     for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=True):
         here = written.identity(folder)
         is_root = not seen
-        is_output = written.is_output(Path(folder), names)
+        is_output = written.is_output(Path(folder), folders, names)
         if is_output and is_root:
             raise ConfigError(f"{root} is what a run of mesh_lm has written, not text; name the directory or the file that has the text")
         if is_output or here in seen or (here in excluded and not is_root):  # seen: by a link, perhaps to a parent directory
@@ -174,7 +195,7 @@ def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset(), outp
         prepared = written.prepared(Path(folder), names)
         folders[:] = sorted(f for f in folders if f not in skip and f not in prepared and not f.startswith("."))
         for name in names:
-            if name.startswith(".") or not name.endswith(suffix) or name in prepared:
+            if name.startswith(".") or not name.endswith(suffix) or name in prepared or written.SLURM_LOG.fullmatch(name):
                 continue
             path = Path(folder, name)
             if path.is_file() and written.identity(path) not in logs:  # neither a pipe nor a dangling link
@@ -214,7 +235,7 @@ def _jsonl(path: Path, field: str, key: str) -> Iterator[Document]:
     """Yields the documents of a .jsonl file, skipping blank lines; lines are numbered from 1, for splits and messages."""
     with formats.opened(path) as (file, _):
         for number, line in enumerate(file, 1):
-            if line.strip() and (text := formats.text_of(line, field, f"{path}, line {number}")):
+            if not formats.is_blank(line) and (text := formats.text_of(line, field, f"{path}, line {number}")):
                 yield Document(text, is_heldout(f"{key}{number}"))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 from mesh_lm.errors import ConfigError
+from mesh_lm.launch.process_slot import may_use_gpus, visible_gpus
 from sharding_rules.lab import flags
 from sharding_rules.lab.targets import MEMORY_FRACTION
 
@@ -102,8 +103,7 @@ def missing(wanted: str, present: str) -> str:
 
 def visible(environment: Mapping[str, str], driver: Path = _DRIVER) -> str:
     """Returns the name of the GPU that JAX will use; empty if it will find none, or use the CPU."""
-    platforms = environment.get("JAX_PLATFORMS", "").split(",")
-    if platforms[0] not in ("", "cuda", "gpu") or environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+    if not may_use_gpus(environment) or visible_gpus(environment) == []:
         return ""
     for file in sorted(driver.glob("*/information")):
         if model := re.search(r"^Model:\s*(.+?)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE):

@@ -17,13 +17,14 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jax
 
+from mesh_lm.distributed import gpu
 from mesh_lm.errors import ConfigError, listed
 from mesh_lm.launch import protocol
 from mesh_lm.launch.messages import number_ranges
@@ -37,6 +38,8 @@ Description = dict[str, Any]
 _ROOT = Path(__file__).parents[2]
 _CODE = ("mesh_lm", "sharding_rules", "pallas_kernels", "train.py")
 _VARIABLES = ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_NUM_CPU_DEVICES")
+_COMPILERS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
+"""The packages that have XLA's compiler for GPUs; that for CPUs is in jaxlib."""
 _MAGIC = "mesh_lm"
 _PURPOSE = "rendezvous"
 _SAME = "start all processes with the same secret (docs/multi_host.md)"
@@ -57,17 +60,32 @@ class RendezvousFailed(ConfigError):
 
 
 def describe(config: Mapping[str, Any], command: Mapping[str, Any] = MappingProxyType({})) -> Description:
-    """Returns the config, digests of the code (imported user code included), versions, and variables that change the compiled program."""
+    """Returns the config, digests of the code (imported user code included), versions, variables that change the compiled program, and
+    whether this process will use NVIDIA GPUs: JAX would wait minutes for the devices of one that has lost them.
+    """
     files = [file for name in _CODE for file in sorted((_ROOT / name).rglob("*.py") if (_ROOT / name).is_dir() else (_ROOT / name,))]
     code = {str(f.relative_to(_ROOT)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files if f.exists()}
     versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": version("jaxlib")}
+    has_gpus = bool(gpu.visible(os.environ))
+    if has_gpus:
+        versions |= _compilers()
     return {
         "config": dict(config),
         "command": dict(command),
         "code": code | _modules(),
         "versions": versions,
         "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
+        "devices": "NVIDIA GPUs" if has_gpus else "no NVIDIA GPU",
     }
+
+
+def _compilers() -> dict[str, str]:
+    """Returns the installed packages of XLA's compiler for GPUs and their versions."""
+    found = {}
+    for name in _COMPILERS:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _modules() -> dict[str, str]:

@@ -10,23 +10,30 @@ import sys
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.launch import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from mesh_lm.launch.environment import HEARTBEAT
 
 _UNWIND = 2.0
 """Seconds that the main thread has to end by itself, which it cannot while XLA compiles."""
 _SHOW_CURSOR = b"\x1b[?25h"
+_TOGETHER = "Ctrl-C: the processes of this run stop together, after their next step; a second Ctrl-C ends this one at once"
+
+
+def status_of(*, by_interrupt: bool) -> Literal[99, 130]:
+    """The status of a process that a signal has ended: 130 for SIGINT, but under a launcher 99, which it does not take for a failure."""
+    return EXIT_INTERRUPTED if by_interrupt and HEARTBEAT not in os.environ else EXIT_PREEMPTED
 
 
 class StopOnSignal:
     """A context in which SIGTERM or SIGINT to any process makes `poll` return True on all of them at the same call: they save and exit.
 
-    Before the first new step is done there is nothing to save: the signal then ends the process at once with status 99, or 130 for SIGINT.
+    Before the first new step is done there is nothing to save: the signal then ends the process at once (with `status_of`).
     A run of several processes does that only until they are connected: from then on JAX's preemption service catches SIGTERM, as which a
     SIGINT is passed on, and picks the call, so all of them must call `poll` equally often, and it is the launcher that ends them at once.
 
@@ -91,17 +98,13 @@ class StopOnSignal:
 
     def _stop(self) -> None:
         self._signalled = True
-        if not self._phases.nothing_to_save:
-            return
+        if self._leaving or not self._phases.nothing_to_save:
+            return  # a second exception would break off the cleaning up after the first
         self._leaving = True
         self._say(f"stopped by {self.cause} in phase {self._phases.phase}: there is nothing new to save")
         if self.interrupted and self._is_interactive:
             raise KeyboardInterrupt
-        raise SystemExit(self._status)  # files are closed and removed on the way
-
-    @property
-    def _status(self) -> int:
-        return EXIT_INTERRUPTED if self.interrupted else EXIT_PREEMPTED
+        raise SystemExit(status_of(by_interrupt=self.interrupted))  # files are closed and removed on the way
 
     def _end_at_once(self) -> NoReturn:
         """Ends the process without a save, as SIGKILL would: checkpoints and corpora are renamed into place when they are complete."""
@@ -110,14 +113,12 @@ class StopOnSignal:
         newest = self._phases.saved
         cure = f"continues from step {newest}" if newest > 0 else "starts again"
         self._say(f"ended at once by a second Ctrl-C, without a save; the same command {cure}")
-        _exit(EXIT_INTERRUPTED)
+        _exit(status_of(by_interrupt=True))
 
     def _say(self, text: str) -> None:
-        """Prints once why this process ends, past the buffers of whatever it was interrupted in."""
+        """Prints once why this process ends."""
         if self._said.acquire(blocking=False):
-            below_bar = "\n" if os.isatty(2) else ""
-            with contextlib.suppress(OSError):
-                os.write(2, f"{below_bar}{text}\n".encode())
+            _write(text)
 
     def _watch(self) -> None:
         """Does what the handlers would, while the main thread is in XLA and Python cannot run them."""
@@ -126,10 +127,14 @@ class StopOnSignal:
             n_interrupts += numbers.count(signal.SIGINT)
             if n_interrupts > 1 and not self._is_interactive:
                 self._end_at_once()
+            if not self._phases.nothing_to_save:
+                continue
+            is_interrupt = signal.SIGINT in numbers and not self._is_interactive
             # In a connected process JAX's service catches SIGTERM, and the handler passes SIGINT on to it.
-            obeys_interrupt = not (self._is_interactive or jax.distributed.is_initialized())
-            is_stop = signal.SIGTERM in numbers or (signal.SIGINT in numbers and obeys_interrupt)
-            if is_stop and self._phases.nothing_to_save:
+            is_connected = jax.distributed.is_initialized()
+            if is_interrupt and is_connected:
+                _write(_TOGETHER)  # which may take minutes
+            if signal.SIGTERM in numbers or (is_interrupt and not is_connected):
                 self._end_unless_saving(by_interrupt=n_interrupts > 0)
         os.close(self._signals)
 
@@ -148,10 +153,10 @@ class StopOnSignal:
                 threading.Event().wait(deadline - time.monotonic())
                 break
             if by_interrupt and signal.SIGINT in numbers:
-                _exit(EXIT_INTERRUPTED)
+                _exit(status_of(by_interrupt=True))
             by_interrupt |= signal.SIGINT in numbers
         if self._leaving or self._phases.nothing_to_save:
-            _exit(EXIT_INTERRUPTED if by_interrupt else EXIT_PREEMPTED)
+            _exit(status_of(by_interrupt=by_interrupt))
 
     def _forked(self) -> None:
         """In a child: its signals are not those of this process, whose pipe it has inherited."""
@@ -171,6 +176,13 @@ class StopOnSignal:
             del self._before[signal.SIGTERM]  # the handler is JAX's
         self._restore()
         os.close(self._writer)  # ends the watcher, unless it has a signal to obey
+
+
+def _write(text: str) -> None:
+    """Prints a line past the buffers of whatever this process was interrupted in."""
+    below_bar = "\n" if os.isatty(2) else ""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{below_bar}{text}\n".encode())
 
 
 def _exit(status: int) -> NoReturn:

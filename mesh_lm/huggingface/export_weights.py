@@ -77,7 +77,8 @@ def save(
         _write_json(partial / CONFIG, to_json(config, dtype, token_ids))
         checksums.write(partial)
         # Without a digest, because a card is there to be edited.
-        card = model_card.model_card(directory.name, family.architecture, config, dtype, tokenizer)
+        name = os.fsencode(directory.name).decode(errors="backslashreplace")
+        card = model_card.model_card(name, family.architecture, config, dtype, tokenizer)
         (partial / model_card.FILE).write_text(card, encoding="utf-8")
         for path in partial.iterdir():
             _sync(path)

@@ -67,10 +67,14 @@ def equal(a: StoredTensor, b: StoredTensor) -> bool:
 
 
 def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Returns the tensors of a directory (one file, or several with an index) and problems with the files. Reads only headers."""
+    """Returns the tensors of a directory and problems with the files. Reads only headers.
+
+    As in transformers, model.safetensors precedes an index, and all tensors of the files that an index names are those of the model.
+    """
     index = directory / INDEX
-    files = sorted(directory.glob("*.safetensors"))
-    if not index.exists():
+    single = directory / SINGLE
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if single.is_file() or not index.exists():
         if len(files) != 1:
             have = ", ".join(f.name for f in files[:4]) if files else "none"
             problem = f"expected one .safetensors file, or several and {INDEX}; there {'are' if len(files) > 1 else 'is'} {have}"
@@ -92,6 +96,8 @@ def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         if not broken and name not in headers:
             problems.append(f"{file}: {name} is missing, but {INDEX} lists it")
         tensors[name] = StoredTensor(directory / file, name, *headers.get(name, (None, None)))
+    for file, (headers, _) in by_file.items():
+        tensors |= {name: StoredTensor(file, name, *header) for name, header in headers.items() if name not in names}
     return tensors, problems
 
 

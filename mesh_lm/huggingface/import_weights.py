@@ -13,7 +13,7 @@ from mesh_lm import checksums, distributed
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
 from mesh_lm.huggingface.configs import declares_tied, differences, family_of
-from mesh_lm.huggingface.families import HEAD
+from mesh_lm.huggingface.families import HEAD, Family
 from mesh_lm.huggingface.tensor_mapping import Box, Sizes, TensorMapping
 from mesh_lm.model import DecoderConfig
 
@@ -52,7 +52,9 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
         raise _refusal(directory, "is a different model from this config's", problems)
     tensors, problems = files.scan(directory)
     problems += _damaged(directory, {stored.file.name for stored in tensors.values()} | {files.INDEX})
-    tensors = {family.full_name(name): stored for name, stored in tensors.items() if not name.endswith(family.ignored)}
+    tensors = {name: stored for name, stored in tensors.items() if not name.endswith(family.ignored)}
+    problems += _duplicates(family, tensors)
+    tensors = {family.full_name(name): stored for name, stored in tensors.items()}
     if config.tied and family.embedding not in tensors and HEAD in tensors:
         tensors[family.embedding] = tensors[HEAD]  # transformers, too, takes the only one of the two
     mappings = {m.param: (m, _sizes(m, config, layout, tensors)) for m in family.mappings if m.param in layout.shapes}
@@ -72,6 +74,12 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
 
     shardings = layout.canonical_shardings("params")
     return lambda: {name: _place(shape.shape, shardings[name], part(name)) for name, shape in layout.shapes.items()}
+
+
+def _duplicates(family: Family, tensors: dict[str, files.StoredTensor]) -> list[str]:
+    """Returns messages about tensors that are there twice, with and without the family's prefix. They may differ."""
+    short = [name for name in tensors if family.full_name(name) != name and family.full_name(name) in tensors]
+    return [f"{tensors[name].file.name}: {name} is also there as {family.full_name(name)}" for name in short]
 
 
 def _damaged(directory: Path, names: set[str]) -> list[str]:

@@ -45,12 +45,17 @@ class Scorer:
     def __call__(self, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[Score]:
         """Returns the scores of sequences of 2 to seq_len + 1 token ids, in the same order. Similar lengths are batched together.
 
-        Raises ConfigError for a sequence that is too long or too short.
+        Raises ConfigError for a sequence that is too long or too short, or has an id that the model lacks.
         """
-        seq_len = self.layout.config.seq_len
+        seq_len, vocab_size = self.layout.config.seq_len, self.layout.config.vocab_size
         for i, tokens in enumerate(sequences):
             if not 2 <= len(tokens) <= seq_len + 1:
                 raise ConfigError(f"sequence {i} has {len(tokens)} tokens; the model scores 2 to {seq_len + 1} at once (model.seq_len + 1)")
+            if min(tokens) < 0 or max(tokens) >= vocab_size:
+                raise ConfigError(
+                    f"sequence {i} has token ids from {min(tokens)} to {max(tokens)}, and the model has 0 to {vocab_size - 1}: the "
+                    "tokenizer is not the model's"
+                )
         scores: dict[int, Score] = {}
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
         for first in range(0, len(order), self.batch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -98,6 +100,15 @@ class Generator:
             yield rest
 
 
+def as_typed(argument: str) -> str:
+    """Returns a word of the command line as the UTF-8 that it is, where Python took it for another encoding, as with LC_ALL=C."""
+    if _is_text(argument):
+        return argument
+    with contextlib.suppress(UnicodeError):
+        return os.fsencode(argument).decode()
+    return argument
+
+
 def _is_text(text: str) -> bool:
     try:
         text.encode()
@@ -170,7 +181,7 @@ def _overlap(text: str, stop: str) -> int:
 
 def document_start(tokenizer: Tokenizer, name: str) -> int:
     """Returns the id of the special token `name`, or of the end-of-document token. Raises ConfigError if there is no such token."""
-    start = tokenizer.special(name) if name else tokenizer.eod
+    start = tokenizer.special(as_typed(name)) if name else tokenizer.eod
     if start is None:
         raise ConfigError(f"--start={name}: the tokenizer has no such special token")
     return start

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -191,12 +190,13 @@ def keep_tokenizer(output: str, tokenizer: Tokenizer | None, init_from: str = ""
 
 
 def _keep_generation(kept: Path, init_from: str) -> None:
-    """Copies the settings for generation of another model, if it has any, to the directory of a tokenizer. Raises OSError."""
-    saved = checkpoint.find(init_from)
-    directory = saved.directory.parent / TOKENIZER if saved else Path(init_from).expanduser()
-    generation = companions.read(directory).generation
-    if generation:
-        write_files(kept, {companions.GENERATION: json.dumps(generation, indent=1).encode()})
+    """Copies the settings for generation of another model, if it has any, to the directory of a tokenizer. Raises OSError.
+
+    Process 0 calls it alone, so that it must not call `checkpoint.find`.
+    """
+    output = checkpoint.output_of(init_from)
+    directory = output / TOKENIZER if output else Path(init_from).expanduser()
+    write_files(kept, companions.generation_of(directory).generation_file())
 
 
 def _placement(config: TrainConfig, mesh: MeshConfig | None, rules: Rules | None) -> tuple[MeshConfig, Rules]:
@@ -216,6 +216,9 @@ def _tokenizer(spec: str, saved: checkpoint.SavedCheckpoint | None, path: Path) 
     if not spec and saved and not kept.exists():
         raise ConfigError(f"no tokenizer is stored in {kept}; name the one that {saved.path} was trained with: --tokenizer=...")
     tokenizer = load_tokenizer(spec or str(kept))
+    if spec and not tokenizer.companions.generation:  # settings for generation are the model's
+        generation = companions.generation_of(kept.expanduser()).generation
+        tokenizer.companions = dataclasses.replace(tokenizer.companions, generation=generation)
     trained_with = saved.data.get("tokenizer") if saved else None
     if not _is_of(trained_with, tokenizer, str(path)):
         raise ConfigError(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.process_slot import gpus_here, host_and_port, share, slurm_address, starter_of
+from mesh_lm.launch.process_slot import gpus_here, host_and_port, is_slurm_step, share, slurm_address, starter_of
 
 VARIABLES = {"nodes": "MESH_LM_NODES", "node": "MESH_LM_NODE", "rendezvous": "MESH_LM_RENDEZVOUS"}
 """Option -> the environment variable that can replace it."""
@@ -103,10 +103,11 @@ class Job:
         given = {name: getattr(options, name) for name in VARIABLES}
         if all(value is None for value in given.values()):
             given = {name: environment.get(variable) or None for name, variable in VARIABLES.items()}
-        if all(value is None for value in given.values()) and int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1:
-            given = _slurm(environment)
-        elif all(value is None for value in given.values()):
-            _require_one_launcher(environment)
+        if all(value is None for value in given.values()):
+            if is_slurm_step(environment):
+                given = _slurm(environment)
+            else:
+                _require_one_launcher(environment)
         try:
             nodes, node = int(given["nodes"] or 1), int(given["node"] or 0)
         except ValueError:
@@ -200,7 +201,7 @@ def _require_one_launcher(environment: Mapping[str, str]) -> None:
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, str | None]:
-    nodes, tasks = environment["SLURM_STEP_NUM_NODES"], environment.get("SLURM_STEP_NUM_TASKS")
+    nodes, tasks = environment.get("SLURM_STEP_NUM_NODES", "1"), environment["SLURM_STEP_NUM_TASKS"]
     if tasks != nodes:
         raise ConfigError(f"srun starts {tasks} launchers on {nodes} nodes; pass --ntasks-per-node=1 to srun and use --per-node")
     return {"nodes": nodes, "node": environment["SLURM_NODEID"], "rendezvous": slurm_address(environment)}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import shutil
 import socket
 import subprocess
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mesh_lm.errors import ConfigError
@@ -22,6 +24,8 @@ VARIABLES = {"coordinator": "MESH_LM_COORDINATOR", "processes": "MESH_LM_PROCESS
 LOCAL_DEVICES = "MESH_LM_LOCAL_DEVICES"
 """Environment variable with the GPUs of this node that belong to the process, such as 0,1; empty: all."""
 _PORTS = range(61_440, 65_536)
+_GPU = re.compile(r"\d+|(GPU|MIG)-.+")
+"""An entry of CUDA_VISIBLE_DEVICES that names a GPU, by its number or its UUID."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,18 @@ STARTERS = (
     ),
     # MPICH's and Intel's. `srun --mpi=pmi2` sets the first two as well.
     Starter("mpirun", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_PORT",)),
+    # MVAPICH2's.
+    Starter(
+        "mpirun",
+        mark="MV2_COMM_WORLD_RANK",
+        rank="MV2_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
 )
+PMI = Starter("mpiexec", "PMI_RANK", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", ("PALS_APID", "PMI_PORT"))
+"""Any other that speaks PMI, such as Cray's PALS. `srun` may set these variables, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +103,17 @@ class ProcessSlot:
         if not any(given.values()):
             names, given = VARIABLES, {field: environment.get(name, "") for field, name in VARIABLES.items()}
         if any(given.values()):
-            devices = tuple(int(device) for device in environment.get(LOCAL_DEVICES, "").split(",") if device)
-            return cls._explicit(given, names, devices or None)
+            return cls._explicit(given, names, _own_devices(environment))
         if starter := starter_of(environment):
             return cls._started(starter, environment)
-        return cls._slurm(environment) if _is_step(environment) else None
+        if is_slurm_step(environment):
+            return cls._slurm(environment)
+        if environment.get("PMIX_RANK", "0") != "0":
+            raise ConfigError(
+                f"PMIX_RANK={environment['PMIX_RANK']}: this process was started as one of several, but no variable says of how many; "
+                f"set {', '.join(VARIABLES.values())}"
+            )
+        return None
 
     @classmethod
     def _explicit(cls, given: Mapping[str, str], names: Mapping[str, str], devices: tuple[int, ...] | None) -> ProcessSlot | None:
@@ -130,7 +151,8 @@ class ProcessSlot:
         host = f"[{host}]" if ":" in host else host
         port = _started_port(starter, environment)
         if n_local:
-            devices = _share_of_host(_number(environment, starter.local_rank, starter, default=0), n_local, environment)
+            local = _number(environment, starter.local_rank, starter, default=0 if n_local == 1 else None)
+            devices = _share_of_host(local, n_local, environment)
         else:
             devices = _by_local_rank(starter, environment)
         return cls(f"{host}:{port}", count, rank, devices)
@@ -139,6 +161,12 @@ class ProcessSlot:
     def _slurm(cls, environment: Mapping[str, str]) -> ProcessSlot:
         """The slot of a task of `srun`. The tasks of a node share its GPUs equally (JAX's own detection would use one GPU per task)."""
         tasks = tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environment.get("SLURM_NODEID", 0)))
+        needed = ("SLURM_PROCID", "SLURM_STEP_NODELIST", *(("SLURM_LOCALID",) if tasks > 1 else ()))
+        if missing := [name for name in needed if name not in environment]:
+            raise ConfigError(
+                f"SLURM_STEP_NUM_TASKS={environment['SLURM_STEP_NUM_TASKS']}, but {' and '.join(missing)} is not set; pass all of "
+                f"Slurm's variables on to this process, or set {', '.join(VARIABLES.values())}"
+            )
         address = slurm_address(environment)
         if environment.get("SLURM_STEP_NUM_NODES") == "1":  # nothing outside this node needs to reach it
             address = f"127.0.0.1:{host_and_port(address)[1]}"
@@ -150,17 +178,28 @@ class ProcessSlot:
         )
 
 
+def _own_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Returns the GPUs that the launcher gives to this process; None: all."""
+    text = environment.get(LOCAL_DEVICES, "")
+    try:
+        return tuple(int(device) for device in text.split(",") if device) or None
+    except ValueError:
+        raise ConfigError(f"{LOCAL_DEVICES}={text} must be numbers of GPUs as this process sees them, such as 0,1") from None
+
+
 def starter_of(environment: Mapping[str, str]) -> Starter | None:
     """Returns what has started this process and says so, if anything but Slurm has."""
     for starter in STARTERS:
         if starter.mark in environment:
             return starter
-    # A batch script may export these variables for all of its tasks, whose places only Slurm knows.
-    has_place = TORCHRUN.rank in environment and TORCHRUN.size in environment
-    return TORCHRUN if has_place and not _is_step(environment) else None
+    if is_slurm_step(environment):
+        # A batch script may export these variables for all of its tasks, whose places only Slurm knows.
+        return None
+    return next((starter for starter in (TORCHRUN, PMI) if starter.rank in environment and starter.size in environment), None)
 
 
-def _is_step(environment: Mapping[str, str]) -> bool:
+def is_slurm_step(environment: Mapping[str, str]) -> bool:
+    """Returns whether `srun` has started this process as one of several tasks."""
     return int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1
 
 
@@ -184,10 +223,15 @@ def slurm_address(environment: Mapping[str, str]) -> str:
 
 
 def tasks_here(tasks_per_node: str, node: int) -> int:
-    """Returns the number of tasks on node number `node`, from Slurm's format 8(x3),4."""
+    """Returns the number of tasks on node number `node`, from Slurm's format 8(x3),4. Raises ConfigError if it has no such node."""
     counts = [
         int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node) for _ in range(int(times or 1))
     ]  # fmt: skip
+    if node >= len(counts):
+        raise ConfigError(
+            f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} counts the tasks of {len(counts)} nodes, as in a step of "
+            f"several job components; set {', '.join(VARIABLES.values())}, and {LOCAL_DEVICES} where tasks share GPUs"
+        )
     return counts[node]
 
 
@@ -198,7 +242,8 @@ def _number(environment: Mapping[str, str], name: str, starter: Starter, default
     try:
         return int(value)
     except ValueError:
-        found = f"{name}={value}" if name in environment else f"{name} is not set, but {starter.mark} is"
+        sign = starter.mark if starter.mark in environment else starter.rank
+        found = f"{name}={value}" if name in environment else f"{name} is not set, but {sign} is"
         raise ConfigError(f"{found}: {starter.name} gives each process an integer; unset its variables to start a single process") from None
 
 
@@ -213,43 +258,54 @@ def _started_port(starter: Starter, environment: Mapping[str, str]) -> int:
 
 def _by_local_rank(starter: Starter, environment: Mapping[str, str]) -> tuple[int, ...] | None:
     """Returns the one GPU that a process has by its place on its host, as in PyTorch, where nothing says how many processes are there."""
-    local = environment.get(starter.local_rank, "")
-    return (int(local),) if local.isdecimal() and _visible(environment) not in (0, 1) else None
+    local, visible = environment.get(starter.local_rank, ""), visible_gpus(environment)
+    is_one_of_several = visible is None or len(visible) > 1
+    return (int(local),) if local.isdecimal() and is_one_of_several and may_use_gpus(environment) else None
 
 
 def _share_of_slurm(local: int, tasks: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    on_node = int(environment.get("SLURM_GPUS_ON_NODE", 0))
-    visible = _visible(environment)
-    if visible is None and not on_node and tasks > 1:
-        return (local,)  # Slurm says nothing about GPUs
-    return _share(local, tasks, on_node if visible is None else visible, on_node)
+    if tasks == 1 or not may_use_gpus(environment):
+        return None
+    visible, on_node = visible_gpus(environment), int(environment.get("SLURM_GPUS_ON_NODE") or 0)
+    if not on_node and (visible is None or len(visible) > 1):
+        with contextlib.suppress(RuntimeError):  # Slurm says nothing about GPUs; perhaps the driver does
+            on_node = _all_gpus_here(environment)
+    if visible is None and not on_node:
+        return (local,)
+    return _share(local, tasks, visible, on_node)
 
 
 def _share_of_host(local: int, tasks: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    on_host = gpus_here({name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}) if tasks > 1 else 0
-    visible = _visible(environment)
-    return _share(local, tasks, on_host if visible is None else visible, on_host)
-
-
-def _visible(environment: Mapping[str, str]) -> int | None:
-    """Returns how many GPUs CUDA_VISIBLE_DEVICES names; None if it is not set, so that all are visible."""
-    ids = environment.get("CUDA_VISIBLE_DEVICES")
-    if ids is None:
+    if tasks == 1 or not may_use_gpus(environment):
         return None
-    return 0 if ids in ("", "-1") else len(ids.split(","))
+    return _share(local, tasks, visible_gpus(environment), _all_gpus_here(environment))
 
 
-def _share(local: int, tasks: int, visible: int, on_node: int) -> tuple[int, ...] | None:
-    """Returns the GPUs of a task, numbered as it sees them; None: all of them.
+def _all_gpus_here(environment: Mapping[str, str]) -> int:
+    """Returns the number of GPUs of this node, whatever CUDA_VISIBLE_DEVICES names; 0: not known."""
+    return gpus_here({name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"})
 
-    visible: GPUs that each task sees. on_node: GPUs of the node; 0: not known. If the node has as many as its tasks see together, each of
-    them has its own already (--gpus-per-task, or a script that sets CUDA_VISIBLE_DEVICES). Otherwise they see the same, and divide them.
+
+def _share(local: int, tasks: int, visible: Sequence[str] | None, on_node: int) -> tuple[int, ...] | None:
+    """Returns the GPUs of one of several tasks, numbered as it sees them; None: all of them.
+
+    visible: what each task sees; None: all of the node's. on_node: GPUs of the node; 0: not known. If the node has as many as its tasks see
+    together, each of them has its own already (--gpus-per-task, or a script that sets CUDA_VISIBLE_DEVICES). Otherwise they see the same,
+    and divide them.
     """
-    if tasks == 1 or not visible:
+    n_visible = on_node if visible is None else len(visible)
+    if not n_visible:
         return None
-    if visible * tasks <= on_node or (visible == 1 and not on_node):
+    if visible and visible[0].startswith("MIG-"):
+        if n_visible > 1:
+            raise ConfigError(
+                f"CUDA_VISIBLE_DEVICES={','.join(visible)}: CUDA shows a process one MIG device only, the first; give each of the {tasks} "
+                "tasks a CUDA_VISIBLE_DEVICES of its own"
+            )
         return None
-    return share(local, tasks, visible, "task")
+    if n_visible * tasks <= on_node or (n_visible == 1 and not on_node):
+        return None
+    return share(local, tasks, n_visible, "task")
 
 
 def share(local: int, tasks: int, gpus: int, what: str) -> tuple[int, ...]:
@@ -260,15 +316,30 @@ def share(local: int, tasks: int, gpus: int, what: str) -> tuple[int, ...]:
     return tuple(range(local * (gpus // tasks), (local + 1) * (gpus // tasks)))
 
 
+def may_use_gpus(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether JAX_PLATFORMS lets JAX use GPUs."""
+    return environment.get("JAX_PLATFORMS", "").split(",")[0] in ("", "cuda", "gpu")
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | None:
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names; None if it is not set, so that all are visible.
+
+    The list ends at the first entry that names none, as CUDA reads it: -1, an empty one, or Slurm's NoDevFiles.
+    """
+    ids = environment.get("CUDA_VISIBLE_DEVICES")
+    return None if ids is None else list(itertools.takewhile(_GPU.fullmatch, map(str.strip, ids.split(","))))
+
+
 def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
     """Returns the number of GPUs of this node that JAX would see, without importing it; 0 if there are none, or JAX is set to use the CPU.
 
     Raises RuntimeError if nvidia-smi exists, but fails.
     """
-    if environment.get("JAX_PLATFORMS", "").split(",")[0] not in ("", "cuda", "gpu"):
+    if not may_use_gpus(environment):
         return 0
-    if (ids := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return 0 if ids in ("", "-1") else len(ids.split(","))
+    if (visible := visible_gpus(environment)) is not None:
+        is_mig = bool(visible) and visible[0].startswith("MIG-")
+        return 1 if is_mig else len(visible)  # CUDA shows a process one MIG device
     if not (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
         return 0
     try:

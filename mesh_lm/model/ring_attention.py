@@ -140,7 +140,7 @@ def _forward(ring: Ring, q: jax.Array, kv: jax.Array, ids: jax.Array | None, sin
     following = ring.send(own, ring.first_hop(C))
     k, v = map(_flat, own)
     y, lse = flash_attention(_flat(q), k, v, sinks=sinks, return_lse=True, **ring.diagonal(ids))
-    done = y.reshape(2, B, C, *y.shape[2:]).astype(jnp.float32), lse.reshape(2, B, C, -1)
+    done = y.reshape(2, B, C, *y.shape[2:]).astype(_sum_type(q)), lse.reshape(2, B, C, -1)
     for block in ring.blocks(0):
         done = add(done, own, block)
     (y, lse), _ = ring.walk(C, step, (done, following))
@@ -169,10 +169,11 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[An
     # The block of this shard's own keys that is not on the diagonal is computed while the first keys travel, and those on it while the
     # gradients of the last ones go back.
     following = ring.send(own, ring.first_hop(C))
-    dq, here = jnp.zeros(q.shape, jnp.float32), jnp.zeros(own.shape, jnp.float32)
+    wide = _sum_type(q)
+    dq, here = jnp.zeros(q.shape, wide), jnp.zeros(own.shape, wide)
     for block in ring.blocks(0):
         dq, here = add(dq, here, own, block)
-    dq, _, d_kv = ring.walk(C, step, (dq, following, jnp.zeros(own.shape, jnp.float32)))
+    dq, _, d_kv = ring.walk(C, step, (dq, following, jnp.zeros(own.shape, wide)))
     d_kv = ring.send(d_kv, -ring.steps(C)[-1])
     k, v = map(_flat, own)
     of_q, *of_kv, d_sinks = attention_gradients(
@@ -184,6 +185,11 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[An
 
 
 _ring.defvjp(_forward, _backward)
+
+
+def _sum_type(x: jax.Array) -> Any:
+    """The type of sums of such arrays: fp32, as the kernels sum; fp64 for fp64."""
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _chunks(x: jax.Array) -> jax.Array:

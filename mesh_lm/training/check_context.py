@@ -40,17 +40,32 @@ def context_problems(config: TrainConfig) -> Iterator[str]:
         below = model.seq_len // least * least
         fits = f"{below} or {below + least}" if below else str(least)
         yield f"model.seq_len={model.seq_len} is not divisible by {least}: shards over {product} have two chunks each; it can be {fits}"
-    if inner and not config.model.problems():
-        yield from _ulysses(config, inner)
+    if inner and not config.model.problems() and "heads" in config.model.sizes():
+        names_of: dict[tuple[int, int], list[str]] = {}
+        segments = config.model.stack().names or ("",)
+        for name in segments:
+            scope = f"{name}/" if name else ""
+            ways_of_heads = _ways(config, f"{scope}heads"), _ways(config, f"{scope}kv_heads")
+            names_of.setdefault(ways_of_heads, []).append(name)
+        for (by_tensor, by_kv), names in names_of.items():
+            where = "" if len(names) == len(segments) else f" of segment {names[0]!r}"
+            yield from _ulysses(config, inner, by_tensor, by_kv, where)
 
 
-def _ulysses(config: TrainConfig, axes: list[str]) -> Iterator[str]:
-    """Numbers of heads that Ulysses cannot divide over its mesh axes."""
+def _ways(config: TrainConfig, logical: str) -> int:
+    """The number of shards of an activation's axis."""
+    rules, mesh = config.rules, config.mesh.sizes()
+    row = rules.row("activations", logical)
+    return math.prod(mesh.get(axis, 1) for axis in axes_of(rules.activations[row] if row else None))
+
+
+def _ulysses(config: TrainConfig, axes: list[str], by_tensor: int, by_kv: int, where: str) -> Iterator[str]:
+    """Numbers of heads that Ulysses cannot divide over its mesh axes.
+
+    by_tensor, by_kv: shards that the rules make of query and kv heads; `where` names the segment in which they do, where it must.
+    """
     mesh, sizes = config.mesh.sizes(), config.model.sizes()
-    if "heads" not in sizes:
-        return
     (field, heads), (_, kv_heads) = sizes["heads"], sizes.get("kv_heads", sizes["heads"])
-    by_tensor, by_kv = (math.prod(mesh.get(a, 1) for a in axes_of(config.rules.activations.get(row))) for row in ("heads", "kv_heads"))
     local, ways = heads // by_tensor, math.prod(mesh[axis] for axis in axes)
     product = " x ".join(setting(axis, mesh[axis]) for axis in axes)
     if heads % by_tensor or kv_heads % by_kv:
@@ -58,7 +73,7 @@ def _ulysses(config: TrainConfig, axes: list[str]) -> Iterator[str]:
     own_kv = kv_heads // by_kv if by_kv > 1 or by_tensor == 1 else max(1, local * kv_heads // heads)
     if local % ways or (local // own_kv) % repeats(own_kv, ways):
         fits = [n for n in range(1, local + 1) if local % n == 0 and (local // own_kv) % repeats(own_kv, n) == 0]
-        on = f", {local} on each device" if by_tensor > 1 else ""
+        on = f", {local}{where} on each device" if by_tensor > 1 else where
         what = _size_field(axes[0]) if len(axes) == 1 else "their product"
         fix = f"{what} can be {', '.join(map(str, fits))}"
         kv = f" with {kv_heads} kv heads" if kv_heads != heads else ""

@@ -27,8 +27,9 @@ def head_problems(config: TrainConfig) -> Iterator[str]:
         if heads_row is not None and kv_row is not None:
             names_of.setdefault((heads_row, kv_row), []).append(name)
     for (heads_row, kv_row), names in names_of.items():
-        # Rows that hold for every segment speak of the model; others of the first segment that they hold for.
-        where = "" if len(names) == len(rows_of) else f" of segment {names[0]!r}"
+        # Rows of the model that hold for every segment are reported without a segment, others with the first that they hold for.
+        of_the_model = len(names) == len(rows_of) and "/" not in heads_row + kv_row
+        where = "" if of_the_model else f" of segment {names[0]!r}"
         yield from _problems_of_rows(config, model, where, heads_row, kv_row)
 
 

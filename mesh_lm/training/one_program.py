@@ -18,6 +18,9 @@ from mesh_lm import distributed
 
 _ADDRESS = re.compile(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d*"')
 """A function of jax.custom_partitioning, such as attention of cuDNN. Its address differs between processes."""
+_KERNEL = re.compile(r'\b(kernel_hash|module) = "[^"]*"')
+"""A kernel of Mosaic. It has the paths of its source files, which differ where hosts have the code in different directories; and no
+collectives, so that no process waits for it."""
 
 
 def compared(name: str, program: jax.stages.Wrapped) -> Callable[..., Any]:
@@ -29,9 +32,13 @@ def compared(name: str, program: jax.stages.Wrapped) -> Callable[..., Any]:
 
 
 def digest(lowered: jax.stages.Lowered) -> str:
-    """The first 12 hexadecimal digits of the SHA-256 of a lowered program, without its source lines and addresses of functions."""
-    text = _ADDRESS.sub(r"\1", lowered.as_text())
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    """The first 12 hexadecimal digits of the SHA-256 of a lowered program, without what differs between processes."""
+    return hashlib.sha256(comparable(lowered.as_text()).encode()).hexdigest()[:12]
+
+
+def comparable(text: str) -> str:
+    """The text of a lowered program without addresses of functions and without kernels; it has no source lines."""
+    return _KERNEL.sub(r"\1", _ADDRESS.sub(r"\1", text))
 
 
 class _ComparedProgram:

@@ -18,6 +18,7 @@ from mesh_lm.data.indexed import bin_path, idx_path
 from mesh_lm.errors import ConfigError, StorageError, listed, storage_failed
 from mesh_lm.launch.environment import HEARTBEAT
 from mesh_lm.launch.process_slot import ProcessSlot
+from mesh_lm.output import is_utf_8
 from mesh_lm.report.weights_and_biases import require_login
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
     if not output or "://" in output:
         raise ConfigError(f"output={output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)")
     where = path = Path(output).expanduser().absolute()
-    if not _is_utf_8(path):
+    if not is_utf_8(path):
         raise ConfigError(
             f"output={output}: names of this locale are in {sys.getfilesystemencoding()}, and checkpoints are written to names in UTF-8; "
             "set the environment variable PYTHONUTF8=1, or name the output in ASCII letters"
@@ -118,14 +119,6 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
             f"output={output}: its disk has {_size(disk.free)} left, and one checkpoint of this model needs {_size(needed)} or more; "
             "make room there, or set another output"
         ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _is_utf_8(path: Path) -> bool:
-    """Whether a path has the same bytes for Python, which encodes it as the locale says, and for TensorStore, which takes UTF-8."""
-    try:
-        return os.fsencode(path) == str(path).encode()
-    except UnicodeEncodeError:
-        return False
 
 
 def _state_bytes(config: TrainConfig) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import jax
 
 from mesh_lm.config import TrainConfig
-from mesh_lm.launch import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from mesh_lm.distributed.stop import status_of
 from mesh_lm.report import rows
 from mesh_lm.state import State
 
@@ -63,9 +63,7 @@ class Run:
     @property
     def status(self) -> Literal[0, 99, 130]:
         """The exit status of a command that made this run."""
-        if not self.preempted:
-            return 0
-        return EXIT_INTERRUPTED if self.interrupted else EXIT_PREEMPTED
+        return status_of(by_interrupt=self.interrupted) if self.preempted else 0
 
     def stop(self) -> None:
         """For callbacks, on all processes: ends the run after this step as if it were the last, with a checkpoint and an evaluation."""

@@ -115,6 +115,12 @@ def test_moments_have_one_form(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["zero1+ulysses+usp", "fsdp+ulysses+megatron+usp", "ulysses+usp+by_node"])
+def test_contradictions_have_the_names_of_presets(name: str) -> None:
+    with pytest.raises(ShardingRuleError, match=r"^ulysses and usp exchange keys over 'sequence' by ulysses and by ring; keep"):
+        preset(name)
+
+
 def test_a_column_of_gradients_inherits_no_flat_vectors() -> None:
     changed = PRESETS["zero3"].replace("mine", gradients={"embed": None})
     assert changed.gradients is not None and "flat" not in changed.gradients

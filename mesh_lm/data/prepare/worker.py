@@ -130,7 +130,7 @@ class Encoder:
 
     def _rows(self, lines: Iterable[tuple[int, bytes]], path: Path, first_line: int, counts: Encoded) -> Iterator[str]:
         for number, (offset, line) in enumerate(lines, first_line):
-            if not line.strip():
+            if formats.is_blank(line):
                 continue
             try:
                 yield formats.text_of(line, self._settings.text_field, str(path))

@@ -14,8 +14,9 @@ from mesh_lm import strict_json
 from mesh_lm.errors import ConfigError
 
 CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
-FILES = (CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION)
+FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, CHAT_TEMPLATE, GENERATION)
 _MORE_TEMPLATES = "additional_chat_templates"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """The special tokens that a model's config.json and its settings for generation name by their ids."""
@@ -33,6 +34,8 @@ class Companions:
     """tokenizer_config.json, with the chat templates of a directory of their own."""
     special_tokens: dict[str, Any] = dataclasses.field(default_factory=dict)
     """special_tokens_map.json, which older versions write."""
+    added_tokens: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """added_tokens.json, which older versions write: the ids of tokens that the vocabulary itself lacks."""
     chat_template: str = ""
     """chat_template.jinja, which precedes the template in tokenizer_config.json."""
     implied: tuple[str, ...] = ()
@@ -56,11 +59,15 @@ class Companions:
         files = {CONFIG: _encoded(config)}
         if self.special_tokens:
             files[SPECIAL_TOKENS] = _encoded(self.special_tokens)
+        if self.added_tokens:
+            files[ADDED_TOKENS] = _encoded(self.added_tokens)
         if self.chat_template:
             files[CHAT_TEMPLATE] = self.chat_template.encode()
-        if self.generation:
-            files[GENERATION] = _encoded(self.generation)
-        return files
+        return files | self.generation_file()
+
+    def generation_file(self) -> dict[str, bytes]:
+        """Returns generation_config.json with its name, if there is one. It belongs to the model, whatever the tokenizer."""
+        return {GENERATION: _encoded(self.generation)} if self.generation else {}
 
 
 def read(directory: Path) -> Companions:
@@ -70,7 +77,9 @@ def read(directory: Path) -> Companions:
     class_name = config.get("tokenizer_class") or model.get("tokenizer_class")
     if class_name:
         config["tokenizer_class"] = class_name
-    config.pop("auto_map", None)  # names code of the directory, which is not kept
+    code = json.dumps(config.pop("auto_map", None))  # classes in files of the directory, which are not kept
+    if class_name and f".{str(class_name).removesuffix('Fast')}" in code:
+        config["tokenizer_class"] = _ANY_CLASS
     implied = () if class_name else _IMPLIED.get(str(model.get("model_type")), ())
     chat_template = _read_text(directory / CHAT_TEMPLATE)
     templates = {path.stem: _read_text(path) for path in sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))}
@@ -79,8 +88,17 @@ def read(directory: Path) -> Companions:
             templates = {"default": chat_template, **templates}
             chat_template = ""
         config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
-    generation = _read(directory / GENERATION) or {name: model[name] for name in TOKEN_IDS if model.get(name) is not None}
-    return Companions(config, _read(directory / SPECIAL_TOKENS), chat_template, implied, generation)
+    generation = _read_generation(directory, model)
+    return Companions(config, _read(directory / SPECIAL_TOKENS), _read(directory / ADDED_TOKENS), chat_template, implied, generation)
+
+
+def generation_of(directory: Path) -> Companions:
+    """Returns the settings for generation alone, for a tokenizer that transformers does not have. Raises ConfigError as `read`."""
+    return Companions(generation=_read_generation(directory, _model_config(directory)))
+
+
+def _read_generation(directory: Path, model: dict[str, Any]) -> dict[str, Any]:
+    return _read(directory / GENERATION) or {name: model[name] for name in TOKEN_IDS if model.get(name) is not None}
 
 
 def _model_config(directory: Path) -> dict[str, Any]:

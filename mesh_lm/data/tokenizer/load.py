@@ -40,13 +40,13 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
         return hugging_face.load(path)
     if path.name == plain_bytes.FILE:
-        return plain_bytes.Bytes()
+        return plain_bytes.Bytes(companions.generation_of(path.parent))
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the tokenizer {path}: {error.strerror}") from error
     if path.suffix == ".tiktoken" or ranks.looks_like_ranks(data):
-        return ranks.Ranks(data, path)
+        return ranks.Ranks(data, path, companions.generation_of(path.parent))
     if path.suffix == ".model":
         return sentence_piece.SentencePiece(data, path, companions.read(path.parent))
     raise ConfigError(f"tokenizer {spec}: files of type {path.suffix or '(none)'} are not read; give {KINDS}")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mesh_lm.data.atomic import atomic_write
+from mesh_lm.data.atomic import write_files
 from mesh_lm.data.tokenizer.base import EOD, Tokenizer, fingerprint
+from mesh_lm.data.tokenizer.companions import Companions
 
 FILE = "tokenizer.bytes"
 """A marker file in a directory, because this tokenizer has nothing to store."""
@@ -20,7 +21,8 @@ class Bytes(Tokenizer):
     is_lossless = True
     kind = "plain bytes"
 
-    def __init__(self) -> None:
+    def __init__(self, companions: Companions = Companions()) -> None:
+        self.companions = companions
         self.vocab_size, self.eod = 257, 256
         self.special_ids = frozenset([self.eod])
         self.fingerprint = fingerprint("bytes", b"", self.eod)
@@ -35,8 +37,8 @@ class Bytes(Tokenizer):
 
     def save(self, directory: Path) -> Path:
         """Implements `Tokenizer.save`."""
-        with atomic_write(directory / FILE) as (file,):
-            file.write(f"ids 0 to 255 are bytes, {self.eod} is {EOD}\n".encode())
+        marker = f"ids 0 to 255 are bytes, {self.eod} is {EOD}\n"
+        write_files(directory, {**self.companions.generation_file(), FILE: marker.encode()})
         return directory / FILE
 
     def _spell(self) -> list[bytes]:

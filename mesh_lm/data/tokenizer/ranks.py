@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from mesh_lm.data.atomic import atomic_write
+from mesh_lm.data.atomic import write_files
 from mesh_lm.data.tokenizer.base import EOD, Tokenizer, fingerprint
+from mesh_lm.data.tokenizer.companions import Companions
 from mesh_lm.errors import ConfigError
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -63,7 +64,8 @@ class Ranks(Tokenizer):
     library = "tiktoken"
     kind = "a tiktoken rank file"
 
-    def __init__(self, data: bytes, path: Path) -> None:
+    def __init__(self, data: bytes, path: Path, companions: Companions = Companions()) -> None:
+        self.companions = companions
         self._data, self._ranks = data, _parse(data, path)
         pattern, self._specials = _PUBLISHED.get(len(self._ranks), (_CL100K, {EOD: max(self._ranks.values()) + 1}))
         self._encoding = _tiktoken().Encoding("ranks", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=self._specials)
@@ -87,8 +89,7 @@ class Ranks(Tokenizer):
 
     def save(self, directory: Path) -> Path:
         """Implements `Tokenizer.save`."""
-        with atomic_write(directory / FILE) as (file,):
-            file.write(self._data)
+        write_files(directory, {**self.companions.generation_file(), FILE: self._data})
         return directory / FILE
 
     def _spell(self) -> list[bytes]:

@@ -16,6 +16,7 @@ from mesh_lm.launch.health import gpu, programs, system
 from mesh_lm.launch.health.finding import Check
 from mesh_lm.launch.health.finding import Examination as Examination
 from mesh_lm.launch.job import VARIABLES, Job
+from mesh_lm.launch.process_slot import may_use_gpus, visible_gpus
 
 
 class Checks(dict[str, Check]):
@@ -54,5 +55,4 @@ def checks(job: Job, environment: Mapping[str, str]) -> Checks:
 
 
 def _uses_gpus(job: Job, environment: Mapping[str, str]) -> bool:
-    hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not job.devices and not hidden and environment.get("JAX_PLATFORMS", "").split(",")[0] in ("", "cuda", "gpu")
+    return not job.devices and may_use_gpus(environment) and visible_gpus(environment) != []

@@ -1,10 +1,13 @@
 """`mesh-lm`: its list of commands, its errors, and the packages that it does not import."""
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from processes import bare, ended, wait_for
 
 from mesh_lm.commands.main import COMMANDS, main
 
@@ -51,6 +54,34 @@ MISTAKES = {
 def test_mistakes(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert said(capsys, *words.split()) == (1, "", f"error: {MISTAKES[words]}\n")
+
+
+WAITS_AT_ITS_END = """
+import pathlib, sys, threading, time
+from mesh_lm.commands import main
+
+def command(name, argv):
+    threading.Thread(target=time.sleep, args=(60,)).start()  # for which Python waits
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(60)
+
+main._run = command
+main._prepare_process()
+main.leave(main.run("evaluate", []))
+"""
+
+
+def test_a_second_ctrl_c_ends_a_command_at_once(tmp_path: Path) -> None:
+    """Where it waits for a thread at its end; without a traceback."""
+    begun = tmp_path / "begun"
+    command = [sys.executable, "-c", WAITS_AT_ITS_END, str(begun)]
+    process = subprocess.Popen(command, env=bare(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(begun.exists, process)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout and process.stdout.readline() == "stopped by Ctrl-C\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert (ended(process), process.returncode) == ("ended at once by a second Ctrl-C\n", 130)
 
 
 COMPLETED = {

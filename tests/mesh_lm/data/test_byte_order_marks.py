@@ -97,3 +97,9 @@ def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_bytes(MARK + b'{"prompt": "the sea"}\r\n')
     assert list(_from_file(str(tmp_path / "p.txt"))) == ["the sea", "the boat"]
     assert list(_from_file(str(tmp_path / "p.jsonl"))) == ["the sea"]
+
+
+@READERS
+def test_a_line_of_a_mark_alone(tmp_path: Path, read: Callable[[Path], list[str]]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(MARK + b"\r\n" + b'{"text": "the sea"}\r\n')
+    assert read(tmp_path / "a.jsonl") == ["the sea"]

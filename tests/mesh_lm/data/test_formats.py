@@ -187,3 +187,13 @@ def test_a_corpus_of_an_older_version_is_another(tmp_path: Path, monkeypatch: py
                 made.append(str(error))
     assert (digests[0] != digests[1]) is changed
     assert bool(made) is changed and (not made or "was made from other inputs or settings" in made[0])
+
+
+def test_a_parquet_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    """As any with other than ASCII characters is for Python with LC_ALL=C."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+    path = (tmp_path / "a.parquet").rename(tmp_path / "caf\udce9.parquet")
+    assert [document.text for document in sources.find(str(path)).documents()] == ["one", "two"]
+    assert formats.row_groups(path, "text")[0][0] == 2

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mesh_lm.config import DataConfig, TrainConfig, load, resolved
 from mesh_lm.data import sources
 from mesh_lm.data.corpus import known_sources, prepare
+from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.prepare.run import prepare as prepare_tokens
 from mesh_lm.errors import ConfigError
 from mesh_lm.training.ready import require_ready
@@ -86,6 +88,28 @@ def test_what_is_known_by_its_contents(text: Path) -> None:
     assert files() == sorted([*before, "notes.idx", "notes.bin", "model/config.json"])
 
 
+def put(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text('{"a": {"b": 1}}\n', encoding="utf-8")
+
+
+def test_what_has_no_config_of_a_run(text: Path) -> None:
+    """What `import` and `export` write, a run that was killed early, a checkpoint that was moved, local ones, a former cache's indices."""
+    before = files()
+    put(text / "base", "checkpoints/0/_CHECKPOINT_METADATA", "checkpoints/0/metadata/metadata", "tokenizer/tokenizer.json")
+    put(text / "killed", "tokenizer/tokenizer.json", "log.txt")
+    (text / "killed" / ".lease").write_text('{"pid": 1, "life": "01234567"}', encoding="utf-8")
+    put(text / "moved" / "500", "_CHECKPOINT_METADATA", "metadata/metadata")
+    put(text / "local" / "0123456789abcdef-01234567" / "5" / "0-of-1", "state.raw", "description.json")
+    put(text / "export", "config.json", "tokenizer.json", "SHA256SUMS", "README.md", "model.safetensors")
+    IndexCache("former_cache").get("packed", {"seq_len": 8}, lambda: {"bounds": np.arange(3)})
+    assert files() == before
+    # None of these alone says that mesh_lm wrote it.
+    put(text / "others", ".lease", "checkpoints/0/notes", "SHA256SUMS", "README.md", "description.txt")
+    assert len(files()) == len(before) + 4
+
+
 def test_the_output_as_text(text: Path) -> None:
     write_output(text / "run", configured())
     with pytest.raises(ConfigError, match=r"^run is what a run of mesh_lm has written, not text; name the directory or"):
@@ -108,6 +132,28 @@ def test_a_run_that_would_write_among_the_text(text: Path, field: str) -> None:
     )
 
 
+def test_an_output_with_text(text: Path) -> None:
+    """The run would silently train on less."""
+    config = configured()
+    put(text / "out" / "run", "tokenizer/tokenizer.json", "log.txt", "checkpoints/note.txt")  # of a start that failed
+    require_ready(config)
+    config = dataclasses.replace(config, output="./data")
+    with pytest.raises(ConfigError) as refused:
+        require_ready(config)
+    assert str(refused.value) == (
+        "this run cannot start\n  - output=./data has text (1.txt), which data.path=. would leave out, because a directory that the run "
+        "writes to is not text to train on; set output to another directory"
+    )
+    write_output(text / "data", config)
+    require_ready(config)
+
+
+def test_logs_of_slurm(text: Path) -> None:
+    before = files()
+    put(text, "slurm-123.out", "slurm-123_4.out", "slurm-123.err", "slurm-notes.out")
+    assert files() == sorted([*before, "slurm-notes.out"])
+
+
 def test_the_log_of_this_process(text: Path) -> None:
     before = files()
     script = "from mesh_lm.data import sources; print(*sources.find('.').files, flush=True)"
@@ -116,3 +162,24 @@ def test_the_log_of_this_process(text: Path) -> None:
         with open("log", "a", encoding="utf-8") as log:
             subprocess.run([sys.executable, "-c", script], stdout=log, stderr=log, env=environment, check=True)
     assert (text / "log").read_text(encoding="utf-8").splitlines() == [" ".join(before)] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who reads a pipe")
+@pytest.mark.parametrize("relay", ["tee -a log", "cat | cat >> log"])
+def test_a_log_behind_a_pipe(text: Path, relay: str) -> None:
+    """By way of tee, and of programs such as our launcher, which write what they read into the next pipe or into a file."""
+    before = files()
+    script = "from mesh_lm.data import sources; print(*sources.find('.').files, flush=True)"
+    command = f'"{sys.executable}" -c "{script}" | {relay}'
+    for _ in range(2):
+        subprocess.run(["sh", "-c", command], stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    assert (text / "log").read_text(encoding="utf-8").splitlines() == [" ".join(before)] * 2
+
+
+def test_a_name_is_the_same_in_every_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a file is held out, and the digest of a text, depend on the bytes of names, which Latin-1 reads as other characters."""
+    source = sources.Source("text", "directory", tmp_path, tuple(f"\xe9{number}.txt" for number in range(100)), 1, "text")
+    found = [sources.is_heldout(name) for name in source.files], source.digest()
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("latin-1"))
+    source = dataclasses.replace(source, files=tuple(name.encode().decode("latin-1") for name in source.files))
+    assert found == ([sources.is_heldout(name) for name in source.files], source.digest())

@@ -55,7 +55,7 @@ def test_a_flag_of_the_users_keeps_its_value(driver: Path) -> None:
     assert missing("--a=1 --ab=2", "--ab=3 --c") == "--a=1"
 
 
-@pytest.mark.parametrize("changes", [{"JAX_PLATFORMS": "cpu"}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}])
+@pytest.mark.parametrize("changes", [{"JAX_PLATFORMS": "cpu"}, *({"CUDA_VISIBLE_DEVICES": none} for none in ("", "-1", "NoDevFiles"))])
 def test_a_run_on_the_cpu_is_left_alone(driver: Path, changes: dict[str, str]) -> None:
     environment = dict(changes)
     assert set_flags("auto", environment, driver) == "" and environment == changes

@@ -13,6 +13,7 @@ import pytest
 from processes import PATIENCE
 
 import mesh_lm
+from mesh_lm.distributed import gpu, rendezvous
 from mesh_lm.distributed.rendezvous import RendezvousFailed, describe, meet
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.process_slot import ProcessSlot
@@ -30,6 +31,22 @@ def test_a_process_may_have_imported_more_of_mesh_lm(monkeypatch: pytest.MonkeyP
     assert describe({})["code"] == before
     monkeypatch.setitem(sys.modules, "my_model", SimpleNamespace(__file__=__file__))
     assert describe({})["code"].keys() - before.keys() == {"my_model"}
+
+
+def test_a_host_that_has_lost_its_gpus_or_has_another_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are told before JAX waits for devices that do not come, or compiles what does not fit."""
+    monkeypatch.setattr(gpu, "visible", lambda environment: "")
+    lost = describe({})
+    installed = {"jaxlib": "0.12.0", "jax-cuda13-pjrt": "0.12.0"}
+    monkeypatch.setattr(gpu, "visible", lambda environment: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(rendezvous, "_compilers", lambda: {"jax-cuda13-pjrt": installed["jax-cuda13-pjrt"]})
+    here = describe({})
+    installed["jax-cuda13-pjrt"] = "0.12.0.1"
+    lines = [outcomes(slots(2), [here, there])[0].splitlines()[1] for there in (describe({}), lost | {"versions": here["versions"]})]
+    assert lines == [
+        "  - versions.jax-cuda13-pjrt: 0.12.0 on process 0, 0.12.0.1 there",
+        "  - devices: NVIDIA GPUs on process 0, no NVIDIA GPU there",
+    ]
 
 
 def outcomes(slots: list[ProcessSlot], descriptions: list[dict], timeout: float = PATIENCE, late: tuple[int, ...] = ()) -> list[str]:

@@ -21,17 +21,18 @@ directory = pathlib.Path(sys.argv[1])
 def run(what, key):
     phases = Phases()
     with StopOnSignal(phases) as stop:
-        phases.at("data" if what == "prepare" else "compile")
+        phases.at("data" if what in ("prepare", "twice") else "compile")
         if what in ("step", "save"):
             phases.step = 1
         if what == "resumed":
             phases.saved = phases.step = 5
         (directory / key).touch()
-        if what == "prepare":
+        if what in ("prepare", "twice"):
             try:
                 while True:
                     time.sleep(0.01)
             finally:
+                time.sleep(1.0 if what == "twice" else 0.0)
                 (directory / f"removed {key}").touch()
         elif what == "child":
             if not (child := os.fork()):
@@ -53,8 +54,8 @@ def run(what, key):
 
 running = {}
 terminal, behind = os.openpty()
-by_term = [(what, signal.SIGTERM) for what in ("prepare", "compile", "resumed", "step", "child")]
-by_interrupt = [(what, signal.SIGINT) for what in ("prepare", "compile", "step", "save", "ignored")]
+by_term = [(what, signal.SIGTERM) for what in ("prepare", "compile", "resumed", "step", "child", "twice")]
+by_interrupt = [(what, signal.SIGINT) for what in ("prepare", "compile", "step", "save", "ignored", "worker")]
 for what, number in by_term + by_interrupt:
     key = f"{what} {number.name}"
     if not (pid := os.fork()):
@@ -63,6 +64,8 @@ for what, number in by_term + by_interrupt:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             if key == "compile SIGINT":
                 os.dup2(behind, 1)
+            if what == "worker":
+                os.environ["MESH_LM_HEARTBEAT"] = "-1"
             code = run("step" if what == "ignored" else what, key)
         except SystemExit as left:
             code = left.code
@@ -77,6 +80,7 @@ for key, pid in running.items():
 time.sleep(0.5)
 os.kill(running["save SIGINT"], signal.SIGINT)
 os.kill(running["ignored SIGINT"], signal.SIGTERM)
+os.kill(running["twice SIGTERM"], signal.SIGTERM)
 ended = {key: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for key, pid in running.items()}
 print(json.dumps(ended | {"cursor": os.read(terminal, 64).decode(), "seconds": time.monotonic() - asked}))
 """
@@ -85,24 +89,33 @@ print(json.dumps(ended | {"cursor": os.read(terminal, 64).decode(), "seconds": t
 def test_at_once_or_after_the_step(tmp_path: Path) -> None:
     """prepare: Python is interrupted, and cleans up. compile, resumed: it cannot be. step: there is something to save.
     child: SIGTERM to a forked child is none to its parent. save: a second SIGINT while the first is obeyed. ignored: as a shell's
-    background job, which SIGTERM ends.
+    background job, which SIGTERM ends. twice: a second SIGTERM does not break off the cleaning up. worker: of a launcher, which takes 130
+    for a failure.
     """
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     found = json.loads(done.stdout)
     assert found.pop("seconds") < 2 + 10
     assert found.pop("cursor") == "\x1b[?25h", "a progress bar had hidden it"
-    by_term = {"prepare SIGTERM": 99, "compile SIGTERM": 99, "resumed SIGTERM": 99, "step SIGTERM": 7, "child SIGTERM": 7}
+    by_term = {
+        "prepare SIGTERM": 99,
+        "compile SIGTERM": 99,
+        "resumed SIGTERM": 99,
+        "step SIGTERM": 7,
+        "child SIGTERM": 7,
+        "twice SIGTERM": 99,
+    }
     by_interrupt = {"prepare SIGINT": 130, "compile SIGINT": 130, "step SIGINT": 8, "save SIGINT": 130, "ignored SIGINT": 7}
-    assert found == by_term | by_interrupt, done.stderr
-    assert (tmp_path / "removed prepare SIGTERM").exists() and (tmp_path / "removed prepare SIGINT").exists()
+    assert found == by_term | by_interrupt | {"worker SIGINT": 99}, done.stderr
+    assert {path.name for path in tmp_path.glob("removed *")} == {
+        f"removed {key}" for key in ("prepare SIGTERM", "prepare SIGINT", "twice SIGTERM")
+    }
     assert sorted(done.stderr.splitlines()) == [
         "ended at once by a second Ctrl-C, without a save; the same command starts again",
-        "stopped by Ctrl-C in phase compile: there is nothing new to save",
+        *["stopped by Ctrl-C in phase compile: there is nothing new to save"] * 2,
         "stopped by Ctrl-C in phase data: there is nothing new to save",
-        "stopped by SIGTERM in phase compile: there is nothing new to save",
-        "stopped by SIGTERM in phase compile: there is nothing new to save",
-        "stopped by SIGTERM in phase data: there is nothing new to save",
+        *["stopped by SIGTERM in phase compile: there is nothing new to save"] * 2,
+        *["stopped by SIGTERM in phase data: there is nothing new to save"] * 2,
     ]
 
 

@@ -200,7 +200,7 @@ def test_every_problem_at_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> N
     change(copy, at[up], model__layers__1__mlp__up_proj__weight=np.zeros((40, 17), np.float32))
     change(copy, first, model__layers__0__self_attn__q_proj__bias=np.zeros(16, np.float32))
     at["model.layers.0.self_attn.q_proj.bias"] = first
-    del at["lm_head.weight"]
+    change(copy, at.pop("lm_head.weight"), lm_head__weight=None)
     (copy / files.INDEX).write_text(json.dumps({"weight_map": at}), encoding="utf-8")
     assert refused(copy, monkeypatch) == [
         "DIR cannot be read",

@@ -99,6 +99,32 @@ def test_several_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["head"], wanted["head"])
 
 
+def test_a_head_that_the_index_does_not_list(tmp_path: Path) -> None:
+    """transformers reads all of each file that the index names."""
+    tensors = write(tmp_path, "qwen3", "another")
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    listed = {name: "a.safetensors" for name in tensors if name != HEAD}
+    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": listed}), encoding="utf-8")
+    np.testing.assert_array_equal(load(tmp_path)["head"][: len(tensors[HEAD])], tensors[HEAD])
+
+
+def test_one_file_precedes_an_index(tmp_path: Path) -> None:
+    """As in transformers: an index may be left of an earlier save, with files that are still there or not."""
+    tensors = write(tmp_path, "qwen3", "another")
+    files.write(tmp_path / "old.safetensors", {name: tensor + 1 for name, tensor in tensors.items()})
+    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "old.safetensors")}), encoding="utf-8")
+    for _ in range(2):
+        np.testing.assert_array_equal(load(tmp_path)["head"][: len(tensors[HEAD])], tensors[HEAD])
+        (tmp_path / "old.safetensors").unlink(missing_ok=True)
+
+
+def test_an_embedding_under_two_names(tmp_path: Path) -> None:
+    tensors = write(tmp_path, "qwen3", "copy")
+    files.write(tmp_path / "model.safetensors", tensors | {"embed_tokens.weight": tensors[HEAD] + 1})
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight is also there as model\.embed_tokens\.weight$"):
+        load(tmp_path)
+
+
 def test_types_that_differ(tmp_path: Path) -> None:
     """The numbers are compared as float32, the type of the weights here."""
     tensors = write(tmp_path, "qwen3", "copy")

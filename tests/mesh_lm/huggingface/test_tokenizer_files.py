@@ -14,10 +14,11 @@ import tokenizers
 from support import shard_on
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from mesh_lm import huggingface
+from mesh_lm import distributed, huggingface
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface.model_card import model_card
+from mesh_lm.inference.trained import _tokenizer as tokenizer_of
 from mesh_lm.inference.trained import keep_tokenizer
 from mesh_lm.model import DecoderConfig
 from mesh_lm.parallel.layout import ModelLayout
@@ -72,11 +73,12 @@ def export(tokenizer: Tokenizer, directory: Path, model: DecoderConfig = MODEL) 
 
 def test_every_file_survives_training_and_export(tmp_path: Path) -> None:
     """By way of a prepared corpus and a run's output."""
-    source = write(tmp_path / "source", **{"special_tokens_map.json": {"unk_token": "<|unk|>"}})
+    more = {"special_tokens_map.json": {"unk_token": "<|unk|>"}, "added_tokens.json": {"<|tool|>": 280}}
+    source = write(tmp_path / "source", **more)
     corpus = saved(load_tokenizer(source), tmp_path / "corpus")
     keep_tokenizer(str(tmp_path / "run"), load_tokenizer(corpus))
     out = export(load_tokenizer(tmp_path / "run" / "tokenizer"), tmp_path / "out")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", *more):
         assert read(out / name) == read(source / name)
     assert (out / "chat_template.jinja").read_text(encoding="utf-8") == TEMPLATE
     described = read(out / "config.json")
@@ -109,6 +111,15 @@ def test_the_model_beside_a_tokenizer_names_what_it_does_not(tmp_path: Path) -> 
     }  # fmt: skip
 
 
+def test_a_class_in_a_file_of_the_directory(tmp_path: Path) -> None:
+    """Which is not kept, so that transformers would not find it."""
+    auto_map = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", "tokenization_own_fast.OwnTokenizerFast"]}
+    for name, kept in (("OwnTokenizerFast", "PreTrainedTokenizerFast"), ("GPT2Tokenizer", "GPT2Tokenizer")):
+        config = CONFIG | {"tokenizer_class": name, "auto_map": auto_map}
+        tokenizer = load_tokenizer(write(tmp_path / name, **{"tokenizer_config.json": config}))
+        assert read(saved(tokenizer, tmp_path / f"out {name}") / "tokenizer_config.json") == CONFIG | {"tokenizer_class": kept}
+
+
 def test_more_chat_templates(tmp_path: Path) -> None:
     """Those of a directory become a list in tokenizer_config.json, which every version of transformers reads."""
     more = {"additional_chat_templates/tools.jinja": "tools"}
@@ -124,6 +135,35 @@ def test_generation_settings_of_the_model_that_a_run_starts_from(tmp_path: Path)
     tokenizer = load_tokenizer(write(tmp_path / "tokenizer", **{"generation_config.json": None}))
     keep_tokenizer(str(tmp_path / "run"), tokenizer, init_from=str(model))
     assert read(tmp_path / "run" / "tokenizer" / "generation_config.json") == GENERATION
+
+
+def test_generation_settings_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 0 reads them alone: the others would not take part in an exchange of values, and never answer."""
+    (tmp_path / "first" / "checkpoints" / "5").mkdir(parents=True)
+    write(tmp_path / "first" / "tokenizer")
+    tokenizer = load_tokenizer(write(tmp_path / "tokenizer", **{"generation_config.json": None}))
+    monkeypatch.setattr(distributed, "broadcast_from_process0", lambda value: pytest.fail("an exchange of values"))
+    for init_from in ("first", "first/checkpoints", "first/checkpoints/5"):
+        keep_tokenizer(str(tmp_path / init_from / "run"), tokenizer, init_from=str(tmp_path / init_from))
+        assert read(tmp_path / init_from / "run" / "tokenizer" / "generation_config.json") == GENERATION
+
+
+def test_generation_settings_whatever_the_tokenizer(tmp_path: Path) -> None:
+    """--tokenizer names one without settings, which are the model's: those of tiktoken and of bytes have none of their own."""
+    model = write(tmp_path / "model")
+    lines = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
+    (tmp_path / "a.tiktoken").write_bytes(b"".join(lines))
+    bare = saved(load_tokenizer(write(tmp_path / "source", **{"generation_config.json": None})), tmp_path / "bare")
+    for number, spec in enumerate([str(bare), str(tmp_path / "a.tiktoken"), "bytes"]):
+        tokenizer = tokenizer_of(spec, None, model)
+        run = saved(tokenizer, tmp_path / f"run {number}")
+        assert read(export(load_tokenizer(run), tmp_path / f"out {number}") / "generation_config.json") == GENERATION
+
+
+def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    """As any with other than ASCII characters is for Python with LC_ALL=C."""
+    out = export(load_tokenizer(write(tmp_path / "source")), tmp_path / "caf\udce9")
+    assert (out / "README.md").read_text(encoding="utf-8").count("caf\\xe9") == 3
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:

@@ -188,6 +188,13 @@ def test_only_a_token_that_was_named_starts_contexts(trained: TrainedModel, scor
     assert [logprob for logprob, _ in found] == pytest.approx([score(ids("the sea"), ids(" slept")), score([eod], ids("slept"))], abs=1e-4)
 
 
+def test_a_start_token_that_the_model_lacks(trained: TrainedModel) -> None:
+    """A tokenizer may have more ids than the model, such as one for padding that was added later."""
+    requests = Requests(trained, batch=8, start=MODEL.vocab_size, starts_context=True)
+    with pytest.raises(ConfigError, match=r"^sequence 0 has token ids from \d+ to 448, and the model has 0 to 447: the tokenizer is not"):
+        requests.loglikelihoods([("the sea", " slept")])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["", "<|endoftext|>", "<|begin|>"])
 def test_the_option_start(exported: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:

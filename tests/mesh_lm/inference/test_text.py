@@ -12,7 +12,7 @@ from support import GPT, shard_on
 from mesh_lm.data.tokenizer import load_tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Generator, Sampling
-from mesh_lm.inference.text import CompletionWriter
+from mesh_lm.inference.text import CompletionWriter, as_typed, document_start
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.training.evaluation import sample
 
@@ -113,3 +113,13 @@ def test_mistakes() -> None:
     small = ModelLayout.of(dataclasses.replace(CONFIG, vocab_size=256), shard_on("ddp"))
     with pytest.raises(ConfigError, match="the tokenizer has 257 ids and the model 256: the model was trained with another tokenizer"):
         Generator(small, {}, BYTES)
+
+
+def test_words_that_the_locale_took_for_something_else() -> None:
+    """With LC_ALL=C and without Python's UTF-8 mode, bytes that are not ASCII become surrogates."""
+    for text in ("na\u00efve \u65e5", "plain", ""):
+        assert as_typed(text.encode().decode("ascii", "surrogateescape")) == as_typed(text) == text
+    for word in ("\udcff", "\ud800"):  # not UTF-8, and not even a byte
+        assert as_typed(word) == word
+    with pytest.raises(ConfigError, match="the tokenizer has no such special token"):
+        document_start(BYTES, "\ud800")

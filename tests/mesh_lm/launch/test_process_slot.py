@@ -9,13 +9,22 @@ from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.job import Job
-from mesh_lm.launch.process_slot import ProcessSlot, first_host, gpus_here, tasks_here
+from mesh_lm.launch.process_slot import ProcessSlot, first_host, gpus_here, tasks_here, visible_gpus
 
 VARIABLES = {"MESH_LM_COORDINATOR": "node1:99", "MESH_LM_PROCESSES": "4", "MESH_LM_PROCESS_INDEX": "3"}
 SLURM = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "PATH": "",
 }  # fmt: skip
+EIGHT_GPUS = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i})\n" for i in range(8))
+
+
+def tools(directory: Path, listing: str) -> str:
+    """A PATH with an nvidia-smi that prints this."""
+    tool = directory / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{listing}END\n", encoding="utf-8")
+    tool.chmod(0o755)
+    return str(directory)
 
 
 def test_one_process_is_the_default() -> None:
@@ -49,12 +58,38 @@ def test_flags_win_over_variables_and_variables_over_slurm() -> None:
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "2"}, 2, 4, None),
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": ""}, 2, 4, None),  # on the CPU
         ({}, 3, 4, (3,)),
+        ({"SLURM_GPUS_ON_NODE": ""}, 3, 4, (3,)),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d"}, 1, 4, (1,)),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,-1,3"}, 1, 2, None),  # CUDA sees the first two, which are its own
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3,"}, 3, 4, (3,)),
+        ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "MIG-a"}, 1, 2, None),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 1, 2, None),  # as Slurm says it where a step has none
+        ({"SLURM_GPUS_ON_NODE": "3", "JAX_PLATFORMS": "cpu"}, 1, 2, None),
     ],
 )
 def test_slurm_shares_the_gpus_of_a_node(gpus: dict[str, str], local: int, tasks: int, mine: tuple[int, ...] | None) -> None:
     slot = ProcessSlot.of(LaunchConfig(), SLURM | gpus | {"SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)"})
     assert slot is not None and slot.local_devices == mine
     assert (slot.count, slot.index, slot.address[0]) == (2, 1, "n1") and 61_440 <= slot.address[1] < 65_536
+
+
+def test_gpus_of_which_slurm_says_nothing(tmp_path: Path) -> None:
+    """As where it does not manage them: all tasks see all that the driver lists, unless a script has given each its own."""
+
+    path = tools(tmp_path, EIGHT_GPUS)
+
+    def own(local: int, tasks: int, **more: str) -> tuple[int, ...] | None:
+        place = {"SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)", "PATH": path}
+        slot = ProcessSlot.of(LaunchConfig(), SLURM | place | more)
+        assert slot is not None
+        return slot.local_devices
+
+    assert own(1, 2) == (4, 5, 6, 7)
+    assert own(3, 4, CUDA_VISIBLE_DEVICES="6,7") is None
+    assert own(1, 4, CUDA_VISIBLE_DEVICES="4,5,6,7") == (1,)
+    assert own(3, 4, CUDA_VISIBLE_DEVICES="5") is None
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
+    assert own(3, 4) == (3,)
 
 
 TORCHRUN = {
@@ -66,10 +101,14 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "prterun-node1-99@1",
 }  # fmt: skip
 INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "4"
+}  # fmt: skip
+CRAY_PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PALS_APID": "7"}
 FOUR_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 
 
-@pytest.mark.parametrize("started", [TORCHRUN, OPEN_MPI | {"MASTER_ADDR": "node1"}, INTEL_MPI | {"MASTER_ADDR": "node1"}])
+@pytest.mark.parametrize("started", [TORCHRUN, *(mpi | {"MASTER_ADDR": "node1"} for mpi in (OPEN_MPI, INTEL_MPI, MVAPICH))])
 @pytest.mark.parametrize("below_slurm", [False, True])
 def test_other_starters_give_places(started: dict[str, str], below_slurm: bool) -> None:
     """Also where srun has started one of them per node, whose tasks are not the processes; what this project sets wins over both."""
@@ -80,6 +119,28 @@ def test_other_starters_give_places(started: dict[str, str], below_slurm: bool) 
     assert ProcessSlot.of(LaunchConfig(), environment | VARIABLES) == ProcessSlot("node1:99", 4, 3)
     own_gpu = ProcessSlot.of(LaunchConfig(), environment | {"CUDA_VISIBLE_DEVICES": "3", "PATH": ""})
     assert own_gpu is not None and own_gpu.local_devices is None
+
+
+def test_variables_of_pmi_alone() -> None:
+    """As Cray's PALS and other starters set them; where `srun` sets them, too, it knows better."""
+    slot = ProcessSlot.of(LaunchConfig(), CRAY_PALS | FOUR_GPUS | {"MASTER_ADDR": "node1"})
+    assert slot is not None and (slot.count, slot.index, slot.local_devices, slot.address[0]) == (8, 5, (1,), "node1")
+    assert ProcessSlot.of(LaunchConfig(), SLURM | {"PMI_RANK": "0", "PMI_SIZE": "9"}) == ProcessSlot.of(LaunchConfig(), SLURM)
+    assert ProcessSlot.of(LaunchConfig(), {"PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"}) is None
+
+
+def test_tasks_with_mig_devices(tmp_path: Path) -> None:
+    """CUDA shows a process one of them, so that each task needs its own."""
+    started = OPEN_MPI | {"MASTER_ADDR": "node1", "PATH": tools(tmp_path, "GPU 0: A100 (UUID: GPU-0)\n  MIG 3g.20gb (UUID: MIG-a)\n")}
+    own = ProcessSlot.of(LaunchConfig(), started | {"CUDA_VISIBLE_DEVICES": "MIG-b"})
+    assert own is not None and own.local_devices is None
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=MIG-a,MIG-b: CUDA shows a process one MIG device only"):
+        ProcessSlot.of(LaunchConfig(), started | {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"})
+
+
+def test_starters_on_the_cpu_divide_no_gpus() -> None:
+    slot = ProcessSlot.of(LaunchConfig(), TORCHRUN | {"CUDA_VISIBLE_DEVICES": "0,1,2", "JAX_PLATFORMS": "cpu"})
+    assert slot is not None and slot.local_devices is None
 
 
 def test_starters_of_one_host_need_no_address() -> None:
@@ -132,6 +193,31 @@ def test_tasks_here() -> None:
             SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2"},
             "3 GPUs of this node cannot be divided equally among its 2 tasks",
         ),
+        (
+            {},
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2"},
+            "SLURM_NODEID=1, but SLURM_STEP_TASKS_PER_NODE=2 counts the tasks of 1 nodes, as in a step of several job components",
+        ),
+        (
+            {},
+            {"PMIX_RANK": "3"},
+            "PMIX_RANK=3: this process was started as one of several, but no variable says of how many; set MESH_LM_C",
+        ),
+        (
+            {},
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
+            "LOCAL_RANK is not set, but RANK is: torchrun gives each process an integer; unset its variables",
+        ),
+        (
+            {},
+            VARIABLES | {"MESH_LM_LOCAL_DEVICES": "GPU-a"},
+            "MESH_LM_LOCAL_DEVICES=GPU-a must be numbers of GPUs as this process sees them",
+        ),
+        (
+            {},
+            {name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"} | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+            "SLURM_STEP_NUM_TASKS=2, but SLURM_LOCALID is not set; pass all of Slurm's variables on to this process, or set MESH_LM_CO",
+        ),
         ({}, {"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, "RANK=4 must be 0 to WORLD_SIZE - 1 = 3"),
         ({}, {"RANK": "one", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, "RANK=one: torchrun gives each process an integer; unset its"),
         (
@@ -173,6 +259,8 @@ def test_where_a_launcher_is() -> None:
     assert job(SLURM_JOB_ID="7", SLURM_NNODES="4").nodes == 1, "a batch script without srun is one node"
     with pytest.raises(ConfigError, match="srun starts 8 launchers on 2 nodes; pass --ntasks-per-node=1"):
         job(**(SLURM | STEP | {"SLURM_STEP_NUM_TASKS": "8"}))
+    with pytest.raises(ConfigError, match="srun starts 2 launchers on 1 nodes; pass --ntasks-per-node=1"):
+        job(**(SLURM | STEP | {"SLURM_STEP_NUM_NODES": "1"}))  # each would train alone
 
 
 def test_launchers_that_mpirun_starts_need_to_know_their_places() -> None:
@@ -193,7 +281,10 @@ def test_workers_share_the_gpus_of_their_node(tmp_path: Path) -> None:
 
 def test_gpus_are_counted_without_jax(tmp_path: Path) -> None:
     assert gpus_here({"CUDA_VISIBLE_DEVICES": ""}) == gpus_here({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert gpus_here({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == gpus_here({"CUDA_VISIBLE_DEVICES": "-1,0"}) == 0
     assert gpus_here({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cpu"}) == 0
+    assert gpus_here({"CUDA_VISIBLE_DEVICES": "GPU-a, 3,"}) == 2 and gpus_here({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}) == 1
+    assert visible_gpus({}) is None and visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-GPU-a/1/0"}) == ["MIG-GPU-a/1/0"]
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         "#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)'\n",

@@ -224,8 +224,9 @@ def trained(case: str, optimizer: OptimizerConfig = LINEAR) -> Trained:
 FLAT = [case for case in CASES if case != "one device"]
 
 
-SLOW = dict.fromkeys(("three replicas", "tensor", "uneven stages", "fsdp", "nodes"), pytest.mark.slow) | {
-    "nodes that gather": pytest.mark.exhaustive
+SLOW = dict.fromkeys(("three replicas", "tensor", "fsdp", "nodes"), pytest.mark.slow) | {
+    "uneven stages": pytest.mark.exhaustive,
+    "nodes that gather": pytest.mark.exhaustive,
 }
 
 

@@ -215,7 +215,6 @@ CI = {
     ("adafactor", "uneven stages"),
     ("adafactor", "hsdp+megatron"),
     ("muon", "hsdp+megatron"),
-    ("muon", "uneven stages"),
     ("lion", "zero2"),
     ("adamw", "uneven stages"),
 }

@@ -79,7 +79,7 @@ def test_equals_one_device(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["ring", "ulysses"])
+@pytest.mark.parametrize("exchange", [pytest.param("ring", marks=pytest.mark.exhaustive), "ulysses"])
 def test_experts_equal_one_device(exchange: str) -> None:
     """A mixture of experts that is sharded over a mesh axis of its own, and a loss that layers add to."""
     over_experts = {kind: {"experts": "routed"} for kind in ("params", "activations")}

@@ -60,6 +60,8 @@ CASES = [
 """Schedule, stages, chunks, microbatches, axes: any two values occur together in some row. Then model and stash."""
 FAST = [CASES[row] for row in (2, 6, 8, 9, 11)]
 """Each schedule, with one stage and several; the other rows take ten seconds each."""
+FULL = [CASES[row] for row in (4, 7, 10)]
+"""Pairs of values that test_features.py has as well, in rows of its covering array."""
 
 LEVELS = {
     "schedule": ("1f1b", "gpipe", "classic_1f1b"), "P": (1, 2, 4), "V": (1, 2), "M": (4, 8), "axis": ("data", "fsdp", "tensor", "sequence"),
@@ -98,7 +100,7 @@ def test_every_pair_is_covered() -> None:
 @pytest.mark.parametrize(
     ("schedule", "P", "V", "M", "axes", "model", "stash"),
     [
-        *(pytest.param(*row, marks=() if row in FAST else pytest.mark.slow) for row in CASES),
+        *(pytest.param(*row, marks=() if row in FAST else pytest.mark.exhaustive if row in FULL else pytest.mark.slow) for row in CASES),
         *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in product()),
     ],
 )

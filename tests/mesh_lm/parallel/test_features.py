@@ -8,27 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import covering
-import features
+import feature_rows
 import pytest
 from covering import Row
 from example_runner import Runner
 from processes import ROOT
 
-SCRIPT = ROOT / "tests" / "features.py"
-_IN_CI = 7
-"""Rows of the array that CI runs, the first, which cover the most pairs; two minutes on two cores."""
+SCRIPT = ROOT / "tests" / "feature_rows.py"
+_IN_CI = 3
+"""Rows of the array that CI runs, the first, which cover the most pairs; two minutes on two slow cores."""
 
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    one = Runner(SCRIPT, tmp_path_factory.mktemp("features"), features.N_DEVICES)
+    one = Runner(SCRIPT, tmp_path_factory.mktemp("features"), feature_rows.N_DEVICES)
     yield one
     one.close()
 
 
 def _short(row: Row) -> Row:
     """What a row has that differs from one device."""
-    return {name: value for name, value in row.items() if value != features.PLAIN[name]}
+    return {name: value for name, value in row.items() if value != feature_rows.PLAIN[name]}
 
 
 def _assert_all(runner: Runner, rows: Sequence[Row], verdicts: Sequence[str]) -> None:
@@ -43,17 +43,17 @@ def _assert_all(runner: Runner, rows: Sequence[Row], verdicts: Sequence[str]) ->
 
 @pytest.mark.slow
 def test_every_two_values_of_two_features_are_in_a_row() -> None:
-    fitting, others = features.array()
+    fitting, others = feature_rows.array()
     pairs = {
         (a, first, b, second)
-        for i, a in enumerate(features.FACTORS)
-        for b in list(features.FACTORS)[i + 1 :]
-        for first in features.FACTORS[a]
-        for second in features.FACTORS[b]
+        for i, a in enumerate(feature_rows.FACTORS)
+        for b in list(feature_rows.FACTORS)[i + 1 :]
+        for first in feature_rows.FACTORS[a]
+        for second in feature_rows.FACTORS[b]
     }
     covered = {pair for row in (*fitting, *others) for pair in covering.pairs_of(row)}
     assert covered == pairs
-    assert all(list(row) == list(features.FACTORS) for row in (*fitting, *others))
+    assert all(list(row) == list(feature_rows.FACTORS) for row in (*fitting, *others))
 
 
 def test_a_pair_that_breaks_a_constraint_is_in_a_row_of_its_own() -> None:
@@ -67,20 +67,20 @@ def test_a_pair_that_breaks_a_constraint_is_in_a_row_of_its_own() -> None:
 @pytest.mark.slow
 def test_stages_gather_the_layers_of_several_segments(runner: Runner) -> None:
     """The row that found the kind: each segment has flat vectors of its own."""
-    _assert_all(runner, [features.PLAIN | {"replicas": "zero3", "stages": 2, "segments": "two", "microbatches": 2}], ["same"])
+    _assert_all(runner, [feature_rows.PLAIN | {"replicas": "zero3", "stages": 2, "segments": "two", "microbatches": 2}], ["same"])
 
 
 @pytest.mark.slow
 def test_the_first_rows_equal_one_device(runner: Runner) -> None:
-    _assert_all(runner, features.array()[0][:_IN_CI], ["same"])
+    _assert_all(runner, feature_rows.array()[0][:_IN_CI], ["same"])
 
 
 @pytest.mark.exhaustive
 def test_all_rows_equal_one_device(runner: Runner) -> None:
-    _assert_all(runner, features.array()[0], ["same"])
+    _assert_all(runner, feature_rows.array()[0], ["same"])
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_together_is_refused(runner: Runner) -> None:
     """By `check`, in one line for each reason, or says nothing, as chunks without stages. None is wrong or crashes."""
-    _assert_all(runner, features.array()[1], ["refused", "same"])
+    _assert_all(runner, feature_rows.array()[1], ["refused", "same"])

@@ -54,7 +54,7 @@ CASES: dict[str, Case] = {
 }
 """Model, rules, mesh, microbatches, pipeline, whether documents are separate."""
 FAST = ("auxiliary loss",)
-SLOW = ("unequal stages", "chunks", "layers that permute")
+SLOW = ("chunks", "layers that permute")
 
 
 def marks(name: str) -> Any:

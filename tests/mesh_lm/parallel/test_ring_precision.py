@@ -23,13 +23,13 @@ LIMIT = 1.2
 """The largest error of a ring, as a multiple of one device's."""
 
 
-def gradients(attend: Any, arrays: list[jax.Array], dy: jax.Array) -> list[np.ndarray]:
-    """The gradients of the arrays, in fp32."""
+def gradients(attend: Any, arrays: list[jax.Array], dy: jax.Array, dtype: Any = np.float32) -> list[np.ndarray]:
+    """The gradients of the arrays, in this type."""
     run = jax.jit(lambda arrays, dy: jax.vjp(attend, *arrays)[1](dy))
-    return [np.asarray(x, np.float32) for x in run(arrays, dy)]
+    return [np.asarray(x, dtype) for x in run(arrays, dy)]
 
 
-def by_ring(ways: int, features: dict[str, Any], arrays: list[jax.Array], dy: jax.Array) -> list[np.ndarray]:
+def by_ring(ways: int, features: dict[str, Any], arrays: list[jax.Array], dy: jax.Array, dtype: Any = np.float32) -> list[np.ndarray]:
     """The same of ring attention over so many shards, with all tokens in their own order."""
     order = token_order(preset("ring"), {"sequence": ways}, S)
     assert order is not None
@@ -47,7 +47,7 @@ def by_ring(ways: int, features: dict[str, Any], arrays: list[jax.Array], dy: ja
         return jax.vjp(attend, q, k, v, *arrays[3:])[1](dy)
 
     found = jax.jit(jax.vmap(shard, axis_name="sequence"))(*map(shards, (dy, *arrays[:3])))
-    of_matrices = [np.asarray(whole(x), np.float32) for x in found[:3]]
+    of_matrices = [np.asarray(whole(x), dtype) for x in found[:3]]
     return of_matrices + [np.asarray(x).sum(0) for x in found[3:]]
 
 
@@ -82,3 +82,14 @@ def test_the_error_is_that_of_one_device(ways: int, heads: int, features: dict[s
 
     for name, error, limit in zip(("q", "k", "v", "sinks"), errors(found), errors(alone), strict=False):
         assert error <= LIMIT * limit, f"{name}: {error:.2e} over {ways} ways, {limit:.2e} on one device"
+
+
+def test_in_fp64_all_sums_are_in_fp64() -> None:
+    """As a reference of other tests, or of a user."""
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(normal(B, S, n, H, seed=seed), jnp.float64) for seed, n in enumerate((2, K, K))]
+        dy = jnp.asarray(normal(B, S, 2, H, seed=3), jnp.float64)
+        found = by_ring(4, {}, arrays, dy, np.float64)
+        wanted = gradients(lambda *x: reference_attention(*x)[0], arrays, dy, np.float64)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)

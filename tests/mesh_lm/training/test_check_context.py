@@ -9,6 +9,7 @@ import pytest
 from mesh_lm.commands.command_line import parse
 from mesh_lm.config import load
 from mesh_lm.errors import ConfigError
+from mesh_lm.model import SegmentConfig
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, Rules, preset
 
@@ -52,6 +53,18 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(parse([f"--config={TINY}", "--config.mesh.data=1", *(f"--config.{each}" for each in overrides)]), 8)
     assert str(caught.value).split("\n  - ")[1:] == [problem]
+
+
+def test_heads_of_a_segment_that_ulysses_cannot_divide() -> None:
+    config = load(TINY)
+    model = dataclasses.replace(config.model, segments=(SegmentConfig("early", 2), SegmentConfig("late", 2)))
+    rules = preset("ulysses").replace("x", activations={"early/heads": "tensor", "early/kv_heads": "tensor", "mlp": "tensor"})
+    with pytest.raises(ConfigError) as caught:
+        check(dataclasses.replace(config, model=model, rules=rules, mesh=MeshConfig(sequence=4, tensor=2)), 8)
+    assert str(caught.value).split("\n  - ")[1:] == [
+        "model.n_heads=4, 2 of segment 'early' on each device: Ulysses cannot divide them over mesh.sequence=4; mesh.sequence can be "
+        "1, 2, or exchange by gather or ring, which divide no heads"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from processes import PATIENCE, ROOT, environment
 from mesh_lm.distributed import processes
 from mesh_lm.errors import ConfigError
 from mesh_lm.training import one_program
+from pallas_kernels import flash_attention
 
 COMPILE_BUDGET = 3
 SCRIPT = ROOT / "tests" / "lowered_programs.py"
@@ -119,3 +120,18 @@ def test_addresses_of_functions_are_no_difference() -> None:
     assert "CustomSPMDPartitioning" in first
     assert first != second
     assert one_program.digest(lowered[0]) == one_program.digest(lowered[1])
+
+
+@pytest.mark.slow
+def test_directories_of_the_code_are_no_difference() -> None:
+    """A kernel of ours is part of the text, with the paths of its source files; beside it, everything counts."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return flash_attention(q, k, v, platform="gpu", capability=(9, 0), implementation="mosaic")
+
+    jax.config.update("jax_traceback_in_locations_limit", 10)  # as in a run; tests have none
+    x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+    text = jax.jit(attend).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    path = "pallas_kernels/attention/hopper/forward.py"
+    assert path in text and path not in one_program.comparable(text)
+    assert "kernel_flops" in one_program.comparable(text)

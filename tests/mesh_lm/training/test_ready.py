@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mesh_lm import checkpoint
 from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, load
 from mesh_lm.data.dataset import dataset_of
 from mesh_lm.data.indexed import write_documents
@@ -164,3 +165,12 @@ def test_who_is_logged_in(monkeypatch: pytest.MonkeyPatch, mode: str, logged_in:
 def test_a_run_of_ones_own_config_has_no_default_data() -> None:
     with pytest.raises(ConfigError, match="it has no data"):
         require_ready(TrainConfig(model=load("gpt_tiny").model, output="runs/mine"))
+
+
+def test_a_run_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    """It was called damaged."""
+    run = tmp_path / "caf\udce9"
+    (run / "checkpoints" / "5").mkdir(parents=True)
+    for path in (run, run / "checkpoints" / "5"):
+        with pytest.raises(ConfigError, match=r"checkpoints: names of this locale are in .*, and checkpoints are read from names in UTF-8"):
+            checkpoint.find(path)

@@ -1,7 +1,7 @@
 """Features that were never together: one training step of any combination must equal one device, or be refused by `check`.
 
 `FACTORS` are the features, `array` is a covering array of them (`covering.array`): every two values of two features meet in a row.
-`python tests/features.py ROW` runs one row, a JSON object; without an argument, one for each line of its input. The answer is a line of
+`python tests/feature_rows.py ROW` runs one row, a JSON object; without an argument, one for each line of its input. The answer is a line of
 JSON: [verdict, what was said].
 
 Islands are not among the rules: they train apart, so that no step of theirs equals one device.
