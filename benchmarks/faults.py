@@ -1,4 +1,4 @@
-"""Runs the fault suite three times in a row, with --load under load, and writes the table of docs/faults.md from the results."""
+"""Runs the fault suite three times in a row, with --load under load, and writes the tables of docs/operations.md from the results."""
 
 from __future__ import annotations
 
@@ -17,91 +17,81 @@ from typing import Any
 
 from record import RESULTS, ROOT, Record, Row, options
 
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "operations.md"
+MARKS = ("<!-- written by benchmarks/faults.py -->\n", "<!-- end of benchmarks/faults.py -->\n")
+"""What the tables stand between on the page."""
 FAULTS = {
-    "F1": ("kill -9 during an asynchronous save, at three moments", "the step is complete or absent; same bits at the end"),
-    "F2": ("kill -9 of a worker, and of the coordinator", "the run restarts; same bits at the end"),
-    "F3": (
-        "kill -9 of a peer between save() and commit",
-        "all processes end, the step is absent, the run restarts from the previous one; same bits",
-    ),
-    "F4": ("SIGSTOP of a worker", "detected within the heartbeat + 5 s, the run restarts; same bits"),
-    "F5": ("SIGTERM", "all processes save the same step and exit with 99; the same command ends with the same bits"),
+    "F1": ("kill -9 during an asynchronous save, at three moments", "the step is complete or absent"),
+    "F2": ("kill -9 of a worker, and of the coordinator", "the run restarts"),
+    "F3": ("kill -9 of a peer between save() and commit", "the run restarts from the step before"),
+    "F4": ("SIGSTOP of a worker", "detected within the heartbeat + 5 s, the run restarts"),
+    "F5": ("SIGTERM", "all processes save one step and exit with 99"),
     "F6": (
         "flip, zero, truncate or delete in every file of a checkpoint",
-        "never silent: the bits that were saved, or the previous step; never a silent start from scratch",
+        "the bits that were saved, or the previous step",
     ),
     "F7": ("a full disk, for a while and at the end", "training continues, and saves when there is room; at the end an error"),
-    "F8": ("a half-copied step under a complete one's name", "named, quarantined, the previous step is used"),
+    "F8": ("a half-copied step under a complete one's name", "the previous step is used"),
     "F9": ("8 devices in 2 processes, 4 in 1, 2 in 2", "the same samples; losses within 1e-6 of a run that never moved"),
     "F10": (
         "NaN; one flipped bit in one device's copy of the weights",
-        "the step is skipped and counted; the device is named, nothing is saved, the run restarts; same bits",
+        "the step is skipped; the device is named, the run restarts",
     ),
-    "F11": ("wrong config, vocabulary or tree", "one error before any array is read, nothing is renamed"),
-    "F12": (
-        "a process that hangs although its heartbeat continues",
-        "its watchdog dumps the stacks and ends it with 75, the run restarts; same bits",
-    ),
-    "F13": ("the data file is truncated or removed during the run", "the bus error is explained, the next start names the file"),
-    "F14": ("a clock that jumps, a port in use, an output that cannot be written", "same bits; one error each, before the first step"),
-    "F15": ("the network between two hosts is cut, and restored", "both sides end their processes, reconnect, and continue; same bits"),
-    "F16": ("Slurm: TERM as --signal sends it, and scontrol requeue", "the run saves, the script requeues it, it resumes; same bits"),
+    "F11": ("wrong config, vocabulary or tree", "one error before any array is read"),
+    "F12": ("a process hangs, its heartbeat continues", "its watchdog prints the stacks, the run restarts"),
+    "F13": ("the data file is truncated or removed", "the next start names the file"),
+    "F14": ("a clock that jumps, a port in use, an output that cannot be written", "no effect; one error each, before the first step"),
+    "F15": ("the network between two hosts is cut, and restored", "both sides reconnect, and continue"),
+    "F16": ("Slurm: TERM as --signal sends it, and scontrol requeue", "the run saves, is requeued, and resumes"),
     "F17": (
-        "every entry of the compile cache is damaged, in five ways; two runs fill one cache at once",
-        "damaged entries are named, deleted and compiled again; same bits",
+        "five kinds of damage to every entry of the compile cache; two runs fill one cache at once",
+        "damaged entries are named, deleted and compiled again",
     ),
     "F18": (
-        "a second run on the same output; a restart after kill -9; a suspended run that was replaced wakes up",
-        "the second is refused with who holds it; the restart does not wait; the suspended one writes no more",
+        "a second run on one output; a restart after kill -9; a suspended run that was replaced wakes up",
+        "the second run is refused; the restart does not wait; the suspended run writes nothing",
     ),
     "F19": (
-        "flip, rewrite, zero, truncate, delete or replace prepared tokens, their indices and their digests, and cached corpora and indices",
-        "never silent: the bits that were written, or one error that names the file; an index is computed again, with the same bits",
+        "damage to prepared tokens, cached corpora, their indices and digests, in six ways",
+        "the bits that were written, or one error; an index is computed again",
     ),
     "F20": (
-        "first one node, then the other is lost with its local checkpoints, and replaced by one with an empty disk",
-        "it fetches the copies from the other node, the run resumes from the newest local step; same bits",
+        "one node, then the other is lost with its local checkpoints",
+        "the run resumes from the newest local step",
     ),
     "F21": (
-        "one device computes one wrong bit in a replayed step: FSDP in two processes, DDP and a distributed optimizer in one",
-        "the device and the array are named; under FSDP nothing is saved, the run restarts; same bits",
+        "one device computes one wrong bit in a replayed step (FSDP, DDP, distributed)",
+        "device and array are named, nothing is saved, the run restarts (FSDP)",
     ),
-    "F22": (
-        "a node is killed, and does not return; node 0 is unhealthy",
-        "a spare takes its place at once; process 0 runs on another node; same bits",
-    ),
+    "F22": ("a node is killed, and does not return; node 0 is unhealthy", "a spare takes its place; process 0 runs on another node"),
     "F23": (
-        "random damage to every kind of file that a run reads, but prepared tokens (the table below)",
-        "refused with one error, recovered and said, or without effect; no other result in silence, no traceback",
+        "random damage to every other kind of file that a run reads (next table)",
+        "refused with one error, recovered and reported, or without effect",
     ),
 }  # fmt: skip
+_WITHOUT_BITS = ("F6", "F7", "F8", "F9", "F11", "F13", "F18", "F19", "F23")
+"""Faults of which not every test compares the bits at the end with those of an undisturbed run."""
+_SHOWN = ("fault", "what must hold", "held")
 _OUTCOMES = ("refused", "recovered", "no effect", "silent", "traceback")
 _HEAD = """\
-# Faults
+`pytest -m fault` uses real processes, signals, disks, network namespaces and Slurm, on one machine; F6, F8 and F11 run in
+one process. Except in {others}, the run must also end with the same bits as an undisturbed one, and have read the same
+samples; most are two processes with two devices each (HSDP, with dropout). `python benchmarks/faults.py` writes both
+tables (results {links}).
+"""
+_DAMAGE = """\
+### Damaged files
 
-What the tests do to a run, and what must hold afterwards: `pytest -m fault`. They use real processes, signals, disks,
-network namespaces and a real Slurm, on one machine; F6, F8 and F11 run in one process. Most runs are two supervised
-processes with two devices each (HSDP, with dropout). They must end with the same bits as an undisturbed run, optimizer
-moments included, and must have read the same samples. [Operating a run](operations.md) shows what each fault looks like
-in the log, and what to do. `python benchmarks/faults.py` writes the table, and `-k f17` the rows of one fault
-({sources}).
+One file at a time was damaged at random, from one flipped bit to a deleted file. *Refused*: one error names the file.
+*Recovered*: the run uses an older step or writes the contents again, and says so. *Silent*: another result without a
+message. `python benchmarks/faults.py -k f23 --quick` reproduces the table.
 
 """
+_UNVERIFIED = """\
 
-
-_DAMAGE = """\
-## Damaged files
-
-Random damage, one file at a time: a flipped bit or up to 63, another digit, zeros or garbage in place of up to 512
-bytes or between two, at the end, a truncated, emptied or deleted file, two files swapped. *Refused*: one error that
-names the file. *Recovered*: an older step, or the contents written again, and the log says so. *No effect*: the
-same bits. *Silent*, another result and no message, and *traceback* must be 0. `python benchmarks/faults.py -k f23
---quick` reproduces it; the seeds are fixed.
-
-What has no digest of its own cannot be verified at its first reading: a tokenizer file, a config file or a Hugging Face
-directory of another origin. A run compares the first two with its checkpoint when it resumes; `sha256sum * >
-SHA256SUMS` makes what an import compares the third with.
+A tokenizer, a config file or a Hugging Face directory of another origin cannot be verified when it is first read. A run
+compares the first two with its checkpoint when it resumes; `sha256sum * > SHA256SUMS` makes what an import compares the
+third with.
 """
 
 
@@ -163,21 +153,40 @@ def _markdown(rows: list[Row]) -> str:
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
 
 
-def page(results: list[tuple[str, dict[str, Any]]]) -> str:
-    """Returns docs/faults.md. results: names and contents of files, oldest first; a fault's row is from the newest that has it."""
+def section(results: list[tuple[str, dict[str, Any]]]) -> str:
+    """Returns what docs/operations.md has between MARKS. results: names and contents of files, oldest first; a fault's row is from the
+    newest that has it.
+    """
     tables = {name: data["tables"]["Faults"] for name, data in results}
     source = {row[""]: name for name, found in tables.items() for row in found["rows"]}
     rows = [next(row for row in tables[source[fault]]["rows"] if row[""] == fault) for fault in FAULTS if fault in source]
-    rows = [row | dict(zip(("what happens", "what must hold"), FAULTS[row[""]], strict=True)) for row in rows]
+    shown = [{"": row[""], **dict(zip(_SHOWN, (*FAULTS[row[""]], row["held"].replace(" of ", "/")), strict=True))} for row in rows]
     used = dict.fromkeys(source[row[""]] for row in rows)
-    links = ",\n".join(f"[results](../benchmarks/results/{name.replace('.json', '.md')})" for name in used)
-    told = []
-    for name in used:
-        mine = [row[""] for row in rows if source[row[""]] == name]
-        told.append(textwrap.fill(f"{' to '.join(dict.fromkeys((mine[0], mine[-1])))}: {tables[name]['note']}", 118))
+    links = ", ".join(f"[{n}](../benchmarks/results/{name.replace('.json', '.md')})" for n, name in enumerate(used, 1))
+    head = _filled(_HEAD.format(others=", ".join(_WITHOUT_BITS[:-1]) + f" and {_WITHOUT_BITS[-1]}", links=links))
+    counts = _filled(" ".join(tables[name]["note"].partition("the median of a test.")[2].strip() for name in used))
     damaged = {row["files"]: row for _, data in results for row in data["tables"]["Tests"]["rows"] if row.get("files")}
-    below = [_DAMAGE, _markdown(corruptions([*damaged.values()])), ""] if damaged else []
-    return _HEAD.format(sources=links) + "\n".join([_markdown(rows), "", "\n\n".join(told), "", *below])
+    below = [_DAMAGE + _markdown(corruptions([*damaged.values()])), _UNVERIFIED] if damaged else []
+    return "\n".join(["## Tested faults", "", head, "", _markdown(shown), "", counts, "", *below])
+
+
+def _filled(text: str) -> str:
+    """A paragraph in lines of at most 120 columns, with code in one line."""
+    code = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", "\0"), " ".join(text.split()))
+    return textwrap.fill(code, 120, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
+
+
+def shown() -> str:
+    """Returns what the page has between MARKS."""
+    begin, end = MARKS
+    return PAGE.read_text(encoding="utf-8").partition(begin)[2].partition(end)[0]
+
+
+def write() -> None:
+    """Replaces what is between MARKS on the page, from all results."""
+    begin, end = MARKS
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    PAGE.write_text(f"{before}{begin}{section(newest())}{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
 def newest() -> list[tuple[str, dict[str, Any]]]:
@@ -220,7 +229,7 @@ def main() -> int:
     record.table("Tests", rows, "Every test of every run.", show=False)
     record.write()
     if arguments.output == RESULTS:
-        PAGE.write_text(page(newest()), encoding="utf-8")
+        write()
     complete = bool(some) or {row["fault"] for row in rows} == {*FAULTS}
     return 0 if complete and "failed" not in {row["outcome"] for row in rows} else 1
 

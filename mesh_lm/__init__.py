@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mesh_lm.api import plan as plan
     from mesh_lm.api import train as train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Run", "__version__", "load", "plan", "train"]
 
 

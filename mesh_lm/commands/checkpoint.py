@@ -176,7 +176,7 @@ def _diff(options: Diff) -> int:
         print(line, flush=True)
         count += 1
     if count:
-        print(f"{count} arrays differ")
+        print(f"{count} arrays differ" if count > 1 else "1 array differs")
     else:
         print("all arrays have the same bits" + (f": state {one.described[1]}" if before["metadata"].get("digests") else ""))
     return _DIFFERENT if count else 0

@@ -109,12 +109,16 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     distributed.print_on_process0(
         f"{summary['bits_per_byte']:.4f} bits per byte ({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
         f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"
-        f"{found.texts:,} texts, {found.tokens:,} tokens, {found.n_bytes:,} bytes; windows of {seq_len} tokens, stride {stride}"
+        f"{_texts(found.texts)}, {found.tokens:,} tokens, {found.n_bytes:,} bytes; windows of {seq_len} tokens, stride {stride}"
         + (told and f"\nwarning: {told}; they are not counted")
     )
     about = {"checkpoint": arguments.checkpoint, "step": trained.step, "text": arguments.text, "seq_len": seq_len, "stride": stride}
     counts = {"texts": found.texts, "tokens": found.tokens, "bytes": found.n_bytes, "lost_bytes": found.lost_bytes}
     return {**about, **summary, **{f"{name} bits_per_byte": value for name, value in beside.items()}, **counts}
+
+
+def _texts(n: int) -> str:
+    return f"{n:,} text" if n == 1 else f"{n:,} texts"
 
 
 class _Teller:
@@ -127,7 +131,7 @@ class _Teller:
         if not self._speaks or time.monotonic() < self._told + _TELL:
             return
         self._told, bits = time.monotonic(), so_far.summary()["bits_per_byte"]
-        print(f"{so_far.texts:,} texts, {so_far.tokens:,} tokens so far: {bits:.4f} bits per byte", file=sys.stderr, flush=True)
+        print(f"{_texts(so_far.texts)}, {so_far.tokens:,} tokens so far: {bits:.4f} bits per byte", file=sys.stderr, flush=True)
 
 
 def _tasks(arguments: Arguments) -> dict[str, Any]:

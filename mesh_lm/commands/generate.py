@@ -89,7 +89,7 @@ def run(arguments: Arguments) -> int:
     completions = generator.complete(prompts, tokens, **options)
     if arguments.output:
         _save(Path(arguments.output).expanduser(), prompts, completions)
-        distributed.print_on_process0(f"{len(prompts)} texts: {arguments.output}")
+        distributed.print_on_process0(f"{len(prompts)} {'text' if len(prompts) == 1 else 'texts'}: {arguments.output}")
         return 0
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         head = f"--- {i} ({len(completion.tokens)} tokens, {completion.reason})\n" if len(prompts) > 1 else ""

@@ -42,7 +42,7 @@ _COMPILERS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
 """The packages that have XLA's compiler for GPUs; that for CPUs is in jaxlib."""
 _MAGIC = "mesh_lm"
 _PURPOSE = "rendezvous"
-_SAME = "start all processes with the same secret (docs/network.md)"
+_SAME = "start all processes with the same secret (docs/multi_host.md)"
 _TEXT = 2**16
 """Characters of a problem that are sent."""
 _TICK = 0.01

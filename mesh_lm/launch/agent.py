@@ -133,7 +133,7 @@ class Agent:
         assert self._peer is not None
         how = "is gone" if not self._peer.open else f"sent nothing for {self._peer.silence:.0f} s"
         if self._peer.refused:
-            fix = "give all nodes of this run the same secret (docs/network.md)"
+            fix = "give all nodes of this run the same secret (docs/multi_host.md)"
             self._refused(f"the controller at {self._address[0]}:{self._address[1]} was refused: {self._peer.refused}; {fix}")
         self._peer.close()
         self._peer, self._examining = None, False

@@ -69,8 +69,8 @@ def _data(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
     if not (data.path or data.blend):
         yield (
             "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of such files), or data.blend to what "
-            "`mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code (docs/data.md; from the Hugging Face Hub: docs/hub.md). To try a "
-            "config, data.path=stdlib gives it 10 MB of Python source code, enough for a few steps of a large model"
+            "`mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code (docs/data.md; from the Hugging Face Hub: docs/prepare.md). To "
+            "try a config, data.path=stdlib gives it 10 MB of Python source code, enough for a few steps of a large model"
         )
     try:
         prefixes = blend.parse(data.blend)[0] if data.blend else []

@@ -1,4 +1,4 @@
-"""docs/multi_host.md names real variables, flags and errors."""
+"""docs/multi_host.md and docs/operations.md name real variables, flags, statuses and errors."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from configs import llama3_8b
 from mesh_lm import launch
 from mesh_lm.commands import command_line
 from mesh_lm.commands.launch import parse as _parse
-from mesh_lm.config import LaunchConfig
+from mesh_lm.config import HealthConfig, LaunchConfig
 from mesh_lm.distributed import rendezvous
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch import controller, generation, health, job, messages, nodes
@@ -22,7 +22,8 @@ from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import free_port
 from mesh_lm.training.elastic import on_nodes
 
-PAGE = (Path(__file__).parents[2] / "docs" / "multi_host.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, OPERATIONS = ((DOCS / name).read_text(encoding="utf-8") for name in ("multi_host.md", "operations.md"))
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.replace("\\\n", " ").splitlines()]
 
 
@@ -48,11 +49,15 @@ def test_every_command_is_one_that_is_read() -> None:
 
 
 def test_defaults_and_statuses() -> None:
-    """What the page says of times and statuses is what the launcher has."""
-    for option, value in re.findall(r"`--([a-z-]+)=(\d+)` (?:s|of)\b", PAGE):
+    """What docs/operations.md says of times and statuses is what the launcher and the watchdog have."""
+    said = dict(re.findall(r"`--([a-z-]+)=(\d+)` (?:s|of)\b", OPERATIONS))
+    assert {*said} == {"restarts", "rejoin", "start", "grace"}
+    for option, value in said.items():
         assert getattr(job.Job, option.replace("-", "_")) == int(value), option
-    assert f"`--heartbeat` ({job.Job.heartbeat:g} s)" in PAGE
-    rows = dict(re.findall(r"^\| (\d+) \| ([^|]+) \|", PAGE, re.MULTILINE))
+    assert f"`--heartbeat` ({job.Job.heartbeat:g} s)" in OPERATIONS
+    for field in ("stall", "patience"):
+        assert f"`health.{field}` seconds ({getattr(HealthConfig(), field):g})" in " ".join(OPERATIONS.split())
+    rows = dict(re.findall(r"^\| (\d+) \| ([^|]+) \|", OPERATIONS, re.MULTILINE))
     known = (
         launch.EXIT_CANNOT, launch.EXIT_USAGE, launch.EXIT_UNEXPECTED, launch.EXIT_STALLED, launch.EXIT_FEWER, launch.EXIT_REPLACED,
         launch.EXIT_PREEMPTED, launch.EXIT_INTERRUPTED,
@@ -81,7 +86,7 @@ def test_who_is_where() -> None:
         0: {"step": 412, "phase": "step", "since": 30.4, "age": 0.3},
         1: {"step": 411, "phase": "batch", "since": 0.3, "age": 30.0},
     }
-    assert "\n".join(["[launch] last heartbeats:", *messages.progress_table(beats, {1})]) in PAGE
+    assert "\n".join(["[launch] last heartbeats:", *messages.progress_table(beats, {1})]) in OPERATIONS
     found, nodes = on_nodes(llama3_8b.get_config(), full=8, nodes=7, per_node=8)
     assert nodes == 4 and f"`{found.mesh}`, {found.train.microbatches} microbatches instead of 8" in " ".join(PAGE.split())
 

@@ -13,12 +13,14 @@ PAGE = (Path(__file__).parents[2] / "docs" / "prepare.md").read_text(encoding="u
 
 
 def test_commands() -> None:
-    (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    read = [command(Prepare, shlex.split(line)[2:], "") for line in block.splitlines()]
-    assert [each.input for each in read] == [("books.jsonl.zst", "code/"), ("part-*.parquet",)]
+    prepare, hub = PAGE.split("\n## Datasets and tokenizers from the Hugging Face Hub\n")
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", prepare, re.MULTILINE | re.DOTALL)
+    (of_hub,) = re.findall(r"^mesh-lm prepare .*$", hub, re.MULTILINE)
+    read = [command(Prepare, shlex.split(line)[2:], "") for line in [*block.splitlines(), of_hub]]
+    assert [each.input for each in read] == [("books.jsonl.zst", "code/"), ("part-*.parquet",), ("part-0.parquet",)]
     assert all(line.startswith("mesh-lm prepare ") for line in block.splitlines())
     options = {f"--{name.replace('_', '-')}" for name in Prepare.__dataclass_fields__}
-    assert set(re.findall(r"--[a-z]+[a-z-]*", PAGE)) <= options
+    assert set(re.findall(r"--[a-z][a-z-]*\b(?!\.)", prepare)) <= options  # those of a run have a dot
 
 
 def test_numbers() -> None:

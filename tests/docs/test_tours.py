@@ -8,6 +8,7 @@ from pathlib import Path
 from mesh_lm.commands import command_line
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.model import DecoderConfig
+from sharding_rules import PRESETS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "tours" / "from_megatron.md").read_text(encoding="utf-8")
@@ -27,8 +28,8 @@ def fields() -> set[str]:
 
 def test_the_fields_of_the_table_exist() -> None:
     named = {word.split("=")[0] for _, ours in TABLE for word in re.findall(r"`([a-z][\w.]*(?:=[\w.]+)?)`", ours)}
-    presets = {"megatron", "megatron_sp", "distributed", "fsdp", "hsdp"}
-    assert len(TABLE) > 35 and len(named) > 50 and named - presets <= fields()
+    assert len(TABLE) > 35 and len(named) > 50 and named - PRESETS.keys() <= fields()
+    assert {"mesh.sequence", "ring", "ulysses", "context_gather", "usp"} <= named
 
 
 def test_each_argument_of_their_command_is_in_the_table() -> None:

@@ -230,7 +230,7 @@ def test_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "data  position: 1 -> 2",
             "data  samples: 0000000000000001 -> 0000000000000002",
             f"{CHANGED}  max |a - b| 2, 2 of 512 elements",
-            "1 arrays differ",
+            "1 array differs",
         ],
     )
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 SIZES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py") if path.stem != "gpt_tiny")
 NO_DATA = (
     "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of such files), or data.blend to what "
-    "`mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code (docs/data.md; from the Hugging Face Hub: docs/hub.md)."
+    "`mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code (docs/data.md; from the Hugging Face Hub: docs/prepare.md)."
 )
 
 
