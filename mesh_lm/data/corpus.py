@@ -33,7 +33,7 @@ from mesh_lm.data.megatron_corpus import NOT_SEALED, MegatronCorpus, stored_sour
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import SampleOrder
 from mesh_lm.data.sequences import Sequences
-from mesh_lm.data.tokenizer import FORMER, MIN_VOCAB, Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer import FORMER, MIN_VOCAB, Tokenizer, load_tokenizer, smaller_than_asked
 from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
@@ -274,7 +274,10 @@ def _build(
         compressed = [pool.submit(f, bytes(heldout)) for f in (_gzip, _xz)]
         if isinstance(tokenizer, int):
             progress(f"training a byte-level BPE of {tokenizer} entries on {sum(map(len, sample)) / 1e6:.1f} M characters")
-            tokenizer = Tokenizer.train(sample, tokenizer)
+            asked = tokenizer
+            tokenizer = Tokenizer.train(sample, asked)
+            if smaller := smaller_than_asked(tokenizer, asked):
+                progress(smaller)
         tokenizer.save(directory)
         del sample
         progress("encoding")
