@@ -46,8 +46,9 @@ SPELLINGS: Mapping[type, Spelling] = {
 def parse(argv: Sequence[str], default: str = DEFAULT, prog: str = "train.py") -> TrainConfig:
     """The run that `argv` (without the program's name) asks for.
 
-    Values follow `=` or stand alone as the next word; a tuple is written 1024,0, and data.blend also as words of its own; `-` and `_` in a name are the same, and so are
-    --config.section.field and --section.field. A word that does not start with `--` names the config file, as --config does.
+    Values follow `=` or stand alone as the next word; a tuple is written 1024,0, and data.blend also as words of its own; `-` and `_` in a
+    name are the same, and so are --config.section.field and --section.field. A word that does not start with `--` names the config file,
+    as --config does.
 
     Raises:
         ConfigError: every mistake in `argv`, or the one that keeps the config file from loading.

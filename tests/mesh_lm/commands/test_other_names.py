@@ -7,8 +7,8 @@ import pytest
 
 from mesh_lm.commands import other_names
 from mesh_lm.commands.command_line import parse, parse_with
-from mesh_lm.commands.plan_options import Plan
 from mesh_lm.commands.main import main
+from mesh_lm.commands.plan_options import Plan
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.config.files import shipped
 from mesh_lm.config.run import expert
@@ -209,7 +209,7 @@ def test_what_is_no_config() -> None:
     """YAML, and a model of the Hub: one line with what to do."""
     with pytest.raises(ConfigError, match=r"^--config=x\.yaml: a config is a \.py file with get_config\(\).*`mesh-lm configs`"):
         parse(["--config=x.yaml"])
-    with pytest.raises(ConfigError, match="hf download meta-llama/Llama-3.2-1B .*then mesh-lm import meta-llama/Llama-3.2-1B --output="):
+    with pytest.raises(ConfigError, match=r"hf download meta-llama/Llama-3\.2-1B .*then mesh-lm import meta-llama/Llama-3\.2-1B --output="):
         parse(["--config=meta-llama/Llama-3.2-1B"])
 
 
