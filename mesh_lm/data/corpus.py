@@ -29,7 +29,7 @@ from mesh_lm.data.encoding import encode, pieces
 from mesh_lm.data.epochs import Sources
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, write_documents
-from mesh_lm.data.megatron_corpus import NOT_SEALED, MegatronCorpus, stored_sources
+from mesh_lm.data.megatron_corpus import NOT_SEALED, MegatronCorpus, stored_sources, stored_vocabulary
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import SampleOrder
 from mesh_lm.data.sequences import Sequences
@@ -205,6 +205,18 @@ def known_sources(config: DataConfig, outputs: Collection[str] = ()) -> Sources:
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     _, directory = _source(config, tokenizer, config.tokenizer_vocab, outputs)
     return _load(directory).sources() if directory.exists() else {}
+
+
+def vocabulary_problems(config: DataConfig, model_vocab: int) -> list[str]:
+    """Returns whether the tokenizer is missing, or has ids that the model lacks. Reads no text, and uses no device."""
+    try:
+        if config.blend:
+            _require_ids(*stored_vocabulary(config), model_vocab, "the tokenizer of data.blend")
+        elif config.tokenizer:
+            _require_ids(load_tokenizer(config.tokenizer), None, model_vocab, f"data.tokenizer={config.tokenizer}")
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _source(

@@ -75,7 +75,7 @@ def _train(
     # 1. A config that cannot run stops here, with all problems at once.
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
     config = dataclasses.replace(config, optimizer=section)
-    require_ready(config, data, thorough=True)
+    require_ready(config, data, rule=rule, thorough=True)
     distributed.start(config, phases=phases)
     examined = own_kernels.examine(config)
     config = check(elastic.fit(config, rule=rule), jax.device_count(), rule)
