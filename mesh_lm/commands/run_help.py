@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import re
-import textwrap
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -14,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mesh_lm.commands.field_docs import field_docs, first_sentence
 from mesh_lm.commands.options import Spellings
 
 
@@ -40,7 +37,7 @@ def _rows(section: Any, prefix: str, spellings: Spellings) -> Iterator[tuple[str
         elif field.init and not field.metadata.get("expert"):
             yield (
                 f"--{prefix}{field.name}={_shown(value, spellings)}",
-                _first_sentence(about.get(field.name, "")) + _choices(hints[field.name]),
+                first_sentence(about.get(field.name, "")) + _choices(hints[field.name]),
             )
     for name, each in sections:
         yield "", ""
@@ -58,28 +55,5 @@ def _shown(value: Any, spellings: Spellings) -> str:
     return str(getattr(value, "__name__", value))
 
 
-def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=\.)\s+(?=[A-Z\d])", " ".join(text.split()), maxsplit=1)[0].removesuffix(".")
-
-
 def _choices(hint: Any) -> str:
     return f" [{', '.join(map(str, get_args(hint)))}]" if get_origin(hint) is Literal else ""
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """Returns the docstring of each field of a dataclass and its bases: the string that stands below it."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError, SyntaxError):  # a class that was made at run time
-            continue
-        assert isinstance(body, ast.ClassDef)
-        for statement, after in zip(body.body, body.body[1:], strict=False):
-            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
-                continue
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-                found[statement.target.id] = after.value.value
-    return found

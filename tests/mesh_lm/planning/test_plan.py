@@ -63,7 +63,7 @@ def test_a_page_that_cannot_be_written_is_one_error(plan, monkeypatch: pytest.Mo
 
 def test_devices_that_are_no_whole_nodes(plan) -> None:
     """Refused before the mesh, for which sizes of a part of a node would be suggested."""
-    with pytest.raises(ConfigError, match=r"^12 devices do not fill whole nodes of 8 NVIDIA H100.*; take 8 or 16$"):
+    with pytest.raises(ConfigError, match=r"^12 devices do not fill whole nodes of 8 h100; take 8 or 16$"):
         plan("gpt_175b", "--plan", "--devices=12", **SMALL)
 
 
