@@ -13,7 +13,7 @@ ANSWERS = {
     "trian": "mesh-lm has no command 'trian'; did you mean mesh-lm train?",
     "train gpt_tinny": "--config=gpt_tinny: no such file; did you mean gpt_tiny?",
     "train my_config.py": "--config=my_config.py: no such file in ",
-    "train --config=llama.yaml": "a config is a .py file with get_config(), or the config.json of a run; `mesh-lm configs` lists some to copy",
+    "train --config=llama.yaml": "a config is a .py file with get_config(), or the config.json of a run; `mesh-lm configs` lists",
     "train meta-llama/Llama-3.2-1B": "hf download meta-llama/Llama-3.2-1B --local-dir=meta-llama/Llama-3.2-1B, then mesh-lm import",
     "train .": "--config=.: a directory; a run's config is ./config.json",
     "train --lr=1e-3": "--lr: no such field; did you mean --optimizer.learning_rate?",
