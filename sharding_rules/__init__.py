@@ -7,6 +7,7 @@ from sharding_rules.mesh import MeshConfig as MeshConfig
 from sharding_rules.mesh import MeshError as MeshError
 from sharding_rules.mesh import make_mesh as make_mesh
 from sharding_rules.mesh import setting as setting
+from sharding_rules.mesh import would_fit as would_fit
 from sharding_rules.presets import PRESETS as PRESETS
 from sharding_rules.presets import REDUCTIONS as REDUCTIONS
 from sharding_rules.presets import preset as preset

@@ -22,7 +22,25 @@ MANUAL = frozenset({ISLAND, "pipeline", "data", "sequence", "expert"})
 
 
 class MeshError(ValueError):
-    """Mesh sizes that do not fit the devices."""
+    """Mesh sizes that do not fit the devices.
+
+    Attributes:
+      problem: what is wrong, without what would fit.
+      choices: meshes that differ in the size of one axis and would fit, as (axis, mesh), the nearest sizes of an axis first.
+    """
+
+    def __init__(self, problem: str, choices: Sequence[tuple[str, MeshConfig]] = ()) -> None:
+        super().__init__(problem + would_fit(choices))
+        self.problem, self.choices = problem, tuple(choices)
+
+
+def would_fit(choices: Sequence[tuple[str, MeshConfig]]) -> str:
+    """Returns the end of a message that names up to two sizes of each axis; empty without choices."""
+    named: dict[str, list[str]] = {}
+    for axis, mesh in choices:
+        named.setdefault(axis, []).append(setting(axis, mesh.sizes()[axis]))
+    texts = [text for texts in named.values() for text in texts[:2]]
+    return f"; {' or '.join(texts)} would fit" if texts else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +102,13 @@ class MeshConfig:
             return MeshConfig.of(sizes | {free[0]: n_devices // fixed})
         if fixed == n_devices and not free:
             return self
-        raise MeshError(f"mesh has {fixed}{' x ?' if free else ''} devices ({self}) but {n_devices} are visible{self._nearest(n_devices)}")
+        problem = f"mesh has {fixed}{' x ?' if free else ''} devices ({self}) but {n_devices} are visible"
+        raise MeshError(problem, self._choices(n_devices))
 
-    def _nearest(self, n_devices: int) -> str:
-        """The changes of one axis that would fit, nearest first: up to two sizes for each axis if another axis takes what is left."""
-        sizes, choices = self.sizes(), []
+    def _choices(self, n_devices: int) -> list[tuple[str, MeshConfig]]:
+        """Returns the meshes that differ in one axis and fit: one size of it, or several where another axis takes what is left."""
+        sizes = self.sizes()
+        choices: list[tuple[str, MeshConfig]] = []
         is_open = -1 in sizes.values()
         for axis, size in sizes.items():
             others = math.prod(s for a, s in sizes.items() if a != axis and s != -1)
@@ -96,8 +116,8 @@ class MeshConfig:
                 continue
             left = n_devices // others
             fits = [d for d in range(1, left + 1) if left % d == 0] if is_open else [left]
-            choices += [setting(axis, d) for d in sorted(fits, key=lambda d: abs(d - size))[:2]]
-        return f"; {' or '.join(choices)} would fit" if choices else ""
+            choices += [(axis, MeshConfig.of(sizes | {axis: d})) for d in sorted(fits, key=lambda d: abs(d - size))]
+        return choices
 
 
 def setting(axis: str, size: int) -> str:

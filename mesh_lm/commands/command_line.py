@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
-from mesh_lm.commands import guesses
+from mesh_lm.commands import other_names
 from mesh_lm.commands.options import HELP, Given, Spelling, convert, hints_of, is_boolean, near, print_help, refuse, split
 from mesh_lm.commands.options import command as command
 from mesh_lm.config import TrainConfig
-from mesh_lm.config.files import DEFAULT, load
+from mesh_lm.config.files import DEFAULT, is_config, load
 from mesh_lm.errors import ConfigError, did_you_mean
 from mesh_lm.model import SegmentConfig
 from sharding_rules import PRESETS, Rules, preset
@@ -18,6 +19,8 @@ from sharding_rules import PRESETS, Rules, preset
 T = TypeVar("T")
 _SEGMENT = "NAME:LAYERS[:KIND[:REMAT[:DTYPE]]]"
 _OWN = "--config."
+_SEVERAL = frozenset({"--data.blend", "--data.valid_blend", "--pipeline.layers"}) | other_names.SEVERAL
+"""Options whose values may be words of their own."""
 ALL = frozenset({"--help_all"})
 """The option that shows expert fields as well; --help=all is the same."""
 
@@ -28,9 +31,9 @@ def _rules(text: str) -> Rules:
         return preset(text)
     except ValueError:
         parts = text.lower().split("+")
-        if not {*parts, text.lower()} & guesses.RULES.keys():
+        if not {*parts, text.lower()} & other_names.RULES.keys():
             raise
-        guess = guesses.RULES.get(text.lower()) or "+".join(guesses.RULES.get(part, part) for part in parts)
+        guess = other_names.RULES.get(text.lower()) or "+".join(other_names.RULES.get(part, part) for part in parts)
         raise ValueError(f"no such rules preset{did_you_mean([guess])}") from None
 
 
@@ -43,8 +46,9 @@ SPELLINGS: Mapping[type, Spelling] = {
 def parse(argv: Sequence[str], default: str = DEFAULT, prog: str = "train.py") -> TrainConfig:
     """The run that `argv` (without the program's name) asks for.
 
-    Values follow `=` or stand alone as the next word; a tuple is written 1024,0; `-` and `_` in a name are the same, and so are
-    --config.section.field and --section.field. A word that does not start with `--` names the config file, as --config does.
+    Values follow `=` or stand alone as the next word; a tuple is written 1024,0, and data.blend also as words of its own; `-` and `_` in a
+    name are the same, and so are --config.section.field and --section.field. A word that does not start with `--` names the config file,
+    as --config does.
 
     Raises:
         ConfigError: every mistake in `argv`, or the one that keeps the config file from loading.
@@ -60,7 +64,7 @@ def parse_with(
 
     alone: option -> the value that it stands for where it has none.
     """
-    alone = alone or {}
+    alone, argv = alone or {}, _joined(argv)
     extra = hints_of(beside) if beside else {}
     optional = {name: is_boolean for name, hint in extra.items() if hint is bool} | dict.fromkeys(alone, _is_report)
     file = _file(*split(argv, optional=optional))
@@ -72,9 +76,8 @@ def parse_with(
         _print_help(config, file or default, prog, everything=any(name in ALL or text == "all" for name, text in options))
 
     files = [text for name, text in options if name == "--config" and text]
-    problems = [_stray(word, fields, extra) for word in strays if files or word != file]
-    if len(files) > 1:
-        problems.append(f"--config is given {len(files)} times: {', '.join(files)}")
+    problems = [f"--config is given {len(files)} times: {', '.join(files)}"] if len(files) > 1 else []
+    asked = _as_asked(config, options, fields)
     changes: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, text in options:
@@ -84,14 +87,46 @@ def parse_with(
             if name in extra:
                 others[name.removeprefix("--")] = convert(name, alone.get(name) if text is None else text, extra[name], SPELLINGS)
             else:
-                changes[_path(name, fields)] = _value(name, text, fields, extra)
+                changes[_path(name, fields)] = _value(name, text, fields, extra, asked)
         except ValueError as error:
             problems.append(str(error))
+    problems += [_stray(word, fields, extra, asked) for word in strays if files or word != file]
     refuse(problems)
     try:
         return _replace(config, changes, ""), others
     except ValueError as error:  # from a __post_init__ of the user's own config class
         raise ConfigError(f"{file or default}: {error}") from error
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """Returns the words, with those after --data.blend, or an option of its kind, as one word with commas between."""
+    words: list[str] = []
+    values: list[str] | None = None
+    for word in argv:
+        if values is not None and not word.startswith("-") and not (values and is_config(word)):
+            values.append(word.strip(","))
+            continue
+        if values:
+            words.append(",".join(values))
+        words.append(word)
+        values = [] if "--" + word.lstrip("-").replace("-", "_").removeprefix("config.") in _SEVERAL else None
+    return [*words, ",".join(values)] if values else words
+
+
+def _as_asked(config: TrainConfig, options: Given, fields: Mapping[str, Any]) -> TrainConfig:
+    """Returns the config with every option that can be read, by the names of other trainers too, for the numbers in an answer."""
+    changes: dict[str, Any] = {}
+    for name, text in options:
+        path = _path(name, fields)
+        if path not in fields:
+            path = other_names.same_field(path.rpartition(".")[2])
+        if path in fields:
+            with contextlib.suppress(ValueError):
+                changes[path] = convert(name, text, fields[path], SPELLINGS)
+    try:
+        return _replace(config, changes, "")
+    except ValueError:
+        return config
 
 
 def _is_report(word: str) -> bool:
@@ -109,8 +144,8 @@ def _path(name: str, fields: Mapping[str, Any]) -> str:
     return name.removeprefix(_OWN) if name.startswith(_OWN) else name.removeprefix("--")
 
 
-def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
-    """`text` as the type of the field `name`. Raises ValueError with the line to show."""
+def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: TrainConfig) -> Any:
+    """Returns `text` as the type of the field `name`. Raises ValueError with the line to show, with numbers of the config `asked`."""
     if name == "--config":
         raise ValueError(f"--config: needs a file, as in --config={DEFAULT}")
     path, prefix = _path(name, fields), _OWN if name.startswith(_OWN) else "--"
@@ -119,23 +154,28 @@ def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mappin
     if inside := [field for field in fields if field.startswith(f"{path}.")]:
         raise ValueError(f"{name}: a section, not a field; set its fields, as in {prefix}{inside[0]}")
     known = [*(prefix + field for field in fields), "--config", "--help", *extra]
-    guess = guesses.FIELDS.get(path.rpartition(".")[2].lower(), "")
-    if guess in fields and not any(field.rpartition(".")[2] == path.rpartition(".")[2] for field in fields):
-        raise ValueError(f"{name}: no such field{did_you_mean([prefix + guess])}")
+    leaf = path.rpartition(".")[2]
+    meaning = other_names.meaning_of(leaf)
+    if meaning and (meaning.field in fields or not meaning.field) and leaf not in {field.rpartition(".")[2] for field in fields}:
+        raise ValueError(f"{name}: no such field{other_names.answer(meaning, text, asked, prefix)}")
     raise ValueError(f"{name}: no such field{near(name, known)}")
 
 
-def _stray(word: str, fields: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
-    """The problem with a word that belongs to no option, and the option that may have been meant."""
-    name, equals, _ = word.replace("-", "_").partition("=")
-    name = name.removeprefix("config.")
-    if word.endswith(".py") and not equals:
-        meant = f"--config={word}"
-    elif equals and (known := name if name in (*fields, "config") or f"--{name}" in extra else guesses.FIELDS.get(name.lower(), "")):
-        meant = f"--{known}={word.partition('=')[2]}"
-    else:
-        meant = ""
-    return f"{word}: belongs to no option{did_you_mean([meant] if meant else [])}"
+def _stray(word: str, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: TrainConfig) -> str:
+    """Returns the problem with a word that belongs to no option, and the option that may have been meant."""
+    problem = f"{word}: belongs to no option"
+    name, equals, value = word.partition("=")
+    if not equals:
+        return problem + did_you_mean([f"--config={word}"] if word.endswith(".py") else [])
+    name = name.replace("-", "_").removeprefix("config.")
+    if name in (*fields, "config") or f"--{name}" in extra:
+        return problem + did_you_mean([f"--{name}={value}"])
+    meaning = other_names.meaning_of(name)
+    if meaning is None:
+        return problem
+    if field := other_names.same_field(name):
+        return problem + did_you_mean([f"--{field}={value}"])
+    return problem + other_names.answer(meaning, value, asked)
 
 
 def _hints(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -164,17 +204,19 @@ def _replace(section: Any, values: Mapping[str, Any], prefix: str) -> Any:
     return dataclasses.replace(section, **changes) if changes else section
 
 
-@dataclasses.dataclass(frozen=True)
-class _CommandLine:
-    config: TrainConfig
-
-
 def _print_help(config: TrainConfig, file: str, prog: str, *, everything: bool) -> NoReturn:
-    """Every field with its docstring and its value in `config`, expert fields only with `everything`. Ends in SystemExit(0)."""
+    """Prints the fields with their values in `config`; with `everything` expert fields, types and all that is known of them, too.
+
+    Ends in SystemExit(0).
+    """
     description = (
-        f"--config=FILE.py chooses the run; the defaults below are those of {file}. --config.section.field=VALUE changes it, and so does "
-        "--section.field=VALUE. Tuples are written 1024,0. --plan shows what would happen on other GPUs: mesh-lm plan --help."
+        f"FILE is a config, or the name of one that `mesh-lm configs` lists; the values below are those of {file}. Lists are written "
+        "1024,0. `mesh-lm plan FILE` shows memory, communication and time on GPUs that you do not have."
     )
-    if not everything:
-        description += " --help-all shows expert fields too."
-    print_help(_CommandLine, description, prog, _CommandLine(config), SPELLINGS, folded=not everything)
+    if everything:
+        print_help(type(config), description, f"{prog} [FILE]", config, SPELLINGS)
+    from mesh_lm.commands.run_help import print_fields
+
+    description += " --help-all shows everything: more fields, and more about each."
+    print_fields(config, f"{prog} [FILE] [--section.field=VALUE ...]", description, SPELLINGS)
+    raise SystemExit(0)

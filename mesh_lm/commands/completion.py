@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_type_hints
 
-from mesh_lm.commands import checkpoint, evaluate, generate, huggingface, pipeline, prepare
+from mesh_lm.commands import checkpoint, configs, evaluate, generate, huggingface, pipeline, prepare
 from mesh_lm.commands.command_line import SPELLINGS
 from mesh_lm.commands.main import COMMANDS, PROG
 from mesh_lm.commands.options import Group, completion
@@ -21,6 +21,7 @@ def script_for(shell: str) -> str:
     classes: dict[str, type | Group] = {
         "train": _made("Train", [*run, *plan]),
         "plan": _made("PlanRun", [*(field for field in run if field[0] != "output"), ("output", str, ""), *plan[1:]]),
+        "configs": configs.Configs,
         "prepare": prepare.Prepare,
         "generate": generate.Arguments,
         "evaluate": evaluate.Arguments,

@@ -40,6 +40,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train", "Train a model"),
+    "configs": Command("configs", "List the configs that come with mesh_lm", jax=False),
     "plan": Command("plan_options", "Compile a run for GPUs that you do not have; show memory, communication and time"),
     "prepare": Command("prepare", "Tokenize a corpus into .bin/.idx files", jax=False),
     "generate": Command("generate", "Continue texts with a trained model"),

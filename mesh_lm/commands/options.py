@@ -15,6 +15,7 @@ import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from mesh_lm.commands.field_docs import field_docs, first_sentence
 from mesh_lm.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -67,7 +68,8 @@ def command(cls: type[T], argv: Sequence[str], description: str, prog: str = "")
     given = {name for name, _ in options}
     for name, field in fields.items():
         if name not in given and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            problems.append(f"{name}: missing; {expected(elements.get(name, hints[name]), '')}")
+            about = first_sentence(field_docs(cls).get(field.name, ""))
+            problems.append(f"{name}: missing; {about or expected(elements.get(name, hints[name]), '')}")
     refuse(problems)
     try:
         return cls(**{name.removeprefix("--"): value for name, value in values.items()})

@@ -30,9 +30,10 @@ from sharding_rules.lab.fixes import Fix, rank
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
-from sharding_rules.lab.saved import TRACE, content, write
-from sharding_rules.lab.summary import alike, flop, headline, ratios, whose
+from sharding_rules.lab.saved import TRACE, content, load, require_writable, write
+from sharding_rules.lab.summary import alike, amount, flop, headline, ratios, whose
 from sharding_rules.lab.text import screen
+from sharding_rules.lab.why import why
 
 
 def show(plan: Plan, config: TrainConfig) -> int:
@@ -54,6 +55,9 @@ def show(plan: Plan, config: TrainConfig) -> int:
         print(text, file=sys.stderr, flush=True)
 
     try:
+        if plan.plan != SCREEN:
+            _require_writable(plan.plan)
+        against = _against(plan, n_devices) if plan.against else None
         program = Program.of(config, plan.target, n_devices)
         if plan.plan != SCREEN:
             say(f"compiling {Path(config.output).name} for {n_devices:,} x {plan.target}")
@@ -70,13 +74,38 @@ def show(plan: Plan, config: TrainConfig) -> int:
         )
         if plan.max_microbatch:
             facts += largest_microbatch(config, n_devices, compiled, say=say)
+        compared = why(report, against) if against else ""
     except LabError as error:
         raise ConfigError(str(error)) from error
     state = {name: part.nbytes for name, part in program.declared.items()}
     _write(plan, report, findings, fixes, facts, state)
+    if compared:
+        print(compared)
     if not report.fits:
         raise ConfigError(refusal(report, fixes))
     return 0
+
+
+def _against(plan: Plan, n_devices: int) -> Report:
+    """Returns the report to compare with: a saved one, or that of another config on the same devices.
+
+    Raises LabError and ConfigError where there is none. A config of another size of mesh takes as many devices as its own mesh has.
+    """
+    path = Path(plan.against).expanduser()
+    if path.suffix == ".json" and path.name != "config.json":
+        return load(plan.against)
+    config = command_line.parse([f"--config={plan.against}"])
+    flags = flags_of(config, plan.target) if plan.flags == "auto" else plan.flags
+    devices = devices_for(config, plan.devices or (n_devices if -1 in config.mesh.sizes().values() else 0))
+    report = compile_config(config, plan.target, devices, options(flags))
+    return dataclasses.replace(report, name=Path(plan.against).stem)
+
+
+def _require_writable(file: str) -> None:
+    try:
+        require_writable(file)
+    except LabError as error:
+        raise ConfigError(str(error)) from error
 
 
 def refusal(report: Report, fixes: Sequence[Fix]) -> str:
@@ -99,7 +128,7 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
     if sums := reduced(report, config.rules):
         facts.append(("gradients", f"summed in {sums} (rules.reduction={config.rules.reduction})"))
     if n_params := getattr(model, "n_params", None):
-        facts.insert(0, ("parameters", f"{n_params() / 1e9:.4g} B"))
+        facts.insert(0, ("parameters", amount(n_params())))
     if report.model_flops:
         compiled = sum(report.flops.values())
         facts.append(("matmuls", f"{flop(compiled)} per device and step, {compiled / report.model_flops:.2f} x the model's"))
@@ -134,7 +163,7 @@ def _write(
     try:
         write(str(path), text)
     except LabError as error:
-        raise ConfigError(str(error).replace("cannot write ", "cannot write --plan=", 1)) from error
+        raise ConfigError(str(error)) from error
     print(f"wrote {path}")
 
 

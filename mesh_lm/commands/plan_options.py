@@ -29,6 +29,8 @@ class Plan:
     """Number of GPUs; 0: the size of the mesh; if an axis is -1, the fewest complete nodes that hold it."""
     max_microbatch: bool = False
     """Also compile larger and smaller microbatches, to find the most sequences per device that fit."""
+    against: str = ""
+    """Also say in one sentence which is slower, and why: a config, or the .json that a plan has written. A config is compiled as well."""
     flags: str = "auto"
     """Set of XLA flags to compile with (sharding_rules/lab/flags.py); auto: the flags of the run (launch.xla_flags)."""
 

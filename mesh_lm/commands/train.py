@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mesh_lm.commands.plan_options import Plan, parse_either
 from mesh_lm.config import TrainConfig
+from mesh_lm.errors import ConfigError
 from mesh_lm.training.ready import require_ready
 
 
@@ -24,7 +25,11 @@ def run(asked: tuple[Plan | None, TrainConfig]) -> int:
         from mesh_lm.commands.plan import show  # here, so that a mistake in the arguments is answered before Flax is imported
 
         return show(planned, config)
-    require_ready(config)
+    try:
+        require_ready(config)
+    except ConfigError:
+        require_ready(config, thorough=True)  # it names what else is wrong, for which it must import Flax
+        raise
     from mesh_lm.training import loop
 
     return loop.train(config).status

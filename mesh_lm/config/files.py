@@ -15,10 +15,12 @@ from types import ModuleType
 
 from mesh_lm.config import resolved
 from mesh_lm.config.run import TrainConfig
-from mesh_lm.errors import ConfigError, did_you_mean
+from mesh_lm.errors import ConfigError, did_you_mean, hub_hint
 
 DEFAULT = "configs/gpt_tiny.py"
 _PACKAGE = Path(__file__).resolve().parents[1]
+_OTHERS = {".yaml", ".yml", ".toml"}
+"""What the configs of other trainers end with."""
 _NAME = re.compile(r"\w+")
 """A config that is named, not one that is a path."""
 
@@ -31,11 +33,10 @@ def load(file: str) -> TrainConfig:
 
     Raises ConfigError for a file that is missing, cannot run, or has no get_config() that returns a TrainConfig.
     """
+    _require_config(file)
     path = _find(file)
     if path.suffix == ".json":
         return resolved.read(path, file, imported)
-    if path.suffix != ".py":
-        raise ConfigError(f"--config={file}: expected a .py file, or the config.json of a run")
     with _user_code(file, path):
         module = _executed(path)
     if not hasattr(module, "get_config"):
@@ -45,6 +46,34 @@ def load(file: str) -> TrainConfig:
     if not isinstance(config, TrainConfig):
         raise ConfigError(f"{file}: get_config() returned {type(config).__name__}; expected TrainConfig")
     return config
+
+
+def _require_config(file: str) -> None:
+    """Raises ConfigError for what is no config of ours, with what to do: YAML, a model directory, a name on the Hugging Face Hub."""
+    path = Path(file).expanduser()
+    if path.suffix in (".py", ".json") or _NAME.fullmatch(file):
+        return
+    name = path.name
+    if path.is_dir():
+        raise ConfigError(
+            f"--config={file}: a directory; a run's config is {file}/config.json, and a Hugging Face model becomes a run by "
+            f"mesh-lm import {file} --output=runs/{name}"
+        )
+    if not path.exists() and path.suffix not in _OTHERS and (hint := hub_hint(file)):
+        raise ConfigError(f"--config={file}: no such file{hint}, then mesh-lm import {file} --output=runs/{name}")
+    raise ConfigError(
+        f"--config={file}: a config is a .py file with get_config(), or the config.json of a run; `mesh-lm configs` lists some to copy"
+    )
+
+
+def shipped() -> dict[str, Path]:
+    """Returns the configs that come with mesh_lm, by name, in alphabetical order."""
+    return {path.stem: path for path in sorted((_PACKAGE / "configs").glob("[!_]*.py"))}
+
+
+def is_config(word: str) -> bool:
+    """Returns whether a word of a command line names a config: a Python file, a config.json, or one that comes with mesh_lm."""
+    return word.endswith((".py", ".json")) or bool(_NAME.fullmatch(word) and word in shipped())
 
 
 def imported(name: str, where: str) -> ModuleType:
@@ -81,9 +110,9 @@ def _find(file: str, where: str = "") -> Path:
             if (base / each).is_file():
                 return (base / each).resolve()
     if _NAME.fullmatch(file):
-        shipped = sorted(other.stem for other in (_PACKAGE / "configs").glob("[!_]*.py"))
-        near = did_you_mean(difflib.get_close_matches(file, shipped, n=1, cutoff=0.6))
-        raise ConfigError(f"--config={file}: no such file{near or '; give the path of a .py file, or one of ' + ', '.join(shipped)}")
+        known = [*shipped()]
+        near = did_you_mean(difflib.get_close_matches(file, known, n=1, cutoff=0.6))
+        raise ConfigError(f"--config={file}: no such file{near or '; give the path of a .py file, or one of ' + ', '.join(known)}")
     beside = [str(Path(file).with_name(other.name)) for base in bases for other in (base / path).parent.glob("[!_]*.py")]
     looked = "" if path.is_absolute() else f" in {' or '.join(map(str, dict.fromkeys(bases[:2])))}"
     near = did_you_mean(difflib.get_close_matches(file, beside, n=1, cutoff=0.8))

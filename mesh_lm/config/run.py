@@ -275,8 +275,8 @@ class TrainConfig:
     """Directory for checkpoints, metrics, plots and samples. With several hosts it must be on a disk that they share."""
     mesh: MeshConfig = MeshConfig(data=-1)
     rules: Rules = PRESETS["ddp"]
-    """Sharding rules: a preset (ddp, zero1, zero2, distributed, zero3, fsdp, hsdp, megatron, megatron_sp, megatron_2d, context_gather,
-    ulysses, ring, usp, by_node, diloco) or a product such as fsdp+megatron_sp.
+    """Sharding rules: a preset, or a product of presets such as fsdp+megatron_sp (docs/sharding.md). The presets are ddp, zero1, zero2,
+    distributed, zero3, fsdp, hsdp, megatron, megatron_sp, megatron_2d, context_gather, ulysses, ring, usp, by_node and diloco.
     +reduce_float32 sums FSDP's gradients in float32, +reduce_bfloat16 sums the gradients of all matrices in bfloat16, +reduce_int8 those
     along data in int8 with error feedback (docs/gradients.md)."""
     train: TrainLoop = TrainLoop()

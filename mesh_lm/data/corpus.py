@@ -29,11 +29,11 @@ from mesh_lm.data.encoding import encode, pieces
 from mesh_lm.data.epochs import Sources
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, write_documents
-from mesh_lm.data.megatron_corpus import NOT_SEALED, MegatronCorpus, stored_sources
+from mesh_lm.data.megatron_corpus import NOT_SEALED, MegatronCorpus, stored_sources, stored_vocabulary
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import SampleOrder
 from mesh_lm.data.sequences import Sequences
-from mesh_lm.data.tokenizer import FORMER, MIN_VOCAB, Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer import FORMER, MIN_VOCAB, Tokenizer, load_tokenizer, smaller_than_asked
 from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
@@ -207,6 +207,18 @@ def known_sources(config: DataConfig, outputs: Collection[str] = ()) -> Sources:
     return _load(directory).sources() if directory.exists() else {}
 
 
+def vocabulary_problems(config: DataConfig, model_vocab: int) -> list[str]:
+    """Returns whether the tokenizer is missing, or has ids that the model lacks. Reads no text, and uses no device."""
+    try:
+        if config.blend:
+            _require_ids(*stored_vocabulary(config), model_vocab, "the tokenizer of data.blend")
+        elif config.tokenizer:
+            _require_ids(load_tokenizer(config.tokenizer), None, model_vocab, f"data.tokenizer={config.tokenizer}")
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 def _source(
     config: DataConfig, tokenizer: Tokenizer | None, vocab: int, outputs: Collection[str],
     progress: Callable[[str], None] = lambda message: None,
@@ -274,7 +286,10 @@ def _build(
         compressed = [pool.submit(f, bytes(heldout)) for f in (_gzip, _xz)]
         if isinstance(tokenizer, int):
             progress(f"training a byte-level BPE of {tokenizer} entries on {sum(map(len, sample)) / 1e6:.1f} M characters")
-            tokenizer = Tokenizer.train(sample, tokenizer)
+            asked = tokenizer
+            tokenizer = Tokenizer.train(sample, asked)
+            if smaller := smaller_than_asked(tokenizer, asked):
+                progress(smaller)
         tokenizer.save(directory)
         del sample
         progress("encoding")

@@ -72,7 +72,7 @@ class MegatronCorpus(Dataset):
                     f"warning: {member.prefix}.json is not there, or not what `prepare` wrote with the tokenizer: the bytes are estimated"
                 )
         self.weights = normalized(weights) if weights else None
-        self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0])
+        self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0].prefix)
         self.fingerprint, self.eod = self._tokenizer_of_all(progress)
         self.cache = IndexCache(config.cache, progress)
         if unsealed := [member.prefix for member in self._all if not member.documents.is_sealed]:
@@ -184,28 +184,43 @@ def stored_sources(config: DataConfig) -> Sources:
     return _sources(prefixes, [stored_tokens(Path(prefix).expanduser()) for prefix in prefixes], normalized(weights) if weights else None)
 
 
+def stored_vocabulary(config: DataConfig) -> tuple[Tokenizer | None, int | None]:
+    """Returns the tokenizer of config.blend and its end-of-document token, as far as they are known without opening the data."""
+    prefixes, _ = parse(config.blend)
+    first = Path(prefixes[0]).expanduser()
+    tokenizer = _tokenizer(config, str(first))
+    if tokenizer:
+        return tokenizer, tokenizer.eod
+    return None, _about(first).get("eod")
+
+
 def _sources(prefixes: list[str], tokens: list[int], weights: list[float] | None) -> Sources:
     if weights is None:
         return {f"data.blend={','.join(prefixes)}": (sum(tokens), 1.0)}
     return dict(zip(prefixes, zip(tokens, weights, strict=True), strict=True))
 
 
-def _tokenizer(config: DataConfig, first: MegatronPrefix) -> Tokenizer | None:
+def _tokenizer(config: DataConfig, first: str) -> Tokenizer | None:
+    """Returns data.tokenizer, or the one beside the first prefix, or None."""
     if config.tokenizer:
         return load_tokenizer(config.tokenizer)
-    beside = Path(f"{first.prefix}.tokenizer")
+    beside = Path(f"{first}.tokenizer")
     return load_tokenizer(str(beside)) if beside.exists() else None
 
 
 def _prefix(prefix: str) -> MegatronPrefix:
     documents = Documents(Path(prefix).expanduser())
+    return MegatronPrefix(documents, documents.fingerprint(), _about(documents.prefix))
+
+
+def _about(prefix: str | Path) -> dict[str, Any]:
+    """Returns the contents of <prefix>.json; empty without it. Raises ConfigError if it cannot be read."""
     try:
-        about = strict_json.read(Path(f"{documents.prefix}.json"))
+        return strict_json.read(Path(f"{prefix}.json"))
     except FileNotFoundError:
-        about = {}
+        return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{documents.prefix}.json cannot be read ({error}); prepare the data again, or remove it") from error
-    return MegatronPrefix(documents, documents.fingerprint(), about)
+        raise ConfigError(f"{prefix}.json cannot be read ({error}); prepare the data again, or remove it") from error
 
 
 class BlendedOrder:

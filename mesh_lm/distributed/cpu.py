@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import jax
 
@@ -24,12 +24,12 @@ def set_threads(processes: int, environment: MutableMapping[str, str] = os.envir
 
     processes: of the run. With one device in all there are no collectives, and the number of threads stays that of the cores.
     """
-    devices = _devices(environment)
+    devices = local_devices(environment)
     if processes * devices > 1:
         environment.setdefault(_VARIABLE, str(max(THREADS * devices, os.cpu_count() or 1)))
 
 
-def _devices(environment: MutableMapping[str, str]) -> int:
+def local_devices(environment: Mapping[str, str] = os.environ) -> int:
     """Returns the number of CPU devices that JAX will make in this process."""
     configured: int = jax.config.values["jax_num_cpu_devices"]
     flag = _FLAG.search(environment.get("XLA_FLAGS", ""))

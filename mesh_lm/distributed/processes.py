@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -27,6 +28,7 @@ from mesh_lm.distributed.phases import Phases
 from mesh_lm.distributed.prefix import log_prefix
 from mesh_lm.errors import ConfigError, ReplacedError, StorageError, storage_failed
 from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_INTERRUPTED, EXIT_REPLACED, EXIT_STALLED, EXIT_UNEXPECTED
+from mesh_lm.launch.environment import ELASTIC
 from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import is_loopback
@@ -115,6 +117,17 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
         print(flags, flush=True)
     if slot and not jax.distributed.is_initialized():
         join(slot, launch.timeout, config.health.heartbeat, rendezvous.describe(_shared(config), command or {}))
+
+
+def expected_devices(config: TrainConfig) -> int | None:
+    """Returns the number of devices that the run will have, without starting JAX; None if only JAX can tell."""
+    if os.environ.get(ELASTIC):  # fewer nodes may have come
+        return None
+    sizes = config.mesh.sizes().values()
+    if gpu.visible(os.environ):
+        return None if -1 in sizes else math.prod(sizes)
+    slot = ProcessSlot.of(config.launch)
+    return (slot.count if slot else 1) * (config.launch.cpu_devices or cpu.local_devices())
 
 
 def join(slot: ProcessSlot, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:

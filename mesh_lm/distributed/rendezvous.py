@@ -27,7 +27,7 @@ import jax
 from mesh_lm.distributed import gpu
 from mesh_lm.errors import ConfigError, listed
 from mesh_lm.launch import protocol
-from mesh_lm.launch.messages import number_ranges
+from mesh_lm.launch.messages import QUIET, number_ranges
 from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import LOOPBACK, Peer, is_loopback, listen
@@ -127,18 +127,21 @@ def _host(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any
     except OSError as error:
         return f"process 0 cannot listen on port {port}: {error.strerror}; choose a free port for launch.coordinator", True
     guests = _Guests(listener, slot.count, own, secret)
+    quiet_until: float | None = time.monotonic() + QUIET
     try:
         missed = False
         while guests.presented < slot.count - 1 and not missed:
             time.sleep(_TICK)
             guests.hear()
+            if quiet_until and time.monotonic() > quiet_until and (absent := guests.absent()):
+                _say(f"process 0 waits for {absent} of {slot.count} at {slot.coordinator}, for up to {timeout:g} s")
+                quiet_until = None
             if guests.problem:  # processes that are late should receive it too
                 deadline = min(deadline, time.monotonic() + _GRACE)
             missed = time.monotonic() > deadline
         problem, missed = guests.problem, missed and not guests.problem
         if missed:
-            absent = number_ranges(sorted({*range(1, slot.count)} - guests.by_index.keys()))
-            problem = f"{absent} of {slot.count} did not connect to {slot.coordinator} within {timeout:g} s"
+            problem = f"{guests.absent()} of {slot.count} did not connect to {slot.coordinator} within {timeout:g} s"
             problem += f"; see their logs, check launch.processes, and that they can reach that address{guests.refused}"
         elif not problem and (left := guests.gone()):
             problem = f"{number_ranges(left)} of {slot.count} connected to {slot.coordinator} and disconnected; see their logs"
@@ -213,6 +216,10 @@ class _Guests:
             self.by_index[index] = caller
         self.problem = self.problem or _difference(self._own, other)
 
+    def absent(self) -> str:
+        """Returns the processes that have not presented themselves, as text; empty: all have."""
+        return number_ranges(sorted({*range(1, self._count)} - self.by_index.keys()))
+
     def gone(self) -> list[int]:
         """Returns the processes that have hung up."""
         for peer in self.by_index.values():
@@ -240,6 +247,7 @@ class _Guests:
 def _visit(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any], secret: Secret) -> tuple[str, bool]:
     """The other processes' side. Returns as `_host` does."""
     why: object = "it did not answer"
+    quiet_until: float | None = time.monotonic() + QUIET
     while True:
         try:
             connection = socket.create_connection(slot.address, timeout=max(0.01, deadline - time.monotonic()))
@@ -255,6 +263,9 @@ def _visit(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, An
                 why = f"{host.refused}: {_SAME}" if host.refused else "it hung up" if not host.open else why
         except (OSError, ValueError) as error:
             why = error
+        if quiet_until and time.monotonic() > quiet_until:
+            _say(f"process {slot.index} waits for process 0 at {slot.coordinator}, for up to {timeout:g} s")
+            quiet_until = None
         if time.monotonic() > deadline:
             how = f"process {slot.index} found no process 0 at {slot.coordinator} within {timeout:g} s ({why}); "
             return how + "start it, or correct launch.coordinator", True
@@ -263,8 +274,12 @@ def _visit(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, An
 
 def _warn(text: str) -> None:
     """Prints what may keep this process waiting until its time is over."""
+    _say(f"warning: {text}")
+
+
+def _say(text: str) -> None:
     with contextlib.suppress(OSError):
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:

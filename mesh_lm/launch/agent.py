@@ -20,6 +20,7 @@ from mesh_lm.launch.environment import BEGUN, ELASTIC, GENERATION, LEAST, SECRET
 from mesh_lm.launch.generation import AT_ONCE, UNKILLABLE, SignalPlan, log
 from mesh_lm.launch.job import VARIABLES as JOB_VARIABLES
 from mesh_lm.launch.job import Job
+from mesh_lm.launch.messages import QUIET
 from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import LOOPBACK, Peer, free_port
 from mesh_lm.launch.worker import Worker
@@ -58,6 +59,7 @@ class Agent:
         self._status: int | None = None
         self._reported, self._ticked, self._welcome = 0.0, time.monotonic(), False
         self._since, self._patience, self._why = time.monotonic(), job.first_wait, ""
+        self._silent = True  # whether the log has yet to say for whom this node waits
 
     def run(self) -> int:
         """Runs until the job has ended, and returns its status."""
@@ -119,6 +121,10 @@ class Agent:
             log(f"node {self._job.node} is giving up: no answer from {where} within {self._patience:g} s{self._why}")
             self._status = EXIT_STALLED
             return
+        if self._silent and time.monotonic() - self._since > QUIET:
+            where = f"the controller at {self._address[0]}:{self._address[1]}"
+            log(f"node {self._job.node} waits for {where}, for up to {self._patience:g} s")
+            self._silent = False
         try:
             self._peer = Peer(socket.create_connection(self._address, timeout=_RETRY), self._secret, PURPOSE, serves=False)
         except OSError as error:

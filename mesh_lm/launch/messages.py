@@ -27,6 +27,8 @@ _SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "a bug in native code, or faulty memory",
 }
 _ABORTED = "usual cause: JAX's coordination service aborted it, because another process had died or stopped responding"
+QUIET = 2.0
+"""Seconds after which a node or a process that has no answer says for whom it waits."""
 GONE = "is gone: its launcher exited, or closed the connection"
 _SILENT = 3.0
 """Seconds without a heartbeat that are reported."""

@@ -29,7 +29,7 @@ from sharding_rules.lab import LabError, Report, compile_module, compile_report,
 from sharding_rules.lab.flags import auto
 from sharding_rules.lab.hlo import Module
 from sharding_rules.lab.report import CompilerMissing, Slot
-from sharding_rules.lab.targets import NODE, TARGETS
+from sharding_rules.lab.targets import NODE, TARGETS, require_whole_nodes
 
 
 def devices_for(config: TrainConfig, devices: int | None) -> int:
@@ -51,6 +51,8 @@ class Program:
     @classmethod
     def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
         """Raises ConfigError if the config cannot run on n_devices, and LabError if the compiler for the target is missing."""
+        if target in TARGETS:
+            require_whole_nodes(TARGETS[target], n_devices)  # first: what fits a part of a node is no help
         config = check(config, n_devices)
         try:
             mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))

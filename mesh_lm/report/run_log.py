@@ -32,16 +32,22 @@ class RunLog:
         now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
         self.write(f"--- {now}, process {os.getpid()} on {socket.gethostname()}\n")
 
-    def open(self, output: Path) -> None:
-        """Appends to log.txt in this directory from here on. Call it when no other run writes there."""
+    def open(self, output: Path) -> bool:
+        """Appends to log.txt in this directory from here on, and returns whether an earlier start has written there.
+
+        Call it when no other run writes there.
+        """
         if not self._speaks:
-            return
+            return False
+        continues = False
         try:
             output.mkdir(parents=True, exist_ok=True)
+            continues = (output / "log.txt").exists()
             self._file = os.open(output / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             self._report(error)
         self.flush()
+        return continues
 
     def say(self, text: str) -> None:
         """Prints a line and writes it to the log."""

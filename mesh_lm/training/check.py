@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from mesh_lm import optim
@@ -20,7 +20,7 @@ from mesh_lm.training.check_islands import island_problems
 from mesh_lm.training.check_recovery import recovery_problems
 from mesh_lm.training.check_reduction import reduction_problems
 from mesh_lm.training.check_residual import residual_problems
-from sharding_rules import ISLAND, PRESETS, TABLES, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes
+from sharding_rules import ISLAND, PRESETS, TABLES, MeshConfig, MeshError, axes_of, did_you_mean, row_of, setting, unknown_scopes, would_fit
 from sharding_rules.rules import FLAT, Column, Kind
 
 
@@ -33,15 +33,30 @@ def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -
     try:
         mesh = config.mesh.resolve(n_devices)
     except MeshError as error:
-        problems.append(str(error))
+        problems.append(error.problem + would_fit(_that_run(config, error.choices, n_devices)))
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
-    config = dataclasses.replace(config, mesh=mesh)
-    of_rules = _mesh_axes, _unused_axes, _unsupported_rows, context_problems, island_problems, reduction_problems, residual_problems
-    for part in (*of_rules, _flat, _sizes, head_problems, _batch, _halves, _layer_runs, _pipeline, _permuted):
-        problems += part(config)
+    problems += _problems_on(config, mesh)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
-    return config
+    return dataclasses.replace(config, mesh=mesh)
+
+
+def _that_run(config: TrainConfig, choices: Sequence[tuple[str, MeshConfig]], n_devices: int) -> list[tuple[str, MeshConfig]]:
+    """Returns the meshes on which the config has no other problem, the nearest two of each axis."""
+    running: list[tuple[str, MeshConfig]] = []
+    for axis, mesh in choices:
+        enough = sum(known == axis for known, _ in running) == 2
+        if not enough and not _problems_on(config, mesh.resolve(n_devices)):
+            running.append((axis, mesh))
+    return running
+
+
+def _problems_on(config: TrainConfig, mesh: MeshConfig) -> list[str]:
+    """Returns what keeps the config from running on a mesh whose sizes are all known."""
+    config = dataclasses.replace(config, mesh=mesh)
+    of_rules = _mesh_axes, _unused_axes, _unsupported_rows, context_problems, island_problems, reduction_problems, residual_problems
+    of_sizes = _flat, _sizes, head_problems, _batch, _halves, _layer_runs, _pipeline, _permuted
+    return [problem for part in (*of_rules, *of_sizes) for problem in part(config)]
 
 
 def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:

@@ -75,7 +75,7 @@ def _train(
     # 1. A config that cannot run stops here, with all problems at once.
     section, rule = own_rule(config.optimizer, optimizer) if optimizer else (config.optimizer, None)
     config = dataclasses.replace(config, optimizer=section)
-    require_ready(config, data, thorough=True)
+    require_ready(config, data, rule=rule, thorough=True)
     distributed.start(config, phases=phases)
     examined = own_kernels.examine(config)
     config = check(elastic.fit(config, rule=rule), jax.device_count(), rule)
@@ -106,11 +106,13 @@ def _train(
         # 4. The loop, and then the held-out loss, a plot and a text.
         with distributed.collective_errors():
             tokenizer = keep_tokenizer(config.output, corpus.tokenizer(), config.init_from)
-            log.open(checkpoints.directory.parent)
+            restarted = log.open(checkpoints.directory.parent)
             monitor = Monitor(config, layout, corpus, phases, run.step, log)
         with monitor, closing(batches.train()) as training:
             if saved:
                 monitor.note(_resumed(saved, run, batches))
+            elif restarted:
+                monitor.note(f"no checkpoint yet: starts at step 0{_first_save(config)}")
             if every := config.health.replay_every:
                 step = ReplayedStep(step, every, run, monitor)
             between = Between(run, checkpoints, batches, monitor, phases, stop, callbacks)
@@ -155,6 +157,11 @@ def _resumed(saved: SavedCheckpoint, run: Run, batches: Batches) -> str:
         return f"resumed at step {run.step} ({saved.certificate}){changes}"
     done = f"already finished (step {run.step} of {run.config.train.steps}): nothing to do; raise train.steps to train on"
     return f"{done} ({saved.certificate}){changes}"
+
+
+def _first_save(config: TrainConfig) -> str:
+    every = config.checkpoint.every
+    return f"; the first is saved after step {every}" if 0 < every < config.train.steps else "; one is saved at the end"
 
 
 class Between:

@@ -27,6 +27,12 @@ def opening(config: TrainConfig, layout: ModelLayout, data: Dataset) -> list[str
         f"corpus {data.name}: {data.train_tokens:,} training tokens, {epochs:.2f} epochs"
         + (": the same text again and again; more of it, or fewer steps, would teach a model more" if epochs >= _MANY else ""),
     ]
+    steps, warmup_steps = config.train.steps, config.optimizer.warmup_steps
+    if warmup_steps and steps < 2 * warmup_steps:
+        lines.append(
+            f"warning: optimizer.warmup_steps={warmup_steps} is more than half of train.steps={steps}: "
+            + ("the run ends before the learning rate reaches its peak" if steps < warmup_steps else "most of the run is warm-up")
+        )
     if told := data.loss_of_bytes:
         lines.append(f"warning: {told}")
     capability = capability_of(device) if device.platform == "gpu" else None

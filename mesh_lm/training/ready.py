@@ -23,6 +23,7 @@ from mesh_lm.report.weights_and_biases import require_login
 
 if TYPE_CHECKING:
     from mesh_lm.data.dataset import Dataset
+    from mesh_lm.optim import Rule
 
 _PROBE = 4096
 """Bytes that are written to find out whether the output's disk takes any."""
@@ -30,22 +31,23 @@ _STATE_BYTES = {"adamw": 12, "muon": 8, "lion": 8}
 """Bytes of a checkpoint per parameter, at least; of other optimizers only the weights are counted."""
 
 
-def require_ready(config: TrainConfig, data: Dataset | None = None, *, thorough: bool = False) -> None:
+def require_ready(config: TrainConfig, data: Dataset | None = None, *, rule: Rule | None = None, thorough: bool = False) -> None:
     """Raises ConfigError that lists what is missing: text to train on, a writable output, a login to Weights & Biases.
 
     Raises StorageError if nothing but a full or failing disk is in the way.
 
     Args:
       data: what the run was given to train on, instead of what the config names.
-      thorough: also whether the output has room for a checkpoint and, for a new run, if the text was counted before, data.max_epochs. It
-        imports Flax.
+      rule: the optimizer's, as for `check`.
+      thorough: also whether the output has room for a checkpoint, whether the model has the ids of the tokenizer, for a new run, if the
+        text was counted before, data.max_epochs, and what `check` says, as far as the devices are known. It imports Flax.
     """
     slot = ProcessSlot.of(config.launch)
     is_first = slot is None or slot.index == 0
     # What one host lacks ends the other processes, too, if a launcher sees it; else it is found when they are connected, and all report it.
     checks_files = slot is None or slot.count == 1 or HEARTBEAT in os.environ
     problems: list[str] = list(_data(config, with_files=checks_files)) if data is None else []
-    counted = thorough and checks_files and is_first and not problems
+    reads_data = thorough and checks_files and is_first and not problems
     full = False
     checks: list[Callable[[], None]] = [lambda: _require_output(config, with_room=thorough)] if checks_files else []
     if config.wandb and is_first:  # the process that writes the metrics
@@ -56,8 +58,12 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, thorough:
         except ConfigError as error:
             problems.append(str(error))
             full = full or storage_failed(error)
-    if counted and not _has_begun(config):  # which then warns, if at all
+    if reads_data and data is None:
+        problems += _vocabulary(config)
+    if reads_data and not _has_begun(config):  # which then warns, if at all
         problems += _epochs(config, data)
+    if problems and thorough:  # otherwise `check` reports its own when the devices are there
+        problems += _of_config(config, rule)
     if problems:
         message = listed("this run cannot start", problems)
         raise StorageError(message) if full and len(problems) == 1 else ConfigError(message)
@@ -149,6 +155,28 @@ def _epochs(config: TrainConfig, data: Dataset | None) -> list[str]:
         return epochs_problems(config, known_sources(config.data, config.outputs.values()) if data is None else data.sources())
     except ConfigError as error:
         return [str(error)]
+
+
+def _vocabulary(config: TrainConfig) -> list[str]:
+    """Whether the model has all ids of the tokenizer."""
+    from mesh_lm.data.corpus import vocabulary_problems
+
+    return vocabulary_problems(config.data, config.model.vocab_size)
+
+
+def _of_config(config: TrainConfig, rule: Rule | None) -> list[str]:
+    """What `check` says of the config, as far as the number of devices is known before JAX has looked for them."""
+    from mesh_lm import distributed
+    from mesh_lm.training.check import check
+
+    n_devices = distributed.expected_devices(config)
+    if n_devices is None:
+        return []
+    try:
+        check(config, n_devices, rule)
+    except ConfigError as error:
+        return str(error).split("\n  - ")[1:]
+    return []
 
 
 def _size(n_bytes: float) -> str:

@@ -36,6 +36,20 @@ def content(
     return chrome_trace(report) if file.endswith(TRACE) else json.dumps({"report": json.loads(report.to_json())})
 
 
+def require_writable(file: str) -> None:
+    """Raises LabError where `write` could not write, before anything is compiled for it."""
+    path = Path(file).expanduser()
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise LabError(f"cannot write {file}: {error.strerror}") from error
+
+
 def write(file: str, text: str) -> None:
     """Makes the folder, too. Raises LabError where it cannot."""
     path = Path(file).expanduser()

@@ -66,6 +66,14 @@ def flop(n: float) -> str:
     return f"{n / 1e6:,.1f} MFLOP"
 
 
+def amount(n: float) -> str:
+    """A number of parameters with four digits: 174.6 B, 124.4 M, 41.28 k."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= scale:
+            return f"{n / scale:.4g} {unit}"
+    return f"{n:.0f}"
+
+
 def percent(part: float, whole: float) -> str:
     """13 %; less than a half of one, but something: <1 %."""
     share = 100 * part / whole if whole else 0.0

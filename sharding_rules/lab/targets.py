@@ -128,6 +128,15 @@ def lower_for(target: Target | str, n_devices: int | None = None, extra: Sequenc
     return make_mesh(config.resolve(n_devices), devices(target, n_devices))
 
 
+def require_whole_nodes(target: Target, n_devices: int) -> None:
+    """Raises LabError, which names the nearest numbers, unless the devices fit one node or fill several."""
+    node = target.node
+    if n_devices < 1 or (n_devices > node and n_devices % node):
+        near = [n for n in (n_devices // node * node, -(-n_devices // node) * node) if n > 0] or [node]
+        fix = " or ".join(f"{n:,}" for n in near)
+        raise LabError(f"{n_devices} devices do not fill whole nodes of {node} {target.name}; take {fix}")
+
+
 def h100(**axes: int) -> Mesh:
     """`h100(data=2, tensor=4)`: eight H100s that you do not have."""
     return lower_for("h100", None, (), **axes)
@@ -139,8 +148,7 @@ def devices(target: Target | str, n_devices: int) -> list[Any]:
         if target not in TARGETS:
             raise LabError(f"no target {target!r}{did_you_mean(target, list(TARGETS))}")
         target = TARGETS[target]
-    if n_devices < 1 or (n_devices > target.node and n_devices % target.node):
-        raise LabError(f"{n_devices} devices do not fill whole nodes of {target.node} {target.name}; take a multiple of {target.node}")
+    require_whole_nodes(target, n_devices)
     return list(topology_of(TopologyRequest(target.config(), n_devices, min(n_devices, target.node))))
 
 

@@ -81,7 +81,12 @@ class _Screen:
         of_advice = min(lines(*advice), left // 2)
         tables = (report.memory.buffers, rows(report, by_axes))
         n_buffers, n_rows = _share(left - of_advice - 2, len(alike(tables[0])), len(tables[1]))
-        yield Group(head, "", memory, "", _buffers(report, n_buffers), "", _collectives(tables[1], width, n_rows), *segments, sums, "")
+        narrow = width < _NARROW
+        tables_of_buffers = (_buffers(report, most, narrow=narrow) for most in range(n_buffers, 2, -1))
+        # In a narrow table a row may take several lines: all those that the collectives leave.
+        most_lines = 1 + max(n_buffers, left - of_advice - 2 - min(n_rows, len(tables[1])))
+        live = next((table for table in tables_of_buffers if lines(table) <= most_lines), _buffers(report, 3, narrow=narrow))
+        yield Group(head, "", memory, "", live, "", _collectives(tables[1], width, n_rows), *segments, sums, "")
         yield from _until(advice, lines, of_advice, report.vocabulary.page_option)
         yield foot
 
@@ -115,7 +120,7 @@ def _head(report: Report, facts: Sequence[tuple[str, str]]) -> RenderableType:
 def _table(*columns: tuple[str, dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True, header_style="dim")
     for name, how in columns:
-        table.add_column(name, no_wrap=True, overflow="ellipsis", **how)
+        table.add_column(name, **{"no_wrap": True, "overflow": "ellipsis"} | how)
     return table
 
 
@@ -161,9 +166,11 @@ class Bar:
                 yield Segment("│" if cell == at else " ", Style(dim=True))
 
 
-def _buffers(report: Report, most: int) -> RenderableType:
+def _buffers(report: Report, most: int, *, narrow: bool) -> RenderableType:
+    """narrow: what names the source line goes on in the next line, and is never cut."""
     merged, unit = alike(report.memory.buffers), Unit.of(report.peak_bytes)
-    table = _table(("live at the peak", {"min_width": 16}), (unit.name, _NUMBER), ("largest", {"max_width": 34}), ("whose", {"ratio": 1}))
+    largest, whose_column = {"max_width": 20 if narrow else 34}, {"ratio": 1} | ({"no_wrap": False, "overflow": "fold"} if narrow else {})
+    table = _table(("live at the peak", {"min_width": 16}), (unit.name, _NUMBER), ("largest", largest), ("whose", whose_column))
     shown = merged if len(merged) <= most else merged[: most - 1]
     for n, buffer in shown:
         _add(table, buffer.kind, unit(n * buffer.bytes), f"{n} x {buffer.shape}" if n > 1 else buffer.shape, whose(buffer))

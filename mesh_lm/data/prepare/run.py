@@ -30,7 +30,7 @@ from mesh_lm.data.prepare import plan, worker
 from mesh_lm.data.prepare.plan import ReadPlan, TextShard
 from mesh_lm.data.prepare.progress import Display
 from mesh_lm.data.prepare.unfinished import Totals, Unfinished
-from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer, smaller_than_asked
 from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
@@ -222,7 +222,10 @@ def _train(work: ReadPlan, vocab: int, settings: worker.Settings, output: TextIO
             if quota <= 0:
                 break
     print(f"training a byte-level BPE of {vocab} entries on {sum(map(len, texts)) / 1e6:.1f} M characters", file=output, flush=True)
-    return Tokenizer.train(texts, vocab)
+    tokenizer = Tokenizer.train(texts, vocab)
+    if smaller := smaller_than_asked(tokenizer, vocab):
+        print(smaller, file=output, flush=True)
+    return tokenizer
 
 
 def _vocab_to_train(tokenizer: str) -> int:

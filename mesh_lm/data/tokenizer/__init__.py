@@ -4,7 +4,7 @@ Four kinds share one interface (`base.Tokenizer`): Hugging Face's tokenizer.json
 tiktoken rank files (`ranks`), and plain bytes (`plain_bytes`).
 """
 
-from mesh_lm.data.tokenizer.base import EOD, FORMER, MIN_VOCAB, DecodeStream, Tokenizer
+from mesh_lm.data.tokenizer.base import EOD, FORMER, MIN_VOCAB, DecodeStream, Tokenizer, smaller_than_asked
 from mesh_lm.data.tokenizer.load import load_tokenizer
 
-__all__ = ["EOD", "FORMER", "MIN_VOCAB", "DecodeStream", "Tokenizer", "load_tokenizer"]
+__all__ = ["EOD", "FORMER", "MIN_VOCAB", "DecodeStream", "Tokenizer", "load_tokenizer", "smaller_than_asked"]

@@ -165,6 +165,13 @@ class DecodeStream:
         return text
 
 
+def smaller_than_asked(tokenizer: Tokenizer, asked: int) -> str:
+    """Returns what to tell the user of a tokenizer with fewer entries than were asked for; empty if it has all of them."""
+    if tokenizer.vocab_size >= asked:
+        return ""
+    return f"the tokenizer has {tokenizer.vocab_size} entries instead of {asked}: the text repeats too little to make more"
+
+
 def fingerprint(kind: str, meaning: bytes, eod: int) -> str:
     """Returns the SHA-256 (hex) of a tokenizer."""
     return hashlib.sha256(f"{kind}\0{eod}\0".encode() + meaning).hexdigest()

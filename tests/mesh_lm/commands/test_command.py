@@ -68,7 +68,7 @@ def test_values(argv: list[str], changes: dict):
 @pytest.mark.parametrize(
     ("argv", "problems"),
     [
-        ([], ["--output: missing; expected str", "--flour: missing; expected str"]),
+        ([], ["--output: missing; Where the bread goes", "--flour: missing; What it is made of"]),
         ([*REQUIRED, "--degres=3"], ["--degres: no such option; did you mean --degrees?"]),
         ([*REQUIRED, "--sauce=3"], ["--sauce: no such option; see --help"]),
         ([*REQUIRED, "--config=x.py"], ["--config: no such option; see --help"]),

@@ -165,8 +165,6 @@ def test_every_problem_at_once(config: str) -> None:
         --config.model.sinks=yes --config.model.sinks --config.model.window=1,b --config.model.depth=x --config.model.act=f
         --config.rules=fspd+megatron --confg=x --model.n_layers 4 --foo=1 bar mine.py"""
     assert problems_of(f"--config={config}", *argv.split()) == [
-        "bar: belongs to no option",
-        "mine.py: belongs to no option; did you mean --config=mine.py?",
         "--config.model.n_layer: no such field; did you mean --config.model.n_layers?",
         "--config.n_layers: no such field; did you mean --config.model.n_layers?",
         "--config.trian.steps: no such field; did you mean --config.train.steps?",
@@ -184,6 +182,8 @@ def test_every_problem_at_once(config: str) -> None:
         "--config.rules=fspd+megatron: no rules preset 'fspd'; did you mean 'fsdp'?",
         "--confg: no such field; did you mean --config?",
         "--foo: no such field; see --help",
+        "bar: belongs to no option",
+        "mine.py: belongs to no option; did you mean --config=mine.py?",
     ]
 
 
@@ -222,7 +222,9 @@ def test_missing_file(config: str, tmp_path: Path) -> None:
     assert error_of("--config=minne.py") == f"--config=minne.py: no such file in {tmp_path} or {root}; did you mean mine.py?"
     assert error_of(f"--config={tmp_path}/minne.py") == f"--config={tmp_path}/minne.py: no such file; did you mean {tmp_path}/mine.py?"
     Path("mine.yaml").touch()
-    assert error_of("--config=mine.yaml") == "--config=mine.yaml: expected a .py file, or the config.json of a run"
+    assert error_of("--config=mine.yaml").startswith(
+        "--config=mine.yaml: a config is a .py file with get_config(), or the config.json of a run; "
+    )
 
 
 def test_a_file_beside_the_package_is_found_from_anywhere(config: str) -> None:
@@ -234,27 +236,39 @@ def test_post_init_of_the_user(config: str) -> None:
     assert error_of(f"--config={config}", "--config.model.n_layers=13") == "mine.py: 13 layers sink"
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help(config: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flag", ["--help", "-h", "--help-all"])
+def test_help(config: str, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options as the docs spell them, with their values; the complete help has types and all that is known."""
+    if flag != "--help-all":  # which is laid out in columns where there is room
+        monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as caught:
         parse([f"--config={config}", flag])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     words = " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
-    missing = [name for name in leaves(parse([f"--config={config}"])) if f"{name} " not in words]
-    assert not missing
-    for expected in (
-        "the defaults below are those of mine.py",
-        "--config.model.n_layers INT How deep, in fathoms. (default: 5)",
-        "--config.model.vocab_size INT Token ids run from 0 to vocab_size - 1. (default: 4096)",
-        "--config.model.experts.count INT Experts in one block. (default: 8)",
-        "--config.model.norm {layernorm,rmsnorm} Which norm. (default: layernorm)",
-        "--config.optimizer.learning_rate FLOAT Peak learning rate. (default: 0.0002)",
-        "--config.launch.deterministic {true,false} On a GPU, use only",
-        f"--config.rules {{{','.join(PRESETS).replace('megatron,', 'megatron, ', 1)}}}[+...] Sharding rules",
+    hidden = {name for name in leaves(parse([f"--config={config}"])) if f"--{name.removeprefix('--config.')}" not in words}
+    assert "--config." not in words and "--model.n_layers" in words and ("--data.threads" in words) == (flag == "--help-all")
+    assert not hidden and "the values below are those of mine.py" in words
+    complete = (
+        "--model.n_layers INT How deep, in fathoms. (default: 5)",
+        "--model.vocab_size INT Token ids run from 0 to vocab_size - 1. (default: 4096)",
+        "--model.experts.count INT Experts in one block. (default: 8)",
+        "--model.norm {layernorm,rmsnorm} Which norm. (default: layernorm)",
+        "--launch.deterministic {true,false} On a GPU, use only",
         "(default: 'ddp (changed)')",
-        "--config.mesh.tensor INT Shards of each matmul (tensor parallelism); keep them inside a node. (default: 1)",
-    ):
+    )
+    short = (
+        "--model.n_layers=5 How deep, in fathoms ",
+        "--model.vocab_size=4096 Token ids run from 0 to vocab_size - 1 ",
+        "--model.experts.count=8 Experts in one block ",
+        "--model.norm=layernorm Which norm [layernorm, rmsnorm] ",
+        "--model.act=abs What is done to a number ",
+        "--optimizer.learning_rate=0.0002 Peak learning rate ",
+        "--launch.deterministic=false On a GPU, use only operations that give the same bits every time",
+        "--rules=ddp (changed) Sharding rules: a preset",
+        "--mesh.tensor=1 Shards of each matmul (tensor parallelism); keep them inside a node ",
+    )
+    for expected in complete if flag == "--help-all" else short:
         assert expected in words
 
 

@@ -40,7 +40,8 @@ MISTAKES = {
     "fly": f"mesh-lm has no command 'fly'; it has {', '.join(COMMANDS)}",
     "--print-completion=csh": "--print-completion=csh: expected one of bash, zsh, tcsh, fish",
     "generate --propmt=a": (
-        "bad command line\n  - --propmt: no such option; did you mean --prompt?\n  - --checkpoint: missing; expected str"
+        "bad command line\n  - --propmt: no such option; did you mean --prompt?\n  - --checkpoint: missing; "
+        "A run's output directory (its newest checkpoint), one step in its `checkpoints`, or a Hugging Face model directory"
     ),
     "bench lodaer": "mesh-lm bench lodaer: no such benchmark; did you mean loader?; see mesh-lm bench",
     "launch --devices=4 trian.py": f"trian.py: no such script in {ROOT}; did you mean train.py?",

@@ -54,9 +54,29 @@ def test_one_command_three_forms(plan, tmp_path: Path, capsys) -> None:
     assert not [finding for finding in found["findings"] if finding["severity"] == "error"]
 
 
-def test_a_page_that_cannot_be_written_is_one_error(plan) -> None:
-    with pytest.raises(ConfigError, match=r"cannot write --plan=/proc/report\.html"):
+def test_a_page_that_cannot_be_written_is_one_error(plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is compiled for it."""
+    monkeypatch.setattr(command.Program, "of", lambda *about: pytest.fail("compiles"))
+    with pytest.raises(ConfigError, match=r"^cannot write /proc/report\.html: "):
         plan("gpt_175b", "--plan=/proc/report.html", "--devices=8", **SMALL)
+
+
+def test_devices_that_are_no_whole_nodes(plan) -> None:
+    """Refused before the mesh, for which sizes of a part of a node would be suggested."""
+    with pytest.raises(ConfigError, match=r"^12 devices do not fill whole nodes of 8 h100; take 8 or 16$"):
+        plan("gpt_175b", "--plan", "--devices=12", **SMALL)
+
+
+def test_another_plan_is_compared(plan, tmp_path: Path, capsys) -> None:
+    """With a saved report of the same config, and one that recomputes nothing."""
+    saved, other = tmp_path / "full.json", SMALL | {"model.remat": "none"}
+    assert plan("gpt_175b", f"--plan={saved}", "--devices=8", **SMALL) == 0
+    assert plan("gpt_175b", "--plan", f"--against={saved}", "--devices=8", **SMALL) == 0
+    assert "take the same time" in capsys.readouterr().out
+    assert plan("gpt_175b", "--plan", f"--against={saved}", "--devices=8", **other) == 0
+    assert "the other takes 1." in (said := capsys.readouterr().out) and "more in recompute" in said
+    with pytest.raises(ConfigError, match="no such file"):
+        plan("gpt_175b", "--plan", "--against=gpt_nope", "--devices=8", **SMALL)
 
 
 @pytest.mark.exhaustive

@@ -56,6 +56,14 @@ def test_all_problems_at_once() -> None:
     ("overrides", "problem"),
     [
         (["mesh.data=4"], "mesh has 4 devices (data=4) but 8 are visible; mesh.data=8 would fit"),
+        (  # tensor=8 would fit the devices, and not the four heads
+            ["mesh.tensor=3", "rules=megatron", "model.n_heads=4"],
+            "mesh has 3 x ? devices (data=-1 x tensor=3) but 8 are visible; mesh.tensor=2 or mesh.tensor=4 would fit",
+        ),
+        (
+            ["mesh.tensor=16", "rules=megatron", "model.n_heads=4"],
+            "mesh has 16 x ? devices (data=-1 x tensor=16) but 8 are visible; mesh.tensor=4 or mesh.tensor=2 would fit",
+        ),
         (
             ["mesh.data=2", "mesh.tensor=4"],
             "mesh.tensor=4, but rules 'ddp' shard no activation over tensor; "

@@ -75,6 +75,9 @@ def test_eighty_columns_keep_what_matters() -> None:
     assert max(map(len, text.splitlines())) <= 80
     for word in ("fits, 70.84 GiB free", "tensor, NVLink", "reduce-scatter bf16", "189.00", "optimizer", "cast it before"):
         assert word in text, word
+    unbroken = re.sub(r"\s", "", text)
+    for source in ("(mesh_lm/model/decoder.py:88)", "(mesh_lm/model/layers.py:107)"):
+        assert source in unbroken and "…" not in text.partition("live at the peak")[2].partition("\nover")[0], "source lines are not cut"
 
 
 def test_what_does_not_fit_on_the_screen_is_counted() -> None:

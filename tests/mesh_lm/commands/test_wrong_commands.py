@@ -1,0 +1,68 @@
+"""Wrong commands, as new users type them: each is answered by one error that names the field, or what would work."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mesh_lm.commands.main import main
+
+ANSWERS = {
+    "trian": "mesh-lm has no command 'trian'; did you mean mesh-lm train?",
+    "train gpt_tinny": "--config=gpt_tinny: no such file; did you mean gpt_tiny?",
+    "train my_config.py": "--config=my_config.py: no such file in ",
+    "train --config=llama.yaml": "a config is a .py file with get_config(), or the config.json of a run; `mesh-lm configs` lists",
+    "train meta-llama/Llama-3.2-1B": "hf download meta-llama/Llama-3.2-1B --local-dir=meta-llama/Llama-3.2-1B, then mesh-lm import",
+    "train .": "--config=.: a directory; a run's config is ./config.json",
+    "train --lr=1e-3": "--lr: no such field; did you mean --optimizer.learning_rate?",
+    "train lr=1e-3": "lr=1e-3: belongs to no option; did you mean --optimizer.learning_rate=1e-3?",
+    "train --train.step=10": "--train.step: no such field; did you mean --train.steps?",
+    "train --steps 10": "--steps: no such field; did you mean --train.steps or --profile.steps?",
+    "train --train.steps=1e3": "--train.steps=1e3: expected int",
+    "train --train.steps": "--train.steps: needs a value; expected int",
+    "train --epochs=3": "train.steps: epochs x sequences of the training text / train.global_batch",
+    "train --batch-size=8": "did you mean --train.global_batch?",
+    "train --micro-batch-size=4 --mesh.data=2": "= 16 / (4 x 2 x 1); did you mean --train.microbatches=2?",
+    "train --min-lr=8e-4": "did you mean --optimizer.final_fraction=0.1?",
+    "train --eval-iters=10": "did you mean --train.eval_sequences=160?",
+    "train --data-path 0.7 data/web 0.3 data/code": "did you mean --data.blend=0.7,data/web,0.3,data/code?",
+    "train --num-experts=8": "--num_experts: no such field; not built: mixture of experts",
+    "train --fp16": "--fp16: no such field; not built: model.dtype is bfloat16 or float32",
+    "train --dry-run": "mesh-lm plan shows memory, communication and time without starting the run",
+    "train --rules=fspd": "--rules=fspd: no rules preset 'fspd'; did you mean 'fsdp'?",
+    "train --rules=tp": "--rules=tp: no such rules preset; did you mean megatron?",
+    "train --optimizer=muon": "--optimizer: a section, not a field; set its fields, as in --optimizer.name",
+    "train --optimizer.schedule=cosin": "expected one of cosine, wsd, linear, constant; did you mean cosine?",
+    "train --model.window=None": "expected int, with commas between several and nothing for none",
+    "train llama3_8b": "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of such files)",
+    "train gpt2_124m --data.blend=data/web": "mesh-lm prepare --input=TEXT --output=data/web writes both",
+    "train --data.path=nope.txt": "data.path=nope.txt",
+    "train --data.tokenizer=nope.json": "tokenizer nope.json: no such file or directory",
+    "train --output=/proc/run": "output=/proc/run cannot be written",
+    "plan gpt_175b --target=h1000": "--target=h1000: expected one of h100, h200, a100, b200",
+    "plan gpt_175b --output=report.pdf": "report.pdf: the report is a file that ends in .html or .json",
+    "plan gpt_175b --against=gpt_nope --devices=1024": "--config=gpt_nope: no such file",
+    "generate": "--checkpoint: missing",
+    "generate --checkpoint=nope": "nope",
+    "evaluate --checkpoint=nope --text=notes.txt": "--text=notes.txt: no such file or directory",
+    "export nope --output=there": "nope",
+    "prepare --input=nope --output=data/web": "--tokenizer: missing; A tokenizer.json, a directory that has one",
+    "prepare --input=nope --output=data/web --tokenizer=bytes": "nope",
+    "checkpoint verify nope": "nope",
+    "launch trian.py": "trian.py: no such script in",
+    "configs --all": "--all: no such option",
+}
+
+
+@pytest.mark.parametrize("words", ANSWERS)
+def test_one_error_says_what_would_work(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is written by it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(words)) in (1, 2, 64)
+    captured = capsys.readouterr()
+    assert ANSWERS[words] in captured.err and captured.err.count("error: ") == 1 and "Traceback" not in captured.err
+    assert not captured.out and not list(tmp_path.iterdir())
