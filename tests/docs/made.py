@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("docs/closed_forms.md", "docs/sharding.md", "docs/errors.md")
+PAGES = ("docs/closed_forms.md", "docs/sharding.md", "docs/errors.md", "docs/tours/from_megatron.md")
 ANSWERED = "docs/errors.md"
 _TABLE = re.compile(r"(<!-- table ([\w ]+): python -m tests\.docs\.made -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 _BLOCK = re.compile(r"^```(console|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -39,9 +39,10 @@ def made(page: str) -> str:
 
 def tables() -> dict[str, Any]:
     """Name -> function that returns the table."""
+    from mesh_lm.commands import other_names
     from tests.docs import closed_form_tables, preset_tables
 
-    return {**closed_form_tables.TABLES, **preset_tables.TABLES}
+    return {**closed_form_tables.TABLES, **preset_tables.TABLES, "arguments of Megatron": other_names.table}
 
 
 def _answered(kind: str, block: str, names: dict[str, Any]) -> str:
