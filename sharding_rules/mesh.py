@@ -102,8 +102,8 @@ class MeshConfig:
             return MeshConfig.of(sizes | {free[0]: n_devices // fixed})
         if fixed == n_devices and not free:
             return self
-        problem = f"mesh has {fixed}{' x ?' if free else ''} devices ({self}) but {n_devices} are visible"
-        raise MeshError(problem, self._choices(n_devices))
+        choices = self._choices(n_devices)
+        raise MeshError(f"mesh has {fixed}{' x ?' if free else ''} devices ({self}) but {n_devices} are visible", choices)
 
     def _choices(self, n_devices: int) -> list[tuple[str, MeshConfig]]:
         """Returns the meshes that differ in one axis and fit: one size of it, or several where another axis takes what is left."""
