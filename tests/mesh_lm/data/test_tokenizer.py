@@ -19,7 +19,7 @@ import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mesh_lm.data.tokenizer import EOD, Tokenizer, load_tokenizer, ranks
+from mesh_lm.data.tokenizer import EOD, Tokenizer, load_tokenizer, ranks, smaller_than_asked
 from mesh_lm.data.tokenizer.hugging_face import HuggingFace
 from mesh_lm.errors import ConfigError
 
@@ -355,3 +355,10 @@ def test_errors(tmp_path: Path):
     fails(tmp_path / "z.tiktoken", r"z\.tiktoken has no rank for 4 of the 256 bytes.*truncated", b"".join(rank_file().splitlines(True)[4:]))
     fails(tmp_path / "z.tiktoken", "297 tokens but only 296 ranks", rank_file() + b"Zm9vYmFy 7\n")
     fails(tmp_path / "z.txt", r"files of type \.txt are not read; give", "hello")
+
+
+def test_a_text_that_is_too_small_for_the_vocabulary() -> None:
+    tokenizer = Tokenizer.train(["one two one two"], 400)
+    said = f"the tokenizer has {tokenizer.vocab_size} entries instead of 400: the text repeats too little to make more"
+    assert tokenizer.vocab_size < 300 and smaller_than_asked(tokenizer, 400) == said
+    assert smaller_than_asked(tokenizer, tokenizer.vocab_size) == ""

@@ -90,6 +90,17 @@ def test_visitors_may_come_first() -> None:
         assert [visit.result() for visit in visits] == [None, None]
 
 
+def test_who_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, when there was no answer for a while."""
+    monkeypatch.setattr(rendezvous, "QUIET", 0.1)
+    address = slots(3)[0].coordinator
+    for index, whom in ((0, "processes 1-2 of 3"), (1, "process 0")):
+        with pytest.raises(RendezvousFailed):
+            meet(ProcessSlot(address, 3, index), 0.6, RUN, SECRET)
+        assert capsys.readouterr().err == f"process {index} waits for {whom} at {address}, for up to 0.6 s\n"
+    assert outcomes(slots(2), [RUN] * 2) == ["", ""] and not capsys.readouterr().err
+
+
 def test_a_difference_is_named_on_every_process() -> None:
     other = copy.deepcopy(RUN)
     other["config"]["train"]["steps"] = 6

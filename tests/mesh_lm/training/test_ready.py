@@ -17,8 +17,10 @@ from mesh_lm.config import DataConfig, OptimizerConfig, TrainConfig, load
 from mesh_lm.data.dataset import dataset_of
 from mesh_lm.data.indexed import write_documents
 from mesh_lm.errors import ConfigError, StorageError, storage_failed
+from mesh_lm.model import DecoderConfig
 from mesh_lm.report import weights_and_biases
 from mesh_lm.training.ready import require_ready
+from sharding_rules import MeshConfig, preset
 
 ROOT = Path(__file__).parents[3]
 SIZES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py") if path.stem != "gpt_tiny")
@@ -174,3 +176,18 @@ def test_a_run_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     for path in (run, run / "checkpoints" / "5"):
         with pytest.raises(ConfigError, match=r"checkpoints: names of this locale are in .*, and checkpoints are read from names in UTF-8"):
             checkpoint.find(path)
+
+
+def test_every_problem_in_one_round(here: Path) -> None:
+    """Of the data, the vocabulary, the epochs, the mesh and the sizes, before JAX looks for a device."""
+    config = given(DataConfig(blend=("data/web",), tokenizer="nope.json"), "gpt_tiny", mesh=MeshConfig(tensor=3), rules=preset("megatron"))
+    with pytest.raises(ConfigError) as caught:
+        require_ready(config, thorough=True)
+    head, *problems = str(caught.value).split("\n  - ")
+    assert head == "this run cannot start"
+    assert [problem.split(" ")[0] for problem in problems] == [
+        "tokenizer", "train.steps=600", "mesh", "model.n_heads=4", "model.d_ff=352", "model.vocab_size=4096"
+    ]  # fmt: skip
+    small = dataclasses.replace(config, data=DataConfig(path="text.txt", tokenizer="bytes"), model=DecoderConfig(vocab_size=200))
+    with pytest.raises(ConfigError, match=r"data.tokenizer=bytes has ids up to 256, which model.vocab_size=200 does not have"):
+        require_ready(small, thorough=True)

@@ -339,8 +339,12 @@ def test_text_that_is_new_is_counted_before_the_state_is_made(arguments, tmp_pat
 
 
 def test_a_run_that_has_begun_is_only_warned(arguments, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """One of an older version, for which there was no limit, continues after an update."""
-    train.main(arguments(tmp_path, train__steps=1))
+    """One of an older version, for which there was no limit, continues after an update. A start before it left a log, and no checkpoint."""
+    (tmp_path / "log.txt").write_text("--- an earlier start\n", encoding="utf-8")
+    train.main(arguments(tmp_path, train__steps=1, optimizer__warmup_steps=1))
+    out = capsys.readouterr().out
+    assert "no checkpoint yet: starts at step 0; one is saved at the end" in out
+    assert "warning: optimizer.warmup_steps=1 is more than half of train.steps=1: most of the run is warm-up" in out
     assert train.main(arguments(tmp_path, train__steps=2, data__max_epochs=0.001)) == 0
     out = capsys.readouterr().out
     assert "warning: train.steps=2 x 512 tokens a step are 1,024" in out and "more than data.max_epochs=0.001" in out
