@@ -1,7 +1,7 @@
 """Compiles the shipped configs for absent H100s, and compares their predicted steps with this project's bars, and with the base.
 
 The base is benchmarks/results/bars_base_*.json: the same figures of an earlier state of this repository, written by --freeze. Nothing runs
-on a GPU. Rows that are not asked for are kept from the newest results, with their dates. Needs the compiler: pip install 'mesh_lm[aot]'.
+on a GPU. Rows that are not asked for are kept from the newest results, with their dates. Needs the compiler: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations

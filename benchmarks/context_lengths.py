@@ -2,7 +2,7 @@
 
 Each step has 1,048,576 tokens, 16,384 on each GPU, so that only attention depends on the length. Writes the figures of docs/context.md and
 their chart, with the lengths at which another form becomes the best one. Rows that today's results have already are not compiled again.
-Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
+Needs the compiler for CUDA: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Nothing runs on a GPU. Forward and backward are compiled separately for one H100, as in a training step. Each kernel is assumed to read its
 operands and write its results once; the minimum reads each input of the function once and writes each result once. The time of the excess
 at the H100's bandwidth is compared with the predicted time of the layer. Without a GPU to tune on, matmuls become Triton kernels, with
-other operations fused into them. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
+other operations fused into them. Needs the compiler for CUDA: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations

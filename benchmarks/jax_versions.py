@@ -1,7 +1,7 @@
 """Compares what versions of jax make of five shipped configs: bytes sent over each mesh axis, peak memory and the predicted step.
 
 Each run compiles under the jax of its own environment, for absent H100s, and adds its rows to those of the newest results, which
-may be of other versions. So run it once in each environment. Nothing runs on a GPU. Needs the compiler: pip install 'mesh_lm[aot]'.
+may be of other versions. So run it once in each environment. Nothing runs on a GPU. Needs the compiler: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations

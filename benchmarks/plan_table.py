@@ -2,7 +2,7 @@
 
 Writes docs/configs.md and its chart from the raw results; --check lists configs that have changed since. Each row runs in a process of its
 own, so that its peak memory is its own. Rows that today's results have already are not compiled again, so an interrupted run can be
-continued. Step times are the lab's estimate. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
+continued. Step times are the lab's estimate. Needs the compiler for CUDA: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations

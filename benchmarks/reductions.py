@@ -2,7 +2,7 @@
 
 With one replica in a node, and with two. Writes the figures of docs/gradients.md. Rows that today's results have already are not compiled
 again. What has no compiled program here, an outer step every H steps, has its formula. Needs the compiler for CUDA: pip install
-'mesh_lm[aot]'.
+-e '.[aot]'.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The effect of XLA's flags on a training step of gpt_175b (4 of its 96 layers) on 64 GPUs: overlap, FLOPs, memory.
 
 Nothing runs on a GPU: overlap is what the schedule allows, and step times are the lab's estimate. Each row runs in a process of its own,
-with the flags in XLA_FLAGS as in a run. Needs the compiler for CUDA: pip install 'mesh_lm[aot]'.
+with the flags in XLA_FLAGS as in a run. Needs the compiler for CUDA: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations

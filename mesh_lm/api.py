@@ -64,7 +64,7 @@ def plan(config: TrainConfig | str | Path, target: str = "h100", devices: int = 
 
     Raises:
       ConfigError: the config cannot run on that number of devices.
-      LabError: the compiler for the target is missing (pip install 'mesh_lm[aot]'), or fails.
+      LabError: the compiler for the target is missing (pip install -e '.[aot]'), or fails.
     """
     from mesh_lm.distributed import gpu
     from mesh_lm.planning.program import compile_config, devices_for, flags_of

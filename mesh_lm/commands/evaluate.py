@@ -37,7 +37,7 @@ class Arguments(ModelArguments):
     max_lost_bytes: float = lost_bytes.TOLERATED
     """Fraction of the text's bytes that the tokens may fail to spell; bits per byte do not count them."""
     tasks: str = ""
-    """Tasks of lm-evaluation-harness (pip install 'mesh_lm[eval]'), separated by commas."""
+    """Tasks of lm-evaluation-harness (pip install -e '.[eval]'), separated by commas."""
     include_path: str = ""
     """Directory of your own task .yaml files; the tasks that come with the harness are then not read."""
     limit: int = 0

@@ -290,7 +290,7 @@ class TrainConfig:
     init_from: str = ""
     """Initial weights, for step 0 with a fresh optimizer: a Hugging Face model directory, or another run's output or checkpoint."""
     wandb: str = ""
-    """Weights & Biases project to log to (pip install 'mesh_lm[wandb]'; offline with WANDB_MODE=offline); empty: none."""
+    """Weights & Biases project to log to (pip install -e '.[wandb]'; offline with WANDB_MODE=offline); empty: none."""
     seed: int = 0
     """Seed of initialisation, dropout and sample order. The same seed gives the same initial bits on any mesh."""
 

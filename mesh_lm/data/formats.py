@@ -257,7 +257,7 @@ def _parquet(path: Path) -> Iterator[Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(f"{path} needs pyarrow: pip install 'mesh_lm[data]'") from error
+        raise ConfigError(f"{path} needs pyarrow: pip install -e '.[data]'") from error
     try:
         # A name goes to pyarrow as UTF-8, which not every locale has.
         with open(path, "rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
@@ -335,7 +335,7 @@ def _zstandard() -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise ConfigError("files of type .zst need zstandard: pip install 'mesh_lm[data]'") from error
+        raise ConfigError("files of type .zst need zstandard: pip install -e '.[data]'") from error
     return zstandard
 
 

@@ -260,7 +260,7 @@ def _require_harness() -> None:
     try:
         import lm_eval  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError(f"--tasks needs lm-evaluation-harness ({error}): pip install 'mesh_lm[eval]'") from error
+        raise ConfigError(f"--tasks needs lm-evaluation-harness ({error}): pip install -e '.[eval]'") from error
 
 
 def _few(names: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sharding_rules.lab.vocabulary import Vocabulary
 
-INSTALL = "run: pip install 'mesh_lm[aot]'"
+INSTALL = "run: pip install -e '.[aot]'"
 _LOOKUP = (
     "look a sharded table up with mesh_lm.model.embedding.lookup(table, ids, shard, axes, dtype), and take the loss with "
     "mesh_lm.model.loss.cross_entropy(x, head, labels, weights, shard, vocab_size=...)"

@@ -18,7 +18,7 @@ def require_login(project: str) -> None:
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError(f"wandb={project} needs the package wandb: pip install 'mesh_lm[wandb]'") from error
+        raise ConfigError(f"wandb={project} needs the package wandb: pip install -e '.[wandb]'") from error
     try:
         logged_in = wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False)
     except TypeError:  # a version that cannot check without a prompt; it reports the problem when the run begins
@@ -36,7 +36,7 @@ class WeightsAndBiases:
             import wandb  # pyright: ignore[reportMissingImports]
             from wandb.errors import Error  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ConfigError(f"wandb={project} needs the package wandb: pip install 'mesh_lm[wandb]'") from error
+            raise ConfigError(f"wandb={project} needs the package wandb: pip install -e '.[wandb]'") from error
         kept = directory / "wandb_run"
         if not kept.exists():
             directory.mkdir(parents=True, exist_ok=True)

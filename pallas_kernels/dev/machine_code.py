@@ -135,7 +135,7 @@ def tool(name: str) -> str:
     found = next((str(path) for path in wheels if os.access(path, os.X_OK)), None)
     found = found or shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
     if found is None:
-        raise FileNotFoundError(f"{name} is not installed; run: pip install 'mesh_lm[aot]' nvidia-cuda-nvdisasm")
+        raise FileNotFoundError(f"{name} is not installed; run: pip install -e '.[aot]' nvidia-cuda-nvdisasm")
     return found
 
 

@@ -156,7 +156,7 @@ def _inlined(jaxpr: Any) -> set[str]:
 @functools.cache
 def _device(capability: tuple[int, int]) -> Any:
     if not (importlib.util.find_spec("jax_cuda13_plugin") or importlib.util.find_spec("jax_cuda12_plugin")):
-        raise ValueError("compiling without a GPU needs XLA's compiler for CUDA; run: pip install 'mesh_lm[aot]'")
+        raise ValueError("compiling without a GPU needs XLA's compiler for CUDA; run: pip install -e '.[aot]'")
     fields = {
         "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 49152, "shared_memory_per_core": 233472,
         "threads_per_core_limit": 2048, "core_count": 132, "fpus_per_core": 128, "block_dim_limit_x": 2147483647,

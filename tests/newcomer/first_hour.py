@@ -32,7 +32,7 @@ def everything_that_is_missing(reader: Newcomer) -> None:
         "no data, output or login", "mesh-lm", "train", "gpt2_124m", "--wandb=mine", "--output=/proc/run", **NO_DEVICE,
         says=["this run cannot start\n  - it has no data: set data.path", "\n  - output=/proc/run cannot be written", "\n  - wandb=mine"],
     )  # fmt: skip
-    assert "wandb login" in said or "pip install 'mesh_lm[wandb]'" in said, said
+    assert "wandb login" in said or "pip install -e '.[wandb]'" in said, said
     said = reader.is_refused("no such script", "mesh-lm", "launch", "trian.py", says=["trian.py: no such script in"])
     assert "restart" not in said, said
 

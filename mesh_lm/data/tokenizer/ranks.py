@@ -130,5 +130,5 @@ def _tiktoken() -> Any:
     try:
         import tiktoken
     except ImportError as error:
-        raise ConfigError("a tiktoken rank file needs tiktoken: pip install 'mesh_lm[data]'") from error
+        raise ConfigError("a tiktoken rank file needs tiktoken: pip install -e '.[data]'") from error
     return tiktoken

@@ -73,7 +73,7 @@ def _load(data: bytes, path: Path) -> Any:
     try:
         import sentencepiece
     except ImportError as error:
-        raise ConfigError(f"{path} needs sentencepiece: pip install 'mesh_lm[data]'") from error
+        raise ConfigError(f"{path} needs sentencepiece: pip install -e '.[data]'") from error
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
     except RuntimeError as error:

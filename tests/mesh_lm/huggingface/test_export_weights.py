@@ -163,8 +163,8 @@ _ROTARY = {"vocab_size": 70, "vocab_multiple": 64, "seq_len": 16, "n_layers": 3,
     ids=["gpt2", "gpt2 untied", "llama", "llama3 untied", "qwen3", "qwen3 untied"],
 )
 def test_transformers_loads_it_and_computes_the_same(config: DecoderConfig, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="the oracle needs torch: pip install 'mesh_lm[oracle]'")
-    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers: pip install 'mesh_lm[oracle]'")
+    torch = pytest.importorskip("torch", reason="the oracle needs torch: pip install -e '.[oracle]'")
+    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers: pip install -e '.[oracle]'")
     layout = ModelLayout.of(config, shard_on("hsdp+megatron" if config.kv_heads > 1 else "hsdp", fsdp=2))
     params = jax.jit(layout.init, out_shardings=layout.shardings("params"))(jax.random.key(0))
     # Norms and biases that are not 1 and 0.

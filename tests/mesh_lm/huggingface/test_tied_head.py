@@ -182,8 +182,8 @@ def test_every_command_loads_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("head", ["copy", "another", "alone"])
 @pytest.mark.parametrize("name", ["gpt2", "llama3"])
 def test_as_transformers(name: str, head: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="the oracle needs torch: pip install 'mesh_lm[oracle]'")
-    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers: pip install 'mesh_lm[oracle]'")
+    torch = pytest.importorskip("torch", reason="the oracle needs torch: pip install -e '.[oracle]'")
+    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers: pip install -e '.[oracle]'")
     tensors = write(tmp_path, name, head)
     if head == "alone":
         del tensors[family_of(tmp_path).embedding]

@@ -199,7 +199,7 @@ def test_the_model_card(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_transformers_reads_a_sentencepiece_model(tmp_path: Path) -> None:
     """In an export of a family whose own tokenizers are of another kind."""
-    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers: pip install 'mesh_lm[oracle]'")
+    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers: pip install -e '.[oracle]'")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the sea was calm at dawn"] * 50), model_writer=model, vocab_size=290, model_type="bpe", byte_fallback=True,
@@ -217,7 +217,7 @@ def test_transformers_reads_a_sentencepiece_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["inline", "own file", "named", "legacy map"])
 def test_transformers_sees_no_difference(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers: pip install 'mesh_lm[oracle]'")
+    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers: pip install -e '.[oracle]'")
     changes: dict[str, Any] = {"chat_template.jinja": None, "config.json": {"model_type": "gpt2", "vocab_size": 300}}
     config = dict(CONFIG)
     if place == "inline":

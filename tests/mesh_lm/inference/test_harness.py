@@ -143,7 +143,7 @@ def test_the_harness_is_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory, logprobs) -> Path:
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'mesh_lm[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'")
     directory = tmp_path_factory.mktemp("tasks")
     answers = [{"question": q["question"], "answer": greedy(logprobs, q["question"], 8)} for q in QUESTIONS]
     answers[1]["answer"] += "?"
@@ -189,7 +189,7 @@ def test_scores(run: Path, tasks: Path, wanted: dict[str, float], tmp_path: Path
 
 @pytest.mark.slow
 def test_mistakes_in_model_args(run: Path) -> None:
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'mesh_lm[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'")
     made = harness.register()
     with pytest.raises(ConfigError, match=r"--model_args rule=fsdp: there is no such argument; did you mean 'rules'\?"):
         made(str(run), rule="fsdp")

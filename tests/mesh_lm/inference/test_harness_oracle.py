@@ -123,9 +123,9 @@ def random_pairs(encode: Callable[[str], list[int]], n: int) -> list[tuple[str, 
 
 @pytest.mark.slow
 def test_answers_of_the_adapter_for_transformers(exported: Path, trained: TrainedModel) -> None:
-    pytest.importorskip("torch", reason="the oracle needs torch: pip install 'mesh_lm[oracle]'")
-    pytest.importorskip("accelerate", reason="the adapter needs accelerate: pip install 'mesh_lm[oracle]'")
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'mesh_lm[eval]'")
+    pytest.importorskip("torch", reason="the oracle needs torch: pip install -e '.[oracle]'")
+    pytest.importorskip("accelerate", reason="the adapter needs accelerate: pip install -e '.[oracle]'")
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'")
     from lm_eval.models.huggingface import HFLM
 
     ours = harness.adapter(trained, batch=32, start=trained.tokenizer.eod)
@@ -198,7 +198,7 @@ def test_a_start_token_that_the_model_lacks(trained: TrainedModel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["", "<|endoftext|>", "<|begin|>"])
 def test_the_option_start(exported: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'mesh_lm[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'")
     adapters = []
     monkeypatch.setattr(harness, "find_tasks", lambda *_: None)
     monkeypatch.setattr(harness, "run", lambda adapter, *_, limit: (adapters.append(adapter), ({}, ""))[1])

@@ -124,7 +124,7 @@ def test_all_that_is_missing_at_once_and_no_device_is_used() -> None:
     command = [sys.executable, "-c", code, "--config=gpt2_124m", "--config.wandb=mine", "--output=/proc/run"]
     environment = os.environ | {"JAX_PLATFORMS": "nonesuch"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    needs = "wandb=mine needs the package wandb: pip install 'mesh_lm[wandb]'"
+    needs = "wandb=mine needs the package wandb: pip install -e '.[wandb]'"
     assert f"this run cannot start\n  - {NO_DATA}" in done.stderr and done.stderr.endswith(f"  - {needs}\n"), done.stderr
     assert "  - output=/proc/run cannot be written" in done.stderr, done.stderr
 
