@@ -137,7 +137,7 @@ def test_requests(run: Path, logprobs) -> None:
 
 def test_the_harness_is_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ConfigError, match=r"^--tasks needs lm-evaluation-harness .*: pip install 'mesh_lm\[eval\]'$"):
+    with pytest.raises(ConfigError, match=r"^--tasks needs lm-evaluation-harness .*: pip install -e '\.\[eval\]'$"):
         evaluate.main([f"--checkpoint={run}", "--compile-cache=", "--tasks=choice"])
 
 

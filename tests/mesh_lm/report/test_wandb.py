@@ -15,7 +15,7 @@ from mesh_lm.report.writer import Writer
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"wandb=p needs the package wandb: pip install 'mesh_lm\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"wandb=p needs the package wandb: pip install -e '\.\[wandb\]'"):
         WeightsAndBiases("p", tmp_path, {})
 
 

@@ -61,7 +61,7 @@ def test_without_the_compiler_a_plan_says_what_to_install(monkeypatch, there: tu
     )
     monkeypatch.setattr("sharding_rules.lab.targets.version", lambda name: jax.__version__)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"run: pip install 'mesh_lm\[aot\]'"):
+    with pytest.raises(ConfigError, match=r"run: pip install -e '\.\[aot\]'"):
         train.main(["--config=configs/gpt_tiny.py", "--plan", "--target=a100", "--devices=16"])
 
 
