@@ -52,18 +52,18 @@ def test_all_problems_at_once() -> None:
     ]
 
 
+@pytest.mark.parametrize(("tensor", "sizes"), [(3, (2, 4)), (16, (4, 2))])
+def test_only_meshes_that_run_are_said_to_fit(tensor: int, sizes: tuple[int, int]) -> None:
+    """tensor=8 would fit the eight devices, and not the four heads."""
+    first = problems(f"mesh.tensor={tensor}", "rules=megatron", "model.n_heads=4")[0]
+    choices = " or ".join(f"mesh.tensor={size}" for size in sizes)
+    assert first == f"mesh has {tensor} x ? devices (data=-1 x tensor={tensor}) but 8 are visible; {choices} would fit"
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
         (["mesh.data=4"], "mesh has 4 devices (data=4) but 8 are visible; mesh.data=8 would fit"),
-        (  # tensor=8 would fit the devices, and not the four heads
-            ["mesh.tensor=3", "rules=megatron", "model.n_heads=4"],
-            "mesh has 3 x ? devices (data=-1 x tensor=3) but 8 are visible; mesh.tensor=2 or mesh.tensor=4 would fit",
-        ),
-        (
-            ["mesh.tensor=16", "rules=megatron", "model.n_heads=4"],
-            "mesh has 16 x ? devices (data=-1 x tensor=16) but 8 are visible; mesh.tensor=4 or mesh.tensor=2 would fit",
-        ),
         (
             ["mesh.data=2", "mesh.tensor=4"],
             "mesh.tensor=4, but rules 'ddp' shard no activation over tensor; "
