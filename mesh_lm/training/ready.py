@@ -165,7 +165,7 @@ def _vocabulary(config: TrainConfig) -> list[str]:
 
 
 def _of_config(config: TrainConfig, rule: Rule | None) -> list[str]:
-    """What `check` says of the config, as far as the number of devices is known before JAX has looked for them."""
+    """The problems that `check` reports, as far as the number of devices is known before JAX has looked for them."""
     from mesh_lm import distributed
     from mesh_lm.training.check import check
 

@@ -167,7 +167,7 @@ class Bar:
 
 
 def _buffers(report: Report, most: int, *, narrow: bool) -> RenderableType:
-    """narrow: what names the source line goes on in the next line, and is never cut."""
+    """narrow: the column that names source lines is wrapped, so that none of it is lost."""
     merged, unit = alike(report.memory.buffers), Unit.of(report.peak_bytes)
     largest, whose_column = {"max_width": 20 if narrow else 34}, {"ratio": 1} | ({"no_wrap": False, "overflow": "fold"} if narrow else {})
     table = _table(("live at the peak", {"min_width": 16}), (unit.name, _NUMBER), ("largest", largest), ("whose", whose_column))
