@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from mesh_lm.commands import other_names
@@ -77,7 +78,7 @@ def parse_with(
 
     files = [text for name, text in options if name == "--config" and text]
     problems = [f"--config is given {len(files)} times: {', '.join(files)}"] if len(files) > 1 else []
-    asked = _as_asked(config, options, fields)
+    asked = functools.partial(_as_asked, config, options, fields)
     changes: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, text in options:
@@ -144,8 +145,8 @@ def _path(name: str, fields: Mapping[str, Any]) -> str:
     return name.removeprefix(_OWN) if name.startswith(_OWN) else name.removeprefix("--")
 
 
-def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: TrainConfig) -> Any:
-    """Returns `text` as the type of the field `name`. Raises ValueError with the line to show, with numbers of the config `asked`."""
+def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: Callable[[], TrainConfig]) -> Any:
+    """Returns `text` as the type of the field `name`. Raises ValueError with the line to show, with numbers of what `asked` returns."""
     if name == "--config":
         raise ValueError(f"--config: needs a file, as in --config={DEFAULT}")
     path, prefix = _path(name, fields), _OWN if name.startswith(_OWN) else "--"
@@ -157,11 +158,11 @@ def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mappin
     leaf = path.rpartition(".")[2]
     meaning = other_names.meaning_of(leaf)
     if meaning and (meaning.field in fields or not meaning.field) and leaf not in {field.rpartition(".")[2] for field in fields}:
-        raise ValueError(f"{name}: no such field{other_names.answer(meaning, text, asked, prefix)}")
+        raise ValueError(f"{name}: no such field{other_names.answer(meaning, text, asked(), prefix)}")
     raise ValueError(f"{name}: no such field{near(name, known)}")
 
 
-def _stray(word: str, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: TrainConfig) -> str:
+def _stray(word: str, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: Callable[[], TrainConfig]) -> str:
     """Returns the problem with a word that belongs to no option, and the option that may have been meant."""
     problem = f"{word}: belongs to no option"
     name, equals, value = word.partition("=")
@@ -175,7 +176,7 @@ def _stray(word: str, fields: Mapping[str, Any], extra: Mapping[str, Any], asked
         return problem
     if field := other_names.same_field(name):
         return problem + did_you_mean([f"--{field}={value}"])
-    return problem + other_names.answer(meaning, value, asked)
+    return problem + other_names.answer(meaning, value, asked())
 
 
 def _hints(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:

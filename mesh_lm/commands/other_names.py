@@ -147,7 +147,6 @@ _CHUNKS = Meaning(
 )
 _XLA = _text("no option: XLA schedules communication, by the flag sets of `launch.xla_flags`")
 _MOE = _text("not built: mixture of experts")
-_NOTHING = _text("no option: always so")
 
 MEGATRON: dict[str, Meaning] = {
     "num-layers": _same("model.n_layers"),

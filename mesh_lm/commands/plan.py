@@ -56,7 +56,7 @@ def show(plan: Plan, config: TrainConfig) -> int:
 
     try:
         if plan.plan != SCREEN:
-            _require_writable(plan.plan)
+            require_writable(plan.plan)
         against = _against(plan, n_devices) if plan.against else None
         program = Program.of(config, plan.target, n_devices)
         if plan.plan != SCREEN:
@@ -99,13 +99,6 @@ def _against(plan: Plan, n_devices: int) -> Report:
     devices = devices_for(config, plan.devices or (n_devices if -1 in config.mesh.sizes().values() else 0))
     report = compile_config(config, plan.target, devices, options(flags))
     return dataclasses.replace(report, name=Path(plan.against).stem)
-
-
-def _require_writable(file: str) -> None:
-    try:
-        require_writable(file)
-    except LabError as error:
-        raise ConfigError(str(error)) from error
 
 
 def refusal(report: Report, fixes: Sequence[Fix]) -> str:

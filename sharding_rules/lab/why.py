@@ -66,5 +66,5 @@ def _waits(slow: Report, fast: Report) -> list[tuple[str, float]]:
         longer = waits.get(axes, 0.0) - waits_of_other.get(axes, 0.0)
         more = sent.get(axes, 0.0) - sent_by_other.get(axes, 0.0)
         amount = f"which sends {size(more)} more" if more > 0 else f"which sends {size(-more)} less" if more < 0 else "for as many bytes"
-        found.append((f"waits {duration(longer)} longer for {axes}, {amount},", longer))
-    return [(text.removesuffix(","), longer) for text, longer in found]
+        found.append((f"waits {duration(longer)} longer for {axes}, {amount}", longer))
+    return found
