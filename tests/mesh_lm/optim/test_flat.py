@@ -224,7 +224,8 @@ def trained(case: str, optimizer: OptimizerConfig = LINEAR) -> Trained:
 FLAT = [case for case in CASES if case != "one device"]
 
 
-SLOW = dict.fromkeys(("three replicas", "tensor", "fsdp", "nodes"), pytest.mark.slow) | {
+SLOW = dict.fromkeys(("tensor", "fsdp", "nodes"), pytest.mark.slow) | {
+    "three replicas": pytest.mark.exhaustive,
     "uneven stages": pytest.mark.exhaustive,
     "nodes that gather": pytest.mark.exhaustive,
 }

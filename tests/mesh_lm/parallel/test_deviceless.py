@@ -70,7 +70,7 @@ def test_gpipe_keeps_one_input_of_each_microbatch(reports: str) -> None:
     [
         pytest.param(1, "zero1+megatron_sp", 1, False, marks=pytest.mark.exhaustive),
         (2, "zero1+megatron_sp", 1, False),
-        pytest.param(1, "fsdp+megatron_sp", 2, False, marks=pytest.mark.slow),
+        pytest.param(1, "fsdp+megatron_sp", 2, False, marks=pytest.mark.exhaustive),
         (1, "zero2+megatron_sp", 1, True),
     ],
 )

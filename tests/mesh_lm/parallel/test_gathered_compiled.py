@@ -39,7 +39,7 @@ def of_layers(report: Report) -> list[Collective]:
     ("rules", "remat"),
     [
         ("zero3", "save_names"),
-        pytest.param("zero3", "full", marks=pytest.mark.slow),
+        pytest.param("zero3", "full", marks=pytest.mark.exhaustive),
         pytest.param("zero3", "none", marks=pytest.mark.exhaustive),
         pytest.param("zero3+reduce_bfloat16", "save_names", marks=pytest.mark.slow),
     ],

@@ -21,7 +21,7 @@ COMPILE_BUDGET = 60
     [
         (GPT, "ddp", {"data": 1}, 2, PipelineConfig()),
         pytest.param(LLAMA, "fsdp+megatron_sp", {"fsdp": 4, "tensor": 2}, 2, PipelineConfig(), marks=pytest.mark.slow),
-        pytest.param(GPT, "hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1, PipelineConfig(), marks=pytest.mark.slow),
+        pytest.param(GPT, "hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1, PipelineConfig(), marks=pytest.mark.exhaustive),
         pytest.param(GPT, "megatron_sp", {"pipeline": 2, "data": 2, "tensor": 2}, 4, PipelineConfig(), marks=pytest.mark.slow),
     ],
     ids=str,

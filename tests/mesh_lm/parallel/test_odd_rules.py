@@ -66,9 +66,14 @@ CASES: dict[str, tuple[DecoderConfig, Rules, dict[str, Any]]] = {
 
 
 FAST = ("vocab over tensor, gathered", "mlp and vocab over tensor and tensor_y")
+FULL = ("seq_resid over fsdp, then tensor", "embed over tensor_y, gathered")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES])
+def marks(case: str) -> Any:
+    return () if case in FAST else pytest.mark.exhaustive if case in FULL else pytest.mark.slow
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in CASES])
 def test_equals_one_device(case: str) -> None:
     config, rules, mesh = CASES[case]
     params, wanted_sums, wanted = reference(config)

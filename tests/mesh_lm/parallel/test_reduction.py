@@ -21,8 +21,8 @@ LAYERS = dataclasses.replace(LLAMA, n_layers=4)
     [
         pytest.param(LLAMA, "full", "hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, PipelineConfig(), marks=pytest.mark.slow),
         pytest.param(GPT, "save_names", "hsdp", {"pipeline": 2, "fsdp": 4}, PipelineConfig(stash="residuals"), marks=pytest.mark.slow),
-        pytest.param(GPT, "none", "fsdp+megatron", {"fsdp": 4, "tensor": 2}, PipelineConfig(), marks=pytest.mark.slow),
-        pytest.param(LAYERS, "full", "hsdp", {"pipeline": 2, "data": 2, "fsdp": 2}, PipelineConfig(), marks=pytest.mark.slow),
+        pytest.param(GPT, "none", "fsdp+megatron", {"fsdp": 4, "tensor": 2}, PipelineConfig(), marks=pytest.mark.exhaustive),
+        pytest.param(LAYERS, "full", "hsdp", {"pipeline": 2, "data": 2, "fsdp": 2}, PipelineConfig(), marks=pytest.mark.exhaustive),
     ],
     ids=["llama-full", "gpt-residuals", "gpt-none", "llama-windows-input"],
 )

@@ -14,7 +14,7 @@ SLOW = pytest.mark.slow
 RESIDUALS = PipelineConfig(stash="residuals")
 CASES: list[Any] = [
     pytest.param("gpt", "megatron_2d", {"tensor": 2}, PipelineConfig(), id="alone"),
-    pytest.param("llama", "zero2+hsdp+megatron_2d", {"fsdp": 2, "tensor": 2}, PipelineConfig(), id="fsdp", marks=SLOW),
+    pytest.param("llama", "zero2+hsdp+megatron_2d", {"fsdp": 2, "tensor": 2}, PipelineConfig(), id="fsdp", marks=pytest.mark.exhaustive),
     pytest.param("gpt", "zero3+megatron_2d", {"data": 2, "tensor": 2}, PipelineConfig(), id="zero3", marks=pytest.mark.exhaustive),
     pytest.param("llama", "ring+megatron_2d", {"sequence": 2, "tensor": 2}, PipelineConfig(), id="ring", marks=pytest.mark.exhaustive),
     pytest.param("gpt", "fsdp+megatron_2d", {"pipeline": 2, "fsdp": 2}, PipelineConfig(), id="stages", marks=SLOW),

@@ -50,7 +50,7 @@ CASES = {
     "no pipeline": ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2, PipelineConfig()),
     "own rules": (SPLIT, {"pipeline": 2, "tensor": 2}, 4, PipelineConfig(layers=(3, 3))),
 }
-SLOW = ("own rules", "no pipeline")
+SLOW = ("own rules",)
 
 
 def marks(name: str) -> Any:

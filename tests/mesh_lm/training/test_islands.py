@@ -71,7 +71,7 @@ def wanted() -> Any:
         ("diloco", {}),
         pytest.param("diloco", {"data": 2}, marks=pytest.mark.exhaustive),
         ("diloco+fsdp+megatron_sp", {"fsdp": 2, "tensor": 2}),
-        ("diloco+zero1+ring", {"data": 2, "sequence": 2}),
+        pytest.param("diloco+zero1+ring", {"data": 2, "sequence": 2}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_islands_equal_a_loop_by_hand(wanted: Any, rules: str, mesh: dict[str, int]) -> None:

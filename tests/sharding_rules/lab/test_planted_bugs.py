@@ -61,7 +61,7 @@ def errors(found: tuple[Finding, ...]) -> dict[str, list[Finding]]:
 @pytest.mark.parametrize(
     ("config", "name", "mesh"),
     [
-        pytest.param(GPT, "hsdp+megatron_sp", MESH, id="gpt"),
+        pytest.param(GPT, "hsdp+megatron_sp", MESH, marks=pytest.mark.exhaustive, id="gpt"),
         pytest.param(GPT, "hsdp+megatron_sp+reduce_float32", MESH, marks=pytest.mark.exhaustive, id="gpt, fp32 sums"),
         pytest.param(LLAMA, "zero2+megatron_sp", {"data": 4, "tensor": 4}, marks=pytest.mark.exhaustive, id="llama"),
     ],
@@ -142,7 +142,7 @@ def test_narrow_sum(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "shard.einsum(equation, x, w, axes)" in one.fix
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_missing_output_constraint(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "Attention", FreeAttention)
     found = errors(findings(reports, RULES))
@@ -182,7 +182,7 @@ def test_replicated_embedding(reports: str) -> None:
     assert "rules.params['vocab']" in one.fix
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_reduction_in_each_microbatch(reports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = engine.manual_axes
     monkeypatch.setattr(engine, "manual_axes", lambda layout: by_hand(layout) - {"data"})
