@@ -137,7 +137,6 @@ _CONSTRAINTS: tuple[Constraint, ...] = (
     (("replicas", "microbatches", "halves"), lambda replicas, n, halves: _sequences(replicas, n) % 2 == 0 or not halves),
     (("replicas", "optimizer"), lambda replicas, name: replicas not in _FLAT or name in ("adamw", "lion")),
     (("replicas", "reduction"), lambda replicas, kind: kind != "int8" or replicas in ("ddp", "zero1", "distributed", "hsdp")),
-    (("tensor", "context"), lambda tensor, context: (tensor, context) != ("megatron_sp", "usp")),
 )
 """What keeps features apart."""
 
