@@ -47,7 +47,8 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, rule: Rul
     # What one host lacks ends the other processes, too, if a launcher sees it; else it is found when they are connected, and all report it.
     checks_files = slot is None or slot.count == 1 or HEARTBEAT in os.environ
     problems: list[str] = list(_data(config, with_files=checks_files)) if data is None else []
-    reads_data = thorough and checks_files and is_first and not problems
+    reads_data = thorough and checks_files and is_first
+    has_data = not problems
     full = False
     checks: list[Callable[[], None]] = [lambda: _require_output(config, with_room=thorough)] if checks_files else []
     if config.wandb and is_first:  # the process that writes the metrics
@@ -58,9 +59,9 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, rule: Rul
         except ConfigError as error:
             problems.append(str(error))
             full = full or storage_failed(error)
-    if reads_data and data is None:
+    if reads_data and data is None and (has_data or not config.data.blend):  # a blend has its tokenizer with it
         problems += _vocabulary(config)
-    if reads_data and not _has_begun(config):  # which then warns, if at all
+    if reads_data and has_data and not _has_begun(config):  # which then warns, if at all
         problems += _epochs(config, data)
     if problems and thorough:  # otherwise `check` reports its own when the devices are there
         problems += _of_config(config, rule)

@@ -1,6 +1,6 @@
 """What goes wrong in the first hour of three users is said at once, by name, and before anything expensive begins.
 
-.venv/bin/python tests/newcomer/first_hour.py        # in a fresh clone, after `pip install -e .`: half a minute, on a CPU
+.venv/bin/python tests/newcomer/first_hour.py        # in a fresh clone, after `pip install -e .`: a minute, on a CPU
 
 Each function is one item, and runs commands in an empty directory, with nothing of this checkout or of the tests in their environment.
 tests/newcomer/newcomer.py runs all of them with the installed wheel.
@@ -70,7 +70,62 @@ def an_export_that_cannot_be(reader: Newcomer) -> None:
     assert not (reader.home / "never").exists()
 
 
-ITEMS = (everything_that_is_missing, data_of_ones_own, too_many_epochs, what_a_run_keeps, an_export_that_cannot_be)
+def names_of_other_tools(reader: Newcomer) -> None:
+    """A name of Megatron-LM is answered with what has its meaning here, in this run's numbers; a typo with the field."""
+    says = ["= 16 / (4 x 2 x 1); did you mean --train.microbatches=2?"]
+    reader.is_refused("Megatron's micro-batch size", "mesh-lm", "train", "--micro-batch-size=4", "--mesh.data=2", says=says, **NO_DEVICE)
+    says = ["did you mean --data.blend=0.7,data/web,0.3,data/code?"]
+    blend = ("--data-path", "0.7", "data/web", "0.3", "data/code")
+    reader.is_refused("Megatron's data path", "mesh-lm", "train", *blend, says=says, **NO_DEVICE)
+    says = ["--train.step: no such field; did you mean --train.steps?"]
+    reader.is_refused("a typo", "mesh-lm", "train", "--train.step=10", says=says, **NO_DEVICE)
+
+
+def what_there_is(reader: Newcomer) -> None:
+    """The help is short and spells options as the pages do; the configs are listed, and a file that is no config is told what is one."""
+    told = reader.does("the help", "mesh-lm", "train", "--help", says="--data.blend")
+    assert told.count("\n") < 200, f"{told.count(chr(10))} lines of help"
+    listed = reader.does("the configs", "mesh-lm", "configs", says="gpt_175b")
+    assert all(name in listed for name in ("gpt_tiny", "gpt2_124m", "llama3_8b")), listed
+    says = ["a config is a .py file with get_config(), or the config.json of a run; `mesh-lm configs` lists"]
+    reader.is_refused("a config of another tool", "mesh-lm", "train", "--config=llama.yaml", says=says, **NO_DEVICE)
+
+
+def a_blend_in_words(reader: Newcomer) -> None:
+    """Shares and prefixes as words of their own, as the help shows them; each prefix without data is named."""
+    says = ["data.blend=data/web: no such file", "data.blend=data/code: no such file"]
+    blend = ("--data.blend", "0.7", "data/web", "0.3", "data/code")
+    reader.is_refused("a blend in words", "mesh-lm", "train", "gpt2_124m", *blend, says=says, **NO_DEVICE)
+
+
+def all_problems_at_once(reader: Newcomer) -> None:
+    """Of the mesh, the data and the tokenizer, in one round, before a device is used."""
+    says = ["this run cannot start", "data.path=nope.txt", "nope.json: no such file", "model.n_heads=4 is not divisible by mesh.tensor=3"]
+    mistakes = ("--data.path=nope.txt", "--data.tokenizer=nope.json", "--launch.cpu_devices=6", "--mesh.tensor=3", "--rules=megatron")
+    reader.is_refused("all problems", "mesh-lm", "train", *mistakes, says=says, **NO_DEVICE)
+
+
+def plans(reader: Newcomer) -> None:
+    """A report that cannot be written is refused before anything is compiled, as is the config that another is compared with."""
+    cases = ({"--output=/proc/plan.html": "/proc/plan.html"}, {"--against=gpt_nope": "gpt_nope: no such file"})
+    for case in cases:
+        for option, said in case.items():
+            reader.is_refused(f"plan {option}", "mesh-lm", "plan", "gpt_175b", "--devices=1024", option, says=[said], **NO_DEVICE)
+
+
+def a_short_run(reader: Newcomer) -> None:
+    """One that ends in its warm-up is warned of, and the start of a run says where it begins."""
+    small = [word for word in SMALL if not word.startswith("--output=")]
+    said = reader.does(
+        "a short run", "mesh-lm", "train", *small, "--output=runs/short", "--train.steps=2", "--optimizer.warmup_steps=8", says="step 2/2"
+    )  # fmt: skip
+    assert "optimizer.warmup_steps=8 is more than half of train.steps=2" in said, said
+
+
+ITEMS = (
+    everything_that_is_missing, data_of_ones_own, too_many_epochs, what_a_run_keeps, an_export_that_cannot_be, names_of_other_tools,
+    what_there_is, a_blend_in_words, all_problems_at_once, plans, a_short_run,
+)  # fmt: skip
 
 
 def items(reader: Newcomer) -> None:

@@ -40,6 +40,7 @@ ANSWERS = {
     "train gpt2_124m --data.blend=data/web": "mesh-lm prepare --input=TEXT --output=data/web writes both",
     "train --data.path=nope.txt": "data.path=nope.txt",
     "train --data.tokenizer=nope.json": "tokenizer nope.json: no such file or directory",
+    "train --data.path=nope.txt --data.tokenizer=nope.json": "\n  - tokenizer nope.json: no such file or directory",
     "train --output=/proc/run": "output=/proc/run cannot be written",
     "plan gpt_175b --target=h1000": "--target=h1000: expected one of h100, h200, a100, b200",
     "plan gpt_175b --output=report.pdf": "report.pdf: the report is a file that ends in .html or .json",
