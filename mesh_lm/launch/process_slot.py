@@ -276,9 +276,17 @@ def _share_of_slurm(local: int, tasks: int, environment: Mapping[str, str]) -> t
 
 
 def _share_of_host(local: int, tasks: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """As `_share`. Raises ConfigError if nothing says which GPUs there are: nvidia-smi fails, and CUDA_VISIBLE_DEVICES is not set."""
     if tasks == 1 or not may_use_gpus(environment):
         return None
-    return _share(local, tasks, visible_gpus(environment), _all_gpus_here(environment))
+    visible = visible_gpus(environment)
+    try:
+        on_node = _all_gpus_here(environment)
+    except RuntimeError as error:
+        if visible is None:
+            raise ConfigError(f"{error}, or set CUDA_VISIBLE_DEVICES to the GPUs of each task") from error
+        on_node = 0
+    return _share(local, tasks, visible, on_node)
 
 
 def _all_gpus_here(environment: Mapping[str, str]) -> int:

@@ -92,6 +92,17 @@ def test_gpus_of_which_slurm_says_nothing(tmp_path: Path) -> None:
     assert own(3, 4) == (3,)
 
 
+def test_gpus_that_mpirun_cannot_count(tmp_path: Path) -> None:
+    """A driver that fails is one error, and no matter where CUDA_VISIBLE_DEVICES says which GPUs there are."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    started = OPEN_MPI | {"PATH": str(tmp_path), "MASTER_ADDR": "node1"}
+    with pytest.raises(ConfigError, match="cannot count the GPUs of .*, or set CUDA_VISIBLE_DEVICES to the GPUs of each task$"):
+        ProcessSlot.of(LaunchConfig(), started)
+    slot = ProcessSlot.of(LaunchConfig(), started | FOUR_GPUS)
+    assert slot is not None and slot.local_devices == (1,)
+
+
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node1",
     "MASTER_PORT": "29500",
