@@ -77,17 +77,17 @@ _SHOWN_OUTCOMES = _OUTCOMES[:3]
 _HEAD = """\
 `pytest -m fault` uses real processes, signals, disks, network namespaces and Slurm, on one machine; F6, F8 and F11 run in
 one process. Except in {others}, the run must also end with the same bits as an undisturbed one. Every test was run three
-times (F23 once, because its seeds are fixed): {held} of {total} passed (results {links}, which also say what must hold).
-`python benchmarks/faults.py` repeats them.
+times (F23 once, because its seeds are fixed), and {held} of {total} passed. The results ({links}) say what must hold after
+each fault. `python benchmarks/faults.py` repeats them.
 """
 _DAMAGE = """\
 ### Damaged files
 
 One file at a time was damaged at random, from one flipped bit to a deleted file. *Refused*: one error names the file.
 *Recovered*: the run uses an older step or writes the contents again, and says so. Of {damaged} damaged files, {silent} gave
-another result without a message, and {traceback} ended with a traceback. `python benchmarks/faults.py -k f23 --quick`
-reproduces the table. A tokenizer, a config file or a Hugging Face directory from elsewhere cannot be verified when it is
-first read; a resumed run compares the first two with its checkpoint.
+another result without a message, and {traceback} ended with a traceback. A tokenizer, a config file or a Hugging Face
+directory from elsewhere cannot be verified when it is first read; a resumed run compares the first two with its
+checkpoint.
 """
 
 
