@@ -72,8 +72,6 @@ FAULTS = {
 _WITHOUT_BITS = ("F6", "F7", "F8", "F9", "F11", "F13", "F18", "F19", "F23")
 """Faults of which not every test compares the bits at the end with those of an undisturbed run."""
 _OUTCOMES = ("refused", "recovered", "no effect", "silent", "traceback")
-_SHOWN_OUTCOMES = _OUTCOMES[:3]
-"""Those with a column on the page: the sums of the others are in the sentence above the table."""
 _HEAD = """\
 `pytest -m fault` uses real processes, signals, disks, network namespaces and Slurm, on one machine; F6, F8 and F11 run in
 one process. Except in {others}, the run must also end with the same bits as an undisturbed one. Every test was run three
@@ -83,11 +81,11 @@ each fault. `python benchmarks/faults.py` repeats them.
 _DAMAGE = """\
 ### Damaged files
 
-One file at a time was damaged at random, from one flipped bit to a deleted file. *Refused*: one error names the file.
-*Recovered*: the run uses an older step or writes the contents again, and says so. Of {damaged} damaged files, {silent} gave
-another result without a message, and {traceback} ended with a traceback. A tokenizer, a config file or a Hugging Face
-directory from elsewhere cannot be verified when it is first read; a resumed run compares the first two with its
-checkpoint.
+{damaged} files were damaged at random, one at a time, from one flipped bit to a deleted file: {refused} were *refused* (one
+error names the file), {recovered} *recovered* (the run uses an older step or writes the contents again, and says so), and
+{no effect} had no effect; {silent} gave another result without a message, and {traceback} ended with a traceback. A
+tokenizer, a config file or a Hugging Face directory from elsewhere cannot be verified when it is first read; a resumed run
+compares the first two with its checkpoint.
 """
 
 
@@ -168,11 +166,12 @@ def section(results: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def _damaged_files(rows: list[Row]) -> list[str]:
-    """The section about random damage. rows: those of `corruptions`."""
+    """The section about random damage: its sums, and the outcomes of each kind of file. rows: those of `corruptions`."""
     *kinds, everything = rows
     numbers = {name: "none" if number == "0" else number for name, number in everything.items()}
     heading, _, text = _DAMAGE.format(**numbers).partition("\n\n")
-    shown = [{name: row[name] for name in ("file", *_SHOWN_OUTCOMES)} for row in kinds]
+    seen = [name for name in _OUTCOMES if name != "no effect"]
+    shown = [{"file": row["file"], "if it is damaged": " or ".join(name for name in seen if row[name] != "0")} for row in kinds]
     return [heading, "", _filled(text), "", _markdown(shown), ""]
 
 
