@@ -30,13 +30,13 @@ AXES = ("data", "data+sequence", "pipeline+data", "pipeline", "fsdp", "fsdp+tens
 _PAGE = """\
 # Every config, as XLA compiles it
 
-What one training step of each file in `configs/` needs on H100s, at the number of devices for which the model is
-published: Megatron-LM's nine models, Llama 3's, GPT-3 and GPT-2, each on the mesh that is predicted to be the fastest
-of those tried. The real step of `train.py` was compiled for absent GPUs, as `mesh-lm plan` does, on {cores} CPU cores;
-nothing was measured on a GPU. `gpt_tiny` is for a CPU, and is left out.
+This page lists what one training step of each file in `configs/` needs on H100s, at the number of devices for which the
+model is published: Megatron-LM's nine models, Llama 3's, GPT-3 and GPT-2. Each is on the mesh that is predicted to be
+the fastest of those tried. The step of `train.py` was compiled without GPUs, as `mesh-lm plan` does; nothing was
+measured on one. `gpt_tiny` is for a CPU, and is left out.
 
-One command compiles them all and writes this page: `python benchmarks/plan_table.py`. It was made on {date} with
-jax {jax}, from [these raw results](../benchmarks/results/{source}).
+`python benchmarks/plan_table.py` compiles them all and writes this page: on {date} with jax {jax}, from [these raw
+results](../benchmarks/results/{source}).
 
 ![Memory at the peak by class, and bytes sent by mesh axis, of every config](images/configs.png)
 
@@ -49,24 +49,22 @@ With pipeline stages, *other* is mostly the residuals of microbatches that wait 
 - *remat* applies to the number of layers in the column *of*; the other layers use the lighter policy.
 - *kept* is the number of layers that keep the weights that they have gathered until their backward passes
   ([`zero3`](sharding.md#layers-that-gather-their-own-weights)).
-- Pipelines run interleaved 1F1B with *chunks* chunks of layers on each stage ([pipelines](pipeline.md)). The stash
-  *residuals* means that no forward pass is repeated because of the pipeline. The *bubble* is a stage's idle time
-  divided by its work.
+- Pipelines run interleaved 1F1B with *chunks* chunks of layers on each stage, and keep what *stash* says
+  ([pipelines](pipeline.md)). The *bubble* is a stage's idle time divided by its work.
 
 ## What a step needs of each GPU
 
-- *peak*, and its share of the {usable:.1f} GiB that a run may take of an H100 (the rest is for CUDA and NCCL).
-- The GiB that a GPU sends in a step along each mesh axis (`tensor` and `sequence` are NVLink; `fsdp+tensor`,
-  `pipeline+data` and `data+sequence` are groups over both). *x the least* is their sum divided by the minimum that the
-  strategy must send ([closed forms](closed_forms.md)). With stages, each collective counts on the stage that runs it
-  most.
-- The FLOPs of the program's matmuls, divided by the model's own: `remat=full` repeats each layer's forward pass except
-  for its last matmul, and the attention kernel's backward pass makes five matmuls where the formula counts four.
+- *peak* is the memory that a GPU needs; its share is that of the {usable:.1f} GiB that a run may take of an H100. The
+  rest is for CUDA and NCCL.
+- A column for each mesh axis has the GiB that a GPU sends along it in a step. `tensor` and `sequence` are NVLink; two
+  axes, as in `pipeline+data`, are groups over both. *x the least* is the sum divided by the minimum that the strategy
+  must send ([closed forms](closed_forms.md)). With stages, each collective counts on the stage that runs it most.
+- *FLOPs x the model's* are those of the program's matmuls. `remat=full` repeats each layer's forward pass except for
+  its last matmul, and the attention kernel's backward pass makes five matmuls where the formula counts four.
 - The time of a step is predicted, never measured: use it to compare configs. *MFU* is the model's own FLOPs over what
-  the tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), *exposed* the share of the step
-  during which compute waits for the network, and *ratio* the step over the time of the model's own matmuls and
-  attention at the lab's rates; 1 would be a step without recomputation, bubbles, memory traffic or waiting.
-- *TFLOP/s* is the predicted rate of a GPU by Megatron-LM's formula. *published* is the rate that NVIDIA measured for
+  the tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), and *exposed* the share of the step
+  during which compute waits for the network.
+- *TFLOP/s* is the predicted rate of a GPU by Megatron-LM's formula, and *published* the rate that NVIDIA measured for
   that model and number of GPUs. Do not compare the two: a prediction leaves out much of what a cluster does.
 - All predictions assume that our attention kernel reaches FlashAttention-3's published rates. *flags* is the set of XLA
   flags of the config's runs.
@@ -77,7 +75,8 @@ With pipeline stages, *other* is mostly the residuals of microbatches that wait 
 
 ## Stages or FSDP
 
-{fsdp_note}
+This table compares the configs with stages to the same model with FSDP instead (no stages, few microbatches,
+`remat=full`) on the same number of H100s: FSDP -> stages.
 
 {fsdp}
 
@@ -85,27 +84,7 @@ With pipeline stages, *other* is mostly the residuals of microbatches that wait 
 
 ## How long a plan takes
 
-Seconds on {cores} cores ({cpu}), which other work shared: *load* is the number of processes that wanted a core when a
-row started, so the CPU seconds, over all threads, are more reliable. *read* is the lab's analysis of the program, and
-*resident* the peak memory of the whole process, Python and JAX included.
-
-{costs}
-
-{quickest}
-
-## More devices, more layers
-
-{devices_note}
-
-{devices}
-
-{devices_said}
-
-{depth_note}
-
-{depth}
-
-{depth_said}
+{costs_said}
 """
 
 
@@ -128,12 +107,10 @@ def page(data: dict[str, Any], source: str) -> str:
     rows = {title: table["rows"] for title, table in data["tables"].items()}
     configs = rows[CONFIGS]
     return _PAGE.format(
-        source=source, date=data["date"], jax=data["versions"]["jax"], cores=data["machine"]["cores"], cpu=data["machine"]["cpu"],
-        usable=configs[0]["usable_gib"], runs=_runs(configs), needs=_needs(configs), verdict=_verdict(configs), costs=_costs(configs),
-        fsdp_note=NOTES[FSDP], fsdp=_fsdp(configs, rows[FSDP]), fsdp_said=_fsdp_said(configs, rows[FSDP]),
-        quickest=_quickest(configs), devices_note=NOTES[DEVICES], devices=_devices(rows[DEVICES]),
-        devices_said=_devices_said(rows[DEVICES]), depth_note=NOTES[DEPTH], depth=_depth(rows[DEPTH]),
-        depth_said=_depth_said(rows[DEPTH]),
+        source=source, date=data["date"], jax=data["versions"]["jax"], usable=configs[0]["usable_gib"], runs=_runs(configs),
+        needs=_needs(configs), verdict=_verdict(configs), fsdp=_fsdp(configs, rows[FSDP]),
+        fsdp_said=_fsdp_said(configs, rows[FSDP]),
+        costs_said=_costs_said(configs, rows[DEVICES], rows[DEPTH], data["machine"]),
     )  # fmt: skip
 
 
@@ -182,29 +159,28 @@ def _runs(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _needs(rows: Sequence[dict[str, Any]]) -> str:
-    sent = [f">{axes}" for axes in AXES]
+    sent_over = [axes for axes in AXES if any(r.get(f"sent over {axes}, GiB") is not None for r in rows)]
     head = [
         "config",
         ">peak, GiB",
         ">of usable",
-        *sent,
+        *(f">{axes}" for axes in sent_over),
         ">sent, GiB",
         ">x the least",
         ">FLOPs x the model's",
         ">step, s",
         ">MFU",
         ">exposed",
-        ">ratio",
         ">TFLOP/s",
         ">published",
         "flags",
     ]
     return table(head, ([
         f"`{r['name']}`", _gib(r["peak_gib"]), f"{100 * r['peak_gib'] / r['usable_gib']:.0f} %",
-        *(_gib(r.get(f"sent over {axes}, GiB")) for axes in AXES), _gib(r["sent_gib"]),
+        *(_gib(r.get(f"sent over {axes}, GiB")) for axes in sent_over), _gib(r["sent_gib"]),
         f"{r['sent_over_least']:.3f}" if r["sent_over_least"] else "no form", f"{r['flops_over_model']:.2f}", seconds(r["step_s"]),
         f"{100 * utilisation(r):.0f} %", f"{100 * r['exposed_s'] / r['step_s']:.0f} %",
-        f"{r['model_ratio']:.2f}", f"{r['megatron_tflops']:.0f}", f"{TFLOPS[r['name']]:.0f}" if r["name"] in TFLOPS else "",
+        f"{r['megatron_tflops']:.0f}", f"{TFLOPS[r['name']]:.0f}" if r["name"] in TFLOPS else "",
         f"`{r['flags']}`",
     ] for r in rows))  # fmt: skip
 
@@ -238,13 +214,8 @@ def _fsdp(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> 
 
 
 def _fsdp_said(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
-    pairs = _pairs(rows, without)
-    faster, slower = (
-        ", ".join(f"`{r['name']}` {seconds(other['step_s'])} -> {seconds(r['step_s'])} s" for r, other in pairs if test(r, other))
-        for test in (lambda r, other: r["step_s"] < other["step_s"], lambda r, other: r["step_s"] >= other["step_s"])
-    )
-    text = f"A step is predicted to be faster with stages for {faster or 'none'}"
-    return textwrap.fill(f"{text}, and not for {slower}." if slower else f"{text}.", 118)
+    slower = ", ".join(f"`{r['name']}`" for r, other in _pairs(rows, without) if r["step_s"] >= other["step_s"])
+    return f"A step is predicted to be faster with stages in each of them{f', except {slower}' if slower else ''}."
 
 
 def _pairs(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -252,50 +223,18 @@ def _pairs(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) ->
     return [(r, others[r["name"]]) for r in rows if r["name"] in others]
 
 
-def _costs(rows: Sequence[dict[str, Any]]) -> str:
-    head = ["config", ">trace and lower, s", ">compile, s", ">read, s", ">CPU, s", ">resident, GiB", ">instructions", ">load"]
-    return table(head, ([f"`{r['name']}`", *_cost(r), f"{r['instructions']:,}", f"{r['load']:.1f}"] for r in rows))
-
-
-def _cost(r: dict[str, Any]) -> list[str]:
-    return [*(seconds(r[name]) for name in ("lower_s", "compile_s", "read_s", "cpu_s")), f"{r['rss_gib']:.2f}"]
-
-
-def _quickest(rows: Sequence[dict[str, Any]]) -> str:
-    slow, large = max(rows, key=lambda r: r["process_s"]), max(rows, key=lambda r: r["rss_gib"])
+def _costs_said(
+    rows: Sequence[dict[str, Any]], devices: Sequence[dict[str, Any]], depth: Sequence[dict[str, Any]], machine: dict[str, Any]
+) -> str:
+    """Returns what a plan costs, and that neither devices nor layers make it much dearer."""
+    cpu, memory = [r["cpu_s"] for r in rows], max(rows, key=lambda r: r["rss_gib"])
+    few, many = devices[0], devices[-1]
+    sizes = [r["text_bytes"] for r in depth]
     return textwrap.fill(
-        f"The slowest from command to report is `{slow['name']}` with {seconds(slow['process_s'])} s; the most memory takes "
-        f"`{large['name']}`, {large['rss_gib']:.2f} GiB.",
+        f"On {machine['cores']} cores ({machine['cpu']}) a plan takes {seconds(min(cpu))} to {seconds(max(cpu))} s of CPU time, over "
+        f"all threads, and at most {memory['rss_gib']:.2f} GiB of memory (`{memory['name']}`). `{many['name'].split(',')[0]}` on "
+        f"{many['devices']:,} devices takes {many['cpu_s'] / few['cpu_s']:.2f} times the CPU time of {few['devices']} devices with the "
+        f"same work on each. From {depth[0]['layers']} to {depth[-1]['layers']} layers its program grows by "
+        f"{100 * (max(sizes) / min(sizes) - 1):.1f} %.",
         118,
     )
-
-
-def _devices(rows: Sequence[dict[str, Any]]) -> str:
-    head = [">GPUs", "mesh", ">trace and lower, s", ">compile, s", ">read, s", ">CPU, s", ">resident, GiB", ">all, s", ">load", ">best of"]
-    return table(
-        head, ([f"{r['devices']:,}", r["mesh"], *_cost(r), seconds(r["total_s"]), f"{r['load']:.1f}", str(r["times"])] for r in rows)
-    )
-
-
-def _devices_said(rows: Sequence[dict[str, Any]]) -> str:
-    few, many = rows[0], rows[-1]
-    return textwrap.fill(
-        f"{many['devices']:,} devices cost {many['cpu_s'] / few['cpu_s']:.2f} times the CPU seconds of {few['devices']}, and "
-        f"{many['rss_gib']:.2f} GiB. The other seconds depend more on other load than on the number of devices.",
-        118,
-    )
-
-
-def _depth(rows: Sequence[dict[str, Any]]) -> str:
-    return table(
-        [">layers", ">instructions", ">text, bytes", ">all, s", ">load"],
-        (
-            [str(r["layers"]), f"{r['instructions']:,}", f"{r['text_bytes']:,}", seconds(r["total_s"]), f"{r['load']:.1f}"] for r in rows
-        ),
-    )  # fmt: skip
-
-
-def _depth_said(rows: Sequence[dict[str, Any]]) -> str:
-    sizes = [r["text_bytes"] for r in rows]
-    spread = 100 * (max(sizes) / min(sizes) - 1)
-    return f"From {rows[0]['layers']} to {rows[-1]['layers']} layers the program's text differs by {spread:.1f} %."
