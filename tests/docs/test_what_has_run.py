@@ -34,6 +34,21 @@ def test_the_platforms_are_those_of_the_project() -> None:
         assert jax and f"jax {jax[1]} ([tested versions](../{pins}))" in PAGE
 
 
+def test_what_another_jax_changes() -> None:
+    newest = max(RESULTS.glob("jax_versions_*_h100.json"))
+    rows = json.loads(newest.read_text(encoding="utf-8"))["tables"]["Side by side"]["rows"]
+    old, new = "0.10.2", "0.12.0.1"
+    changes: dict[str, list[float]] = {}
+    for row in rows:
+        figure = "sent" if row["figure"].startswith("sent") else row["figure"]
+        changes.setdefault(figure, []).append(100 * (row[f"jax {new}"] / row[f"jax {old}"] - 1))
+    memory, step = changes["peak_gib"], changes["step_s"]
+    assert max(map(abs, changes["sent"])) < 1e-9 and len(step) == 5
+    assert f"results/{newest.stem}.md" in PAGE and f"under jax {old} and {new}" in PAGE and "Both programs send the same bytes" in PAGE
+    assert f"between {-min(memory):.1f} % lower and {max(memory):.1f} % higher" in PAGE
+    assert f"between {-min(step):.1f} % shorter and {max(step):.1f} % longer" in PAGE
+
+
 def test_several_gpus_are_denied_until_one_run_has_used_them() -> None:
     assert bool(list(RESULTS.glob("multi_gpu_*.json"))) != ("No run has used several GPUs." in PAGE)
 
