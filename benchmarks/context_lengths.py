@@ -1,8 +1,8 @@
 """Compiles Llama 3 8B at 8k to 1M tokens on 64 absent H100s, by each form of context parallelism: bytes, memory, predicted time.
 
 Each step has 1,048,576 tokens, 16,384 on each GPU, so that only attention depends on the length. Writes the figures of docs/context.md and
-their chart, with the lengths at which another form becomes the best one. Rows that today's results have already are not compiled again.
-Needs the compiler for CUDA: pip install -e '.[aot]'.
+their chart. The results also have the lengths at which another form becomes the best one. Rows that today's results have already are not
+compiled again. Needs the compiler for CUDA: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations

@@ -32,26 +32,24 @@ def figures(name: str) -> str:
     """Returns the tables between two marks, from the newest results."""
     source = newest(name)
     data = json.loads(source.read_text(encoding="utf-8"))
-    made = f"The figures are made by `python benchmarks/{name}.py` from [these raw\nresults](../benchmarks/results/{source.name}).\n"
-    return "\n\n".join([made.rstrip(), *(_bytes if name == "reductions" else _losses)(data["tables"]), ""])
+    made = f"`python benchmarks/{name}.py` makes these figures ([raw\nresults](../benchmarks/results/{source.name}))."
+    return "\n\n".join([made, *(_bytes if name == "reductions" else _losses)(data["tables"]), ""])
 
 
 def _bytes(tables: Mapping[str, Any]) -> list[str]:
-    head = ["sum", "`--rules=`", "across nodes", "inside nodes", "exposed", "waits, s", "peak"]
+    """A table for each mesh, with the bytes inside nodes only where a row has any."""
     parts = []
     for title, table in tables.items():
         if "step" in title:
             continue
+        rows = table["rows"]
+        places = [key for key in ("across_nodes", "inside_nodes") if any(f"{row[f'{key}_gib']:.2f}" != "0.00" for row in rows)]
+        head = ["sum", "`--rules=`", *(key.replace("_", " ") for key in places), "waits, s", "peak"]
         lines = [
-            [row["form"], f"`{row['rules']}`", *(f"{row[f'{key}_gib']:.2f}" for key in ("across_nodes", "inside_nodes", "exposed")),
+            [row["form"], f"`{row['rules']}`", *(f"{row[f'{key}_gib']:.2f}" for key in places),
              f"{row['waits_s']:.2f}", f"{row['peak_gib']:.1f}{'' if row['fits'] else ', too large'}"]
-            for row in table["rows"]
+            for row in rows
         ]  # fmt: skip
-        lines += [
-            [row["form"], "`diloco+megatron_sp`", f"{row['sent_gib']:.2f}", "0.00", f"{row['sent_gib']:.2f}", "", ""]
-            for row in tables["An outer step every H steps"]["rows"]
-            if title.startswith("One")
-        ]
         parts += [f"**{title}**, {table['note'].partition('. ')[0].rstrip('.')}:", _table(head, lines)]
     return parts
 
@@ -60,10 +58,10 @@ def _losses(tables: Mapping[str, Any]) -> list[str]:
     lines = []
     for row in tables["Relative to float32"]["rows"]:
         if row["loss"] == "heldout_loss":
-            seeds = ", ".join(f"{value:+.2f}" for key, value in row.items() if key.startswith("seed_") and value is not None)
+            mean = f"{row['mean_pct']:+.2f}".replace("-0.00", "+0.00")
             spread = "" if row["deviation_pct"] is None else f"{row['deviation_pct']:.2f}"
-            lines.append([f"{row['learning_rate']:g}", row["sums"], seeds, f"{row['mean_pct']:+.2f}", spread])
-    return [_table(["learning rate", "sums", "each seed, %", "mean, %", "standard deviation, %"], lines)]
+            lines.append([f"{row['learning_rate']:g}", row["sums"], mean, spread])
+    return [_table(["learning rate", "sums", "mean, %", "deviation, %"], lines)]
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mesh_lm.config import load
-from mesh_lm.training.check import check
 from tests.docs.markdown import table
 from tests.sharding_rules import closed_forms_tensor_2d as tensor_2d
-from tests.sharding_rules.closed_forms import A2A, AG, AR, CP, RS, SYMBOLS, Decoder, Strategy, Term, by_axes, expected, expected_of, total
+from tests.sharding_rules.closed_forms import A2A, AG, AR, CP, RS, SYMBOLS, Decoder, Strategy, Term, expected, total
 
 SHORT = {AG: "AG", RS: "RS", AR: "AR", CP: "CP", A2A: "A2A"}
 REMATS = ("none", "save_names", "full")
@@ -23,8 +22,6 @@ FACTORS = {
     "tensor": ("megatron", "megatron_sp"),
 }
 """Mesh axis -> presets that use it, of which a product is made."""
-REDUCED = {"gpt_1_3b": 8, "llama3_8b": 64, "llama3_70b": 1024}
-"""Config -> devices, of the table of sums in other types."""
 _OF_LAYER = ("forward", "backward")
 
 
@@ -150,20 +147,11 @@ def excesses() -> str:
         if term.needed < 1 and not ("stages" in preset and "pipeline" not in term.axes):
             names = rows.setdefault((f"{SHORT[term.kind]} {term.size}", " x ".join(term.axes), share, term.excess), [])
             names += [name] if (name := f"`{preset}`".replace(", stages`", "` in stages")) not in names else []
-    lines = ([", ".join(presets), *row] for row, presets in rows.items())
-    return table(["preset", "sends", "over", "least", "why"], lines)
-
-
-def reduced_configs() -> str:
-    """GiB on the wire per device and step over data and over fsdp, by the type of sums."""
-    rows = []
-    for name, devices in REDUCED.items():
-        config = check(load(f"configs/{name}.py"), devices)
-        asked = [dataclasses.replace(config, rules=config.rules.replace(config.rules.name, reduction=r)) for r in ("float32", "bfloat16")]
-        sent = [by_axes(expected_of(each)) for each in (config, *asked)]
-        cells = [[f"{bytes[axis,] / 2**30:.3f}" if (axis,) in bytes else "" for bytes in sent] for axis in ("data", "fsdp")]
-        rows.append([f"`{name}`", *itertools.chain(*cells)])
-    return table(["config", *(f"{axis}, {r}" for axis in ("data", "fsdp") for r in ("auto", "float32", "bfloat16"))], rows)
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for (sends, *reason), presets in rows.items():
+        lines.setdefault((", ".join(presets), *reason), []).append(sends)
+    together = ([presets, ", ".join(sends), *reason] for (presets, *reason), sends in lines.items())
+    return table(["preset", "sends", "over", "least", "why"], together)
 
 
 def square_layer() -> str:
@@ -173,16 +161,15 @@ def square_layer() -> str:
 
 
 def square_bytes() -> str:
-    """MiB that a device sends for a layer of one sequence in one dimension, and in two on the best mesh."""
+    """MiB that a device sends for a layer of one sequence of GPT-3 in one dimension, and in two on the best mesh."""
+    model = dataclasses.replace(Decoder.of(load("configs/gpt_175b.py").model), remat="save_names", recomputed=None, kept=0)
     rows = []
-    for name in ("gpt_175b", "llama3_8b"):
-        model = dataclasses.replace(Decoder.of(load(f"configs/{name}.py").model), remat="save_names", recomputed=None, kept=0)
-        for t in (4, 8, 16, 32):
-            one = _of_layer(model, Strategy("megatron", tensor=t))
-            two = {y: _of_layer(model, Strategy("megatron_2d", tensor=t // y, tensor_y=y)) for y in (2, 4, 8, 16) if t % y == 0 and y < t}
-            y = min(two, key=lambda y: two[y])
-            rows.append([f"`{name}`", str(t), f"{one:.1f}", f"{t // y} x {y}", f"{two[y]:.1f}", f"{100 * (two[y] / one - 1):+.0f} %"])
-    return table(["config", "devices", "`megatron`", "tensor x tensor_y", "`megatron_2d`", "difference"], rows)
+    for t in (4, 8, 16, 32):
+        one = _of_layer(model, Strategy("megatron", tensor=t))
+        two = {y: _of_layer(model, Strategy("megatron_2d", tensor=t // y, tensor_y=y)) for y in (2, 4, 8, 16) if t % y == 0 and y < t}
+        y = min(two, key=lambda y: two[y])
+        rows.append([str(t), f"{one:.1f}", f"{t // y} x {y}", f"{two[y]:.1f}", f"{100 * (two[y] / one - 1):+.0f} %"])
+    return table(["devices", "`megatron`", "tensor x tensor_y", "`megatron_2d`", "difference"], rows)
 
 
 def _of_layer(model: Decoder, strategy: Strategy) -> float:
@@ -210,7 +197,6 @@ TABLES = {
     "strategies": factors,
     "context parallelism": contexts,
     "stages": stages,
-    "sums in other types": reduced_configs,
     "outside the layers": outside,
     "what all stages have": shared,
     "more than the least": excesses,

@@ -11,18 +11,18 @@ from tests.docs.markdown import table
 
 ALSO = {
     "distributed": "Megatron-LM's distributed optimizer",
-    "fsdp": "ZeRO-3; each layer gathers its weights",
-    "zero3": "ZeRO-3; layers gather the weights of the next layer",
+    "fsdp": "ZeRO-3; XLA gathers each layer's weights",
+    "zero3": "ZeRO-3; gathers the next layer's weights",
     "hsdp": "FSDP, replicated over `data`",
     "megatron": "heads, mlp and vocab over `tensor`",
-    "megatron_sp": "the residual stream's sequence dimension over `tensor`, too",
-    "megatron_2d": "heads and mlp over `tensor`, the residual stream's columns over `tensor_y`",
-    "context_gather": "sequences over `sequence`; attention gathers all keys",
-    "ulysses": "sequences over `sequence`; attention exchanges sequences for heads",
-    "ring": "sequences over `sequence`; keys travel around the devices",
-    "usp": "sequences over `sequence` x `ulysses`: a ring of nodes, Ulysses inside",
-    "by_node": "gradients are summed inside a node first, then across nodes",
-    "diloco": "each island trains apart, and averages its weights with the others every H steps",
+    "megatron_sp": "also the residual stream's sequence over `tensor`",
+    "megatron_2d": "heads and mlp over `tensor`, `embed` over `tensor_y`",
+    "context_gather": "attention gathers all keys over `sequence`",
+    "ulysses": "attention exchanges sequences for heads",
+    "ring": "keys travel around the devices",
+    "usp": "a ring over `sequence`, Ulysses over `ulysses`",
+    "by_node": "gradients are summed inside nodes first",
+    "diloco": "islands average their weights every H steps",
 }
 """Preset -> what the axes of its columns do not say."""
 
@@ -44,14 +44,18 @@ def _used(rules: Rules, kind: Kind) -> str:
 
 
 def rows() -> str:
-    """The rows that are not None, of the columns that differ from `params`; without `layers`, which is the same in all presets."""
-    lines = []
+    """The rows that are not None, of the columns that differ from `params`; without `layers`, which is the same in all presets.
+
+    Presets with the same rows, which differ in how attention exchanges keys, are in one line.
+    """
+    lines: dict[tuple[str, ...], list[str]] = {}
     for name, rules in PRESETS.items():
         params = rules.column("params")
         others: tuple[Kind, ...] = ("gradients", "optimizer")
         cells = ["" if (column := rules.column(kind)) == params else _cell(column) for kind in others]
-        lines.append([f"`{name}`", _cell(params), *cells, _cell(rules.column("activations"))])
-    return table(["preset", "`params`", "`gradients`", "`optimizer`", "`activations`"], lines)
+        lines.setdefault((_cell(params), *cells, _cell(rules.column("activations"))), []).append(f"`{name}`")
+    named = ([", ".join(names), *cells] for cells, names in lines.items())
+    return table(["preset", "`params`", "`gradients`", "`optimizer`", "`activations`"], named)
 
 
 def _cell(column: Column) -> str:

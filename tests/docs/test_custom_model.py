@@ -35,7 +35,39 @@ ROOT = Path(__file__).parents[2]
 FILE, PAGE = ROOT / "docs" / "custom_model.py", ROOT / "docs" / "custom_model.md"
 ROUTED = ROOT / "docs" / "router_bias.py"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-MISTAKES = [(*change, answer) for change, (kind, answer) in itertools.pairwise(BLOCKS) if kind == "text"]
+SHOWN = [(*change, answer) for change, (kind, answer) in itertools.pairwise(BLOCKS) if kind == "text"]
+GATES, OUT = "blocks.gates('layers', 'embed', 'gate', 'state')", "blocks.out('layers', 'state', 'embed')"
+KNOWN = "known: embed, fused, head_dim, heads, kv_heads, layers, mlp, norm, position, vocab"
+MINE, RULES = """-    mine = {"gate": None, "state": "tensor"}\n""", """.replace("fsdp+state", params=mine, activations=mine),\n"""
+DO_NOT_FIT = "error: these rules do not fit the model\n"
+UNSEEN = (
+    (
+        "diff",
+        f"""-        rules=preset("fsdp+megatron"){RULES}+        rules=preset("zero1+fsdp+megatron"){RULES}""",
+        f"{DO_NOT_FIT}  - {GATES}: no optimizer rule for logical axis 'gate'; {KNOWN}\n"
+        f"  - {OUT}: no optimizer rule for logical axis 'state'; {KNOWN}\n",
+    ),
+    (
+        "sh",
+        "mesh-lm train docs/custom_model.py --rules=fsdp+megatron",
+        f"{DO_NOT_FIT}  - {GATES}: no params rule for logical axis 'gate'; {KNOWN}\n"
+        f"  - {OUT}: no params rule for logical axis 'state'; {KNOWN}\n",
+    ),
+    (
+        "diff",
+        f"""{MINE}+    mine = {{"gate": None, "state": "fsdp"}}\n""",
+        f"{DO_NOT_FIT}  - {GATES}: mesh axis 'fsdp' shards both 'embed' and 'state'; set one of them to None in rules.params\n"
+        f"  - {OUT}: mesh axis 'fsdp' shards both 'state' and 'embed'; set one of them to None in rules.params\n",
+    ),
+    (
+        "sh",
+        "mesh-lm train docs/custom_model.py --model.d_state=250 --mesh.tensor=4",
+        "error: this config cannot run\n  - model.d_state=250 is not divisible by mesh.tensor=4 (rules.params: state -> tensor); "
+        "mesh.tensor can be 1, 2, 5, 10, 25, 50, 125, 250\n",
+    ),
+)
+"""More mistakes, as (kind, change, answer): a column of ZeRO-1, a preset on the command line, an axis used twice, a size."""
+MISTAKES = [*SHOWN, *UNSEEN]
 
 CONFIG = load(str(FILE))
 TINY = dataclasses.replace(CONFIG.model, vocab_size=-(-VOCAB // 16) * 16, seq_len=SEQ, n_layers=2, d_model=32, d_state=24)
@@ -61,9 +93,13 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_page_is_the_file() -> None:
-    """Every line of both files is on the page, in order, and no other Python is."""
+    """Every line of the model is on the page, in order, then a part of the other file, and no other Python."""
     shown = [line for kind, text in BLOCKS if kind == "python" for line in text.splitlines() if line]
-    assert shown == [line for file in (FILE, ROUTED) for line in file.read_text(encoding="utf-8").splitlines() if line]
+    model, routed = ([line for line in file.read_text(encoding="utf-8").splitlines() if line] for file in (FILE, ROUTED))
+    part = shown[len(model) :]
+    assert shown[: len(model)] == model
+    start = routed.index(part[0])
+    assert part == routed[start : start + len(part)] and any("class Routed(" in line for line in part)
 
 
 @pytest.mark.slow

@@ -22,10 +22,10 @@ EXPERIMENTS = re.findall(r"^\| `(\w+=\{.*\})` \|", PAGE, re.MULTILINE)
 
 
 def rows(head: str) -> dict[str, list[str]]:
-    """Preset -> the cells of its row in the table whose first row begins with this."""
+    """Preset -> the cells of its row, which several may share, in the table whose first row begins with this."""
     lines = PAGE[PAGE.index(head) :].split("\n\n")[0].splitlines()
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
-    return {cells[0].strip("`"): cells[1:] for cells in found}
+    return {name.strip("`"): cells for names, *cells in found for name in names.split(", ")}
 
 
 def test_the_table_of_presets() -> None:

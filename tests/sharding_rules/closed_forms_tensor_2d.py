@@ -15,10 +15,10 @@ SYMBOLS = {
     "X/y": ("X / y", "bf16", "a device's columns of the residual stream"),
     "U": ("2 b s x columns of up (and gate) / T", "bf16", "what up returns, with full rows"),
     "d": ("2 b s x rows of down / T", "bf16", "the gradient of what down reads"),
-    "u/y": ("u / y", "f32", "gradients of norms and biases, summed over the batch before they are gathered"),
+    "u/y": ("u / y", "f32", "gradients of norms and biases, summed over the batch"),
     "n/y": ("n / y", "f32", "the gradient of the last norm"),
     "t": ("4 b s", "f32", "one number per token: a sum of a norm"),
-    "w": ("4 x biases of q, k and v / T", "f32", "gradients of biases whose heads attention has scattered over tensor_y"),
+    "w": ("4 x biases of q, k and v / T", "f32", "gradients of biases of heads over tensor_y"),
 }
 
 
