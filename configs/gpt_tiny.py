@@ -19,10 +19,12 @@ def get_config() -> TrainConfig:
             norm="rmsnorm",
             activation="swiglu",
             biases=False,
+            tied=False,
+            init_std=0.08,  # about 1 / sqrt(d_model); with 0.02 so narrow a model begins to learn slowly
         ),
         output="runs/gpt_tiny",
         train=TrainLoop(steps=600, global_batch=16, eval_every=200),
-        optimizer=OptimizerConfig(learning_rate=8e-3, warmup_steps=60, final_fraction=0.05),
+        optimizer=OptimizerConfig(learning_rate=8e-3, warmup_steps=30, final_fraction=0.0),
         data=DataConfig(path="stdlib", tokenizer_vocab=4096),
         checkpoint=CheckpointConfig(every=50),
     )
