@@ -67,6 +67,7 @@ PRESETS: dict[str, Rules] = {
         Rules("diloco", params=_WEIGHTS, activations={**_ACTS, "batch": ("island", "data")}),
     )
 }  # fmt: skip
+"""The strategies that `preset` knows, by name; docs/sharding.md describes each."""
 
 REDUCTIONS: dict[str, Reduction] = {f"reduce_{reduction}": reduction for reduction in get_args(Reduction) if reduction != "auto"}
 """Words of a product that are not strategies, but choose the type in which gradients are summed."""

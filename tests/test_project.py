@@ -40,6 +40,13 @@ def test_tested_versions_are_allowed(path: Path) -> None:
         assert version in required.specifier, f"{path.name}: {required} does not allow {version}"
 
 
+def test_an_old_python_is_answered_by_requires_python() -> None:
+    """Without the marker, an old pip first reports that these packages have no version for that Python."""
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    for line in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["aot"]):
+        assert str(Requirement(line).marker) == f'python_version >= "{oldest}"', line
+
+
 def test_a_constraints_file_for_each_python_that_is_tested() -> None:
     classifiers = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text}
     assert {path.stem.removeprefix("python").partition("-")[0] for path in CONSTRAINTS} < classifiers

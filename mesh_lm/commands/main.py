@@ -23,6 +23,8 @@ PROG = "mesh-lm"
 _STOPPED = "stopped by Ctrl-C\n"
 _STOPPED_TWICE = "ended at once by a second Ctrl-C\n"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
+OLDEST_PYTHON = (3, 11)
+"""As requires-python in pyproject.toml, which a clone that is not installed does not consult."""
 
 
 class Command(NamedTuple):
@@ -89,8 +91,11 @@ def script() -> NoReturn:
 
 
 def _prepare_process() -> None:
-    """For what this process prints, and for Ctrl-C, unless it is ignored, as by a shell's background jobs."""
+    """Refuses a Python that is too old, and sets up what this process prints, and Ctrl-C, unless it is ignored, as by background jobs."""
     output.accept_any_text()
+    if sys.version_info < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        sys.exit(f"error: mesh_lm needs Python {oldest} or newer, and this is Python {platform.python_version()}")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 

@@ -39,9 +39,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in headings(path), f"{target}{anchor}: no such heading"
 
 
+class Loader(yaml.SafeLoader):
+    """Of mkdocs.yml, which may read the environment."""
+
+
+Loader.add_constructor("!ENV", lambda loader, node: loader.construct_sequence(node))
+
+
 def site() -> tuple[dict, list[str]]:
     """mkdocs.yml, and the pages of its navigation."""
-    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
 
     def leaves(item: object) -> list[str]:
         children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
@@ -52,6 +59,7 @@ def site() -> tuple[dict, list[str]]:
 
 def test_every_page_is_in_the_navigation(hooks: ModuleType) -> None:
     made = {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")} | set(hooks.PAGES.values())
+    made |= {str(path.relative_to(ROOT / "docs").with_suffix(".md")) for path in ROOT.glob("docs/**/*.ipynb")}
     _, pages = site()
     assert sorted(pages) == sorted(made)
 
@@ -72,4 +80,25 @@ def test_links_as_they_are_on_the_site(hooks: ModuleType) -> None:
     shown = '[a](lab.md#x) <img src="images/plan.png"> [b](files/train.py.txt) `[c](docs/lab.md)` [d](https://e.org)'
     assert hooks.for_site(text, "README.md") == shown
     assert hooks.for_site("[a](../../README.md) [b](../lab.md)", "docs/tours/a.md") == "[a](../index.md) [b](../lab.md)"
+    assert hooks.for_site("[a](../notebooks/a.ipynb)", "docs/tours/a.md") == "[a](../notebooks/a.md)"
     assert posixpath.dirname(hooks.address("docs/tours/a.md")) == "tours"
+
+
+def test_a_notebook_as_a_page(hooks: ModuleType) -> None:
+    """Its text, its code in a block, what the code prints in another block, and its plots."""
+    cells = [
+        {"cell_type": "markdown", "source": ["# A\n", "b"]},
+        {"cell_type": "code", "source": ["print(1)\n", "plot()"], "outputs": [
+            {"output_type": "stream", "text": ["1\n"]},
+            {"output_type": "display_data", "data": {"image/png": "iVBO\n", "text/plain": ["<Figure>"]}},
+        ]},
+    ]  # fmt: skip
+    assert hooks.notebook_text({"cells": cells}) == (
+        "# A\nb\n\n```python\nprint(1)\nplot()\n```\n\n``` { .text .output }\n1\n```\n\n"
+        '<img alt="What the cell above plots" src="data:image/png;base64,iVBO">\n\n'
+    )
+
+
+def test_words_joined_by_a_plus_can_wrap_in_a_table(hooks: ModuleType) -> None:
+    row = '<p>a+b</p><td><a href="x+y">zero3+ring</a> 1 + 2</td>'
+    assert hooks.on_page_content(row) == '<p>a+b</p><td><a href="x+y">zero3+<wbr>ring</a> 1 + 2</td>'

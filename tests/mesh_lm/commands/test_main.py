@@ -1,14 +1,19 @@
 """`mesh-lm`: its list of commands, its errors, and the packages that it does not import."""
 
+import platform
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 from processes import bare, ended, wait_for
 
+from mesh_lm.commands import main as commands
 from mesh_lm.commands.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[3]
@@ -168,3 +173,24 @@ def test_the_installed_launcher_starts_commands_and_modules_of_the_working_direc
     assert "-m mine.helo: no module named mine.helo" in said("-m", "mine.helo")
     found = said("train", "gpt_tiny", "--train.stepz=2")
     assert "no such field; did you mean --train.steps?" in found and "no module named" not in found
+
+
+def test_a_python_that_is_too_old_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By train.py in a clone; pip's answer is that of requires-python."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == f">={'.'.join(map(str, commands.OLDEST_PYTHON))}"
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13, "final", 0))
+    monkeypatch.setattr(platform, "python_version", lambda: "3.10.13")
+    with pytest.raises(SystemExit, match=r"^error: mesh_lm needs Python 3\.11 or newer, and this is Python 3\.10\.13$"):
+        commands.door("train")
+
+
+OLD_PYTHON = next(filter(None, map(shutil.which, ("python3.10", "python3.9"))), None)
+
+
+@pytest.mark.skipif(not OLD_PYTHON, reason="no Python 3.10 here")
+def test_an_old_python_itself() -> None:
+    done = subprocess.run([str(OLD_PYTHON), "train.py"], cwd=ROOT, capture_output=True, text=True)
+    if "not found" in done.stderr:
+        pytest.skip(f"{OLD_PYTHON} starts no Python")  # a shim of pyenv
+    assert done.returncode == 1 and re.fullmatch(r"error: mesh_lm needs Python 3.11 or newer, and this is Python 3\.\S+\n", done.stderr)
