@@ -89,11 +89,18 @@ def imported(name: str, where: str) -> ModuleType:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{where}: {name!r} cannot be imported ({type(error).__name__}: {error})") from error
+        file = f"{name.replace('.', '/')}.py"
+        hint = f"; a file is named by its path: {file}" if isinstance(error, ModuleNotFoundError) and Path(file).is_file() else ""
+        raise ConfigError(f"{where}: {name!r} cannot be imported ({type(error).__name__}: {error}){hint}") from error
 
 
 def _executed(path: Path) -> ModuleType:
-    """The module that a file makes, by the name of its path, under which get_type_hints and the help's docstrings find it."""
+    """The module that a file makes, by the name of its path, under which get_type_hints and the help's docstrings find it.
+
+    As in a script, it can import the files beside it; modules that are installed come first.
+    """
+    if not path.is_relative_to(_PACKAGE) and str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(str(path), path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: expected a .py file")

@@ -39,7 +39,7 @@ class ModelConfig:
 
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
         """Builds the module; called under `jax.eval_shape` and `jax.jit` only. See `mesh_lm.model.Model` for what it must offer."""
-        raise NotImplementedError(f"{type(self).__name__}.make")
+        raise ConfigError(f"{type(self).__name__} has no make(shard, rngs), which builds its module (docs/custom_model.md)")
 
     def sizes(self) -> dict[str, tuple[str, int]]:
         """Logical axis -> (the field that sets its size, the size), so that a size that does not divide is reported by field name."""

@@ -101,7 +101,10 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
         try:
             jax.config.update("jax_num_cpu_devices", launch.cpu_devices)
         except RuntimeError as error:
-            raise ConfigError(f"launch.cpu_devices={launch.cpu_devices} must be set before JAX uses a device: {error}") from error
+            raise ConfigError(
+                f"launch.cpu_devices={launch.cpu_devices} must be set before JAX uses a device, and this program has used one, perhaps "
+                "for an earlier run: set it for the first run, or start another process (in a notebook: restart the kernel)"
+            ) from error
     if launch.compile_cache:
         compile_cache.use(launch.compile_cache)
     slot = ProcessSlot.of(launch)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 
+from mesh_lm.errors import ConfigError
 from mesh_lm.model.dropout import Dropout
 from sharding_rules import Shard
 
@@ -104,6 +105,47 @@ class Model(Protocol):
     def loss(self, x: jax.Array, batch: Batch, dropout: Dropout | None, /) -> Sums:
         """The sums, from the output of the last layer. Heads that predict more than the next token belong here, too."""
         ...
+
+
+_PAGE = "docs/custom_model.md"
+_MEMBERS = ("shard", "prepare", "embed", "loss")
+_SUMS = ("objective", "loss", "weight")
+
+
+def require_model(module: Any) -> None:
+    """Raises ConfigError unless a module has the members of `Model`."""
+    missing = [name for name in _MEMBERS if not hasattr(module, name)]
+    if missing:
+        raise ConfigError(f"{type(module).__name__} has no {', '.join(missing)}; a model has {', '.join(_MEMBERS)} ({_PAGE})")
+
+
+def require_sums(model: Any, sums: Any) -> None:
+    """Raises ConfigError unless these are sums that a model's loss may return: scalars, and those that the trainer reads among them."""
+    what = f"{type(model).__name__}.loss returns"
+    if not isinstance(sums, Mapping):
+        raise ConfigError(f"{what} {_described(sums)}, not a dict of sums ({_PAGE})")
+    if missing := [name for name in _SUMS if name not in sums]:
+        raise ConfigError(f"{what} no {', '.join(missing)}; its sums are {', '.join(_SUMS)}, and metrics of your own ({_PAGE})")
+    for name, value in cast("Sums", sums).items():
+        if jnp.ndim(value):
+            raise ConfigError(f"{what} {name!r} {jnp.shape(value)}; its sums are scalars")
+
+
+def require_layer_output(layer: Any, x: jax.Array, found: Any) -> None:
+    """Raises ConfigError unless a layer returned (output, cache, sums), and its output has the shape and the type of its input `x`."""
+    what = f"{type(layer).__name__} returns"
+    if not (isinstance(found, tuple) and len(found) == 3):
+        raise ConfigError(f"{what} {_described(found)}; a layer returns (x, cache, sums) ({_PAGE})")
+    y = found[0]
+    if (jnp.shape(y), jnp.result_type(y)) != (x.shape, x.dtype):
+        raise ConfigError(f"{what} x as {_described(y)}, and got it as {_described(x)}: a layer keeps the shape and the type ({_PAGE})")
+
+
+def _described(value: Any) -> str:
+    """An array as float32[8, 64, 128]; of anything else the type."""
+    if isinstance(value, jax.Array):
+        return f"{value.dtype}{[*value.shape]}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
 
 
 class Generative(Protocol):

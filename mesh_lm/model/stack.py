@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from mesh_lm.errors import ConfigError
-from mesh_lm.model.contract import Batch, Context, Layer, Model, Sums
+from mesh_lm.model.contract import Batch, Context, Layer, Model, Sums, require_layer_output, require_sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.halves import in_halves
 from mesh_lm.model.remat import remat
@@ -65,10 +64,9 @@ def used_outside(bind: Callable[[Any], Model], params: Any, layers: Collection[s
 
 
 def loss_sums(model: Model, x: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
-    """The sums that the model's loss returns. Raises ConfigError for arrays, which only layers may return."""
+    """The sums that the model's loss returns. Raises ConfigError for missing sums, and for arrays: layers may return them."""
     sums = model.loss(x, batch, dropout)
-    if arrays := [name for name, value in sums.items() if value.ndim]:
-        raise ConfigError(f"{type(model).__name__}.loss returns {arrays[0]!r} {sums[arrays[0]].shape}; its sums are scalars")
+    require_sums(model, sums)
     return sums
 
 
@@ -219,8 +217,14 @@ def one_period(
 
 
 def called(layer: Layer, segment: Segment, shard: Shard) -> Callable[[jax.Array, Context], tuple[jax.Array, Any, Sums]]:
-    """The layer as it is called: in two halves of the sequences if its segment asks for that."""
-    return partial(in_halves, layer, shard) if segment.batch_halves else layer
+    """The layer as it is called: in two halves of the sequences if its segment asks for that. Raises ConfigError for a wrong output."""
+
+    def checked(x: jax.Array, ctx: Context, /) -> tuple[jax.Array, Any, Sums]:
+        found = layer(x, ctx)
+        require_layer_output(layer, x, found)
+        return found
+
+    return partial(in_halves, checked, shard) if segment.batch_halves else checked
 
 
 def _run_each(

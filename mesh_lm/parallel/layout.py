@@ -21,6 +21,7 @@ from mesh_lm.config import ModelConfig, PipelineConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Model
 from mesh_lm.model.buffer import Buffer
+from mesh_lm.model.contract import require_model
 from mesh_lm.optim.contract import ArraySpec, Params
 from mesh_lm.optim.flat import FlatLayout
 from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memory
@@ -225,4 +226,6 @@ def _check_stack(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...]
 
 def _make(config: ModelConfig, shard: Shard, key: jax.Array) -> nnx.Module:
     with nnx.use_eager_sharding(False):  # our rules shard the arrays, not Flax
-        return config.make(shard, nnx.Rngs(params=key))
+        module = config.make(shard, nnx.Rngs(params=key))
+    require_model(module)
+    return module

@@ -61,6 +61,10 @@ def _problems_on(config: TrainConfig, mesh: MeshConfig) -> list[str]:
 
 def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
     """Problems of single sections, and of pairs of fields that do not depend on the mesh."""
+    kind = type(config.model)
+    if "__dataclass_fields__" not in vars(kind) and vars(kind).get("__annotations__"):
+        missing = "@dataclasses.dataclass(frozen=True)"
+        yield f"{kind.__name__} has fields, but no {missing}: they are neither options nor in the run's config.json"
     yield from (problems := config.model.problems())
     if not problems:
         yield from (stack := config.model.stack()).problems()

@@ -42,7 +42,7 @@ from mesh_lm.training.one_program import compared
 from mesh_lm.training.ready import require_ready
 from mesh_lm.training.replay import ReplayedStep
 from mesh_lm.training.replicas import require_equal
-from mesh_lm.training.run import Run
+from mesh_lm.training.run import Run, require_callbacks
 from mesh_lm.training.skip_guard import SkipGuard
 from mesh_lm.training.step import Step, train_step
 from mesh_lm.training.watchdog import Watchdog
@@ -63,6 +63,7 @@ def loop(run: Run, step: Step, outer: Callable[[State], State], batches: Iterato
 
 def train(config: TrainConfig, *, optimizer: Rule | type | None = None, data: Dataset | None = None, callbacks: Sequence[Any] = ()) -> Run:
     """Trains a model, from its newest checkpoint if there is one, and returns the run. See `mesh_lm.train`."""
+    require_callbacks(callbacks)
     phases = Phases()
     with distributed.StopOnSignal(phases) as stop:
         return _train(config, optimizer, data, callbacks, phases, stop)

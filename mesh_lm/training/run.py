@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -11,6 +12,7 @@ import jax
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.distributed.stop import status_of
+from mesh_lm.errors import ConfigError, did_you_mean
 from mesh_lm.report import rows
 from mesh_lm.state import State
 
@@ -91,3 +93,18 @@ class Callback(Protocol):
     def on_end(self, run: Run, /) -> None:
         """Called after the last evaluation, unless the run was interrupted."""
         ...
+
+
+def require_callbacks(callbacks: Any) -> None:
+    """Raises ConfigError unless these are objects with methods of `Callback`, and no other method that begins with on_."""
+    known = [name for name in vars(Callback) if name.startswith("on_")]
+    if not isinstance(callbacks, Iterable):
+        raise ConfigError(f"callbacks={callbacks!r}: expected a list of them")
+    for callback in callbacks:
+        hooks = [name for name in dir(callback) if name.startswith("on_")]
+        for name in hooks:
+            if name not in known:
+                hint = did_you_mean(difflib.get_close_matches(name, known, n=1)) or f"; the methods are {', '.join(known)}"
+                raise ConfigError(f"{type(callback).__name__}.{name}: no such method of a callback{hint}")
+        if not hooks:
+            raise ConfigError(f"{type(callback).__name__} is no callback: it has none of {', '.join(known)}")

@@ -97,7 +97,7 @@ def test_gpus_that_mpirun_cannot_count(tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
     (tmp_path / "nvidia-smi").chmod(0o755)
     started = OPEN_MPI | {"PATH": str(tmp_path), "MASTER_ADDR": "node1"}
-    with pytest.raises(ConfigError, match="cannot count the GPUs of .*, or set CUDA_VISIBLE_DEVICES to the GPUs of each task$"):
+    with pytest.raises(ConfigError, match=r"cannot count the GPUs of .*, or set CUDA_VISIBLE_DEVICES to the GPUs of each task$"):
         ProcessSlot.of(LaunchConfig(), started)
     slot = ProcessSlot.of(LaunchConfig(), started | FOUR_GPUS)
     assert slot is not None and slot.local_devices == (1,)
