@@ -96,15 +96,12 @@ class Callback(Protocol):
 
 
 def require_callbacks(callbacks: Any) -> None:
-    """Raises ConfigError unless these are objects with methods of `Callback`, and no other method that begins with on_."""
+    """Raises ConfigError for what is no list, and for a method that begins with on_ and is none of `Callback`."""
     known = [name for name in vars(Callback) if name.startswith("on_")]
     if not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks={callbacks!r}: expected a list of them")
     for callback in callbacks:
-        hooks = [name for name in dir(callback) if name.startswith("on_")]
-        for name in hooks:
-            if name not in known:
+        for name in dir(callback):
+            if name.startswith("on_") and name not in known:
                 hint = did_you_mean(difflib.get_close_matches(name, known, n=1)) or f"; the methods are {', '.join(known)}"
                 raise ConfigError(f"{type(callback).__name__}.{name}: no such method of a callback{hint}")
-        if not hooks:
-            raise ConfigError(f"{type(callback).__name__} is no callback: it has none of {', '.join(known)}")

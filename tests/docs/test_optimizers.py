@@ -38,8 +38,8 @@ def table(first: str) -> dict[str, list[str]]:
 def sgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of the page's example, in a file as the page says."""
     (tmp_path / "sgd.py").write_text(EXAMPLE, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    return "sgd:Sgd"
+    monkeypatch.chdir(tmp_path)
+    return "sgd.py:Sgd"
 
 
 def test_bytes_of_each_weight() -> None:

@@ -103,6 +103,19 @@ def test_a_run_tells_what_it_measured(trained: mesh_lm.Run) -> None:
     assert "0.03 epochs\n" in log and "step 4/4  loss" in log and "step 4: held-out" in log and "wall time" in log
 
 
+@pytest.mark.parametrize(
+    ("callbacks", "said"),
+    [
+        ([type("Mine", (), {"on_stp": print})()], r"Mine\.on_stp: no such method of a callback; did you mean on_step\?"),
+        (7, "callbacks=7: expected a list"),
+    ],
+)
+def test_what_is_no_callback_is_refused_before_anything_begins(config: TrainConfig, tmp_path: Path, callbacks: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        mesh_lm.train(to(tmp_path / "none", config), callbacks=callbacks)
+    assert not (tmp_path / "none").exists()
+
+
 def test_the_same_run_again_and_in_two_halves(config: TrainConfig, trained: mesh_lm.Run, tmp_path: Path) -> None:
     """The second call goes on from the first one's checkpoint, and a third finds nothing to do."""
     noted = Noted(stops=2)

@@ -16,6 +16,8 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.model.contract import require_layer_output, require_model, require_sums
 from mesh_lm.training.check import check
 
+COMPILE_BUDGET = 2
+
 
 class Half(nnx.Module):
     def prepare(self, batch: Any) -> None: ...

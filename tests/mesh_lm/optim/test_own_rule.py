@@ -74,6 +74,24 @@ def test_it_is_imported_and_made_from_the_section(module: str) -> None:
     assert type(made).__name__ == "Plain" and vars(made)["config"] is config
 
 
+def test_a_config_may_import_the_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "my_own_helpers.py").write_text("STEPS = 7\n", encoding="utf-8")
+    file = tmp_path / "with_helpers.py"
+    text = """
+import dataclasses
+
+import my_own_helpers
+from configs.gpt_tiny import get_config as tiny
+
+
+def get_config():
+    config = tiny()
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=my_own_helpers.STEPS))
+"""
+    file.write_text(text, encoding="utf-8")
+    assert load(str(file)).train.steps == 7
+
+
 def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
     file = tmp_path / "experiment.py"
     file.write_text(
@@ -103,6 +121,14 @@ def test_what_it_lacks_is_said(module: str, name: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(config, 1)
     assert str(caught.value) == f"this config cannot run\n  - optimizer.name={name}: {said}"
+
+
+def test_a_file_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside_me.py").write_text(RULES, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"No module named 'beside_me'\); a file is named by its path: beside_me\.py$"):
+        make_rule(OptimizerConfig(name="beside_me:Plain"))
+    assert type(make_rule(OptimizerConfig(name="beside_me.py:Plain"))).__name__ == "Plain"
 
 
 def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> None:
