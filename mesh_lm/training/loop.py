@@ -192,6 +192,8 @@ class Between:
         saving = last or stopping or (checkpoints.due(n) and not self._guard.consecutive_skips)
         self._compare_replicas(saving)
         if saving:
+            if last or stopping:
+                self._monitor.flush()  # the last step's time is its own, without that of the save
             self._save(last=last or stopping)
         if stopping and not last:
             self._monitor.note(f"stopped by {self._stop.cause} after step {n}; the same command continues from there")
