@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mesh_lm.config import LaunchConfig, ModelConfig, TrainConfig, files
 from mesh_lm.training.run import Callback as Callback
 from mesh_lm.training.run import Run as Run
+from sharding_rules import preset
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,13 +68,14 @@ def plan(config: TrainConfig | str | Path, target: str = "h100", devices: int = 
       LabError: the compiler for the target is missing (pip install -e '.[aot]'), or fails.
     """
     from mesh_lm.distributed import gpu
-    from mesh_lm.planning.program import compile_config, devices_for, flags_of
+    from mesh_lm.planning.program import Program, devices_for, flags_of
     from sharding_rules.lab.flags import options
 
     config = _config(config)
     gpu.choose_platform()
     chosen = flags_of(config, target) if flags == "auto" else flags
-    return compile_config(config, target, devices_for(config, devices), options(chosen))
+    program = Program.of(config, target, devices_for(config, devices))
+    return dataclasses.replace(program.compile(options(chosen)), logical=dict(program.layout.axes))
 
 
 def load(
@@ -101,7 +103,6 @@ def load(
     """
     from mesh_lm import distributed
     from mesh_lm.inference.trained import TrainedModel
-    from sharding_rules import preset
 
     model = config if isinstance(config, ModelConfig) else None if config is None else _config(config).model
     options = dataclasses.replace(LaunchConfig(), cpu_devices=cpu_devices)
@@ -111,4 +112,7 @@ def load(
 
 
 def _config(config: TrainConfig | str | Path) -> TrainConfig:
-    return config if isinstance(config, TrainConfig) else files.load(str(config))
+    config = config if isinstance(config, TrainConfig) else files.load(str(config))
+    if isinstance(config.rules, str):  # as on the command line
+        config = dataclasses.replace(config, rules=preset(config.rules))
+    return config

@@ -105,6 +105,10 @@ class Rules:
         if self.node_axis and self.node_axis not in self.manual_axes() - {ISLAND, "pipeline"}:
             along = ", ".join(axis for axis in self.order() if axis in self.manual_axes() - {ISLAND, "pipeline"})
             raise ShardingRuleError(f"rules.node_axis={self.node_axis!r}: gradients are not summed along it once a step; known: {along}")
+        for kind in get_args(Kind):
+            for row, entry in (getattr(self, kind) or {}).items():
+                if not (entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(a, str) for a in entry))):
+                    raise ShardingRuleError(f"rules.{kind}[{row!r}]={entry!r}: expected a mesh axis, a tuple of them, or None")
         for row in self._rows():
             scope, _, name = row.rpartition("/")
             if "/" in scope or (not (scope and name) and "/" in row):
@@ -154,10 +158,12 @@ class Rules:
 
         axes: additional mesh axes to declare. context: changed or added, too. reduction, node_axis: None: unchanged.
         """
-        if unknown := set(columns) - set(get_args(Kind)):
-            raise ShardingRuleError(
-                f"rules have no column {' or '.join(map(repr, sorted(unknown)))}; columns are {', '.join(get_args(Kind))}"
-            )
+        if not (name is None or isinstance(name, str)):
+            raise ShardingRuleError(f"replace({name!r}) names no column; write replace(params={name!r}, activations={name!r})")
+        if unknown := sorted(set(columns) - set(get_args(Kind))):
+            near = difflib.get_close_matches(unknown[0], get_args(Kind), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near and len(unknown) == 1 else f"; columns are {', '.join(get_args(Kind))}"
+            raise ShardingRuleError(f"rules have no column {' or '.join(map(repr, unknown))}{hint}")
         changed = {kind: {**self.own_rows(kind), **rows} for kind, rows in columns.items()}  # pyright: ignore[reportArgumentType]
         changed |= {"axes": {**self.axes, **(axes or {})}, "context": {**self.context, **(context or {})}}
         changed |= {"reduction": reduction or self.reduction, "node_axis": self.node_axis if node_axis is None else node_axis}

@@ -123,6 +123,9 @@ def run(name: str, argv: Sequence[str]) -> int:
     """The status of a subcommand; after Ctrl-C, for which it has no answer of its own, a line and status 130."""
     try:
         return _run(name, argv)
+    except BrokenPipeError:  # what reads this output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):
             print(_STOPPED, end="", file=sys.stderr, flush=True)

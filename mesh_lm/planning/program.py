@@ -133,6 +133,8 @@ def compile_config(config: TrainConfig, target: str, n_devices: int, options: Ma
 def flags_of(config: TrainConfig, target: str) -> str:
     """Returns the name of the set of XLA flags that a run of this config uses on such a GPU."""
     match config.launch.xla_flags:
+        case "auto" if target not in TARGETS:
+            raise LabError(f"no target {target!r}; expected one of {', '.join(TARGETS)}")
         case "auto":
             return auto(TARGETS[target].capability, config.mesh.pipeline != 1, config.pipeline.pair_layers)
         case "none":

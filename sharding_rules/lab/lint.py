@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from sharding_rules.lab import lint_pipeline, lint_placement, lint_reductions, lint_reshards, lint_segments, lint_state, lint_weights
 from sharding_rules.lab.hlo import arrays
@@ -17,17 +18,16 @@ from sharding_rules.lab.report import Location, Report
 from sharding_rules.presets import PRESETS
 from sharding_rules.rules import Kind, Rules, axes_of, row_of
 
-_TABLES: tuple[Kind, ...] = ("params", "activations")
-
 
 def lint(report: Report, rules: Rules | None = None, axes: LogicalAxes | None = None) -> tuple[Finding, ...]:
     """Everything that CHECKS find, errors before notices, most bytes first.
 
     Args:
       rules: those that the program was written for. Without them lint compares with how the arguments are sharded.
-      axes: logical axes of each parameter by name (a trainer knows them: {name: axes}). With them findings name the row of the rules.
+      axes: logical axes of each parameter by name. With them findings name the row of the rules. None: those of the report, which has them
+        if `mesh_lm.plan` made it.
     """
-    context = LintContext(report, rules, axes or {})
+    context = LintContext(report, rules, axes or report.logical)
     parts = lint_segments.parts(context)
     found: dict[tuple[str, str, Location], Finding] = {}
     for check in CHECKS:
@@ -58,11 +58,17 @@ def dead_rules(context: LintContext) -> Iterator[Finding]:
     if not (context.rules and context.axes):
         return
     known = dict.fromkeys(axis for axes in context.axes.values() for axis in axes if axis)
-    known |= dict.fromkeys(row for rules in PRESETS.values() for kind in _TABLES for row in rules.column(kind))
-    rows = {(row, entry): kind for kind in reversed(_TABLES) for row, entry in context.rules.column(kind).items() if not row_of(known, row)}
+    known |= dict.fromkeys(row for rules in PRESETS.values() for kind in get_args(Kind) for row in getattr(rules, kind) or {})
+    of_kind = {kind: getattr(context.rules, kind) or {} for kind in reversed(get_args(Kind))}
+    rows = {(row, entry): kind for kind, own in of_kind.items() for row, entry in own.items() if not row_of(known, row)}
     for (row, entry), kind in rows.items():
         ways, near = context.ways(axes_of(entry)), difflib.get_close_matches(row, sorted(known), n=1)
-        if ways == 1 or not near:
+        if not near:
+            continue
+        if entry is None:  # activations of a model's own may have names that nearly are a parameter's
+            text = f"rules.{kind}[{row!r}] = None changes nothing: no parameter has a dimension {row!r}"
+            yield Finding("dead-rule", 0, Location(), text, f"did you mean rules.{kind}[{near[0]!r}]?", "notice")
+        if ways == 1:
             continue
         held = [a for a in context.report.arguments if near[0] in context.logical(a) and not set(axes_of(entry)) & set(a.axes)]
         text = f"rules.{kind}[{row!r}] = {entry!r} shards nothing: no parameter has a dimension {row!r}"

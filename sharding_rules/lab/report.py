@@ -290,6 +290,8 @@ class Report:
     """FLOP/s of the target's tensor cores in bf16, by its data sheet; 0 where unknown."""
     vocabulary: Vocabulary = NEUTRAL
     """The names that the program's trainer uses."""
+    logical: dict[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
+    """The logical axes of each parameter by name, for lint; empty where the trainer did not give them."""
     segments: dict[str, int] = dataclasses.field(default_factory=dict)
     """Layers of each segment of the model, by the named scope around them; empty where they are not known."""
 
@@ -380,7 +382,9 @@ def _build(cls: type, data: dict[str, Any]) -> Any:
         if field.name not in data and (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING):
             continue  # kept before the field existed
         value = data[field.name]
-        if field.name in nested and value is not None:
+        if field.name == "logical":
+            value = {name: tuple(axes) for name, axes in value.items()}
+        elif field.name in nested and value is not None:
             value = _build(nested[field.name], value)
         elif isinstance(value, list):
             element = items.get(field.name) if cls in (Report, Memory, Timeline) else None

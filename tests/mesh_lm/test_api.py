@@ -21,6 +21,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
 from mesh_lm.training import loop
 from sharding_rules import MeshConfig
+from sharding_rules.lab import LabError, lint
 
 COMPILE_BUDGET = 280
 ROOT = Path(__file__).parents[2]
@@ -272,3 +273,8 @@ def test_a_plan(config: TrainConfig) -> None:
     assert report.fits and report.n_devices == 8 and report.count("all-reduce", "data") > 0
     with pytest.raises(ConfigError, match="mesh"):
         mesh_lm.plan(config, "h100", 6)
+    misspelt = dataclasses.replace(config, rules=config.rules.replace(params={"mpl": None}))
+    assert [one.check for one in lint(report, misspelt.rules)] == ["dead-rule"], "the report has the names of the dimensions"
+    assert mesh_lm.plan(dataclasses.replace(config, rules="ddp"), "h100", 8).collectives == report.collectives  # pyright: ignore
+    with pytest.raises(LabError, match=r"^no target 'h1000'; expected one of h100, h200, a100, b200$"):
+        mesh_lm.plan(config, "h1000", 8)

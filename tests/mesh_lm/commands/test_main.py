@@ -152,6 +152,13 @@ def test_what_help_and_mistakes_do_not_import() -> None:
     assert done.stdout.splitlines() == [f'["{words}", []]' for words in LIGHT], done.stderr
 
 
+def test_a_reader_that_has_enough() -> None:
+    """As `mesh-lm configs | head -1`: no traceback."""
+    program = f"{sys.executable} -m mesh_lm configs"
+    done = subprocess.run(["bash", "-c", f"{program} | true; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    assert done.returncode in (0, 128 + 13) and not done.stderr, done.stderr
+
+
 def test_both_doors_are_one() -> None:
     """`python -m mesh_lm.X` and `mesh-lm X`; the launcher exits with its own status for mistakes."""
     for words in (["-m", "mesh_lm", "launch"], ["-m", "mesh_lm.launch"]):

@@ -163,6 +163,10 @@ def test_a_row_that_shards_nothing() -> None:
     assert found["dead-rule"].fix == "did you mean rules.params['vocab']?" and "embedding stay whole" in found["dead-rule"].text
     assert found["dead-rule"].bytes == found["replicated"].bytes == 3 * V * D * 4 // 2 * 3 // 4
     assert lint(report(), RULES.replace(params={"experts": "tensor"}), AXES) == ()  # another model's row
+    none = only(lint(report(logical=AXES), RULES.replace(params={"mpl": None}, activations={"mpl": None})))
+    assert (none.check, none.severity, none.fix) == ("dead-rule", "notice", "did you mean rules.params['mlp']?")
+    assert none.text == "rules.params['mpl'] = None changes nothing: no parameter has a dimension 'mpl'"
+    assert only(lint(report(), RULES.replace(optimizer={"embd": "data"}), AXES)).fix == "did you mean rules.optimizer['embed']?"
     assert lint(report(), RULES.replace(params={"moe/mlp": "tensor"}), AXES) == ()  # a row for one part of the model
 
 
