@@ -1,6 +1,7 @@
 """Every row of the covering array of features (tests/feature_rows.py): whether a training step equals one device, or is refused.
 
-Each two values of two features are together in some row. `--resume` runs the rows that today's record lacks; `--quick` runs two rows.
+Each two values of two features are together in some row. It takes about an hour on two cores: `--resume` runs the rows that the newest
+record lacks; `--quick` runs two rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SAID = 1500
 
 def main() -> int:
     parser = options(__doc__ or "")
-    parser.add_argument("--resume", action="store_true", help="run only the rows that today's record lacks")
+    parser.add_argument("--resume", action="store_true", help="run only the rows that the newest record lacks")
     arguments = parser.parse_args()
     fitting, others = feature_rows.array()
     rows = [(row, ("same",)) for row in fitting] + [(row, ("refused", "same")) for row in others]
@@ -46,7 +47,7 @@ def main() -> int:
         runner = Runner(ROOT / "tests" / "feature_rows.py", Path(directory), feature_rows.N_DEVICES)
         for number, (row, expected) in enumerate(rows):
             name = _name(row)
-            outcomes.append(known.get(name) or _outcome(runner, row, expected))
+            outcomes.append(known.get(name) or {"date": record.data["date"], **_outcome(runner, row, expected)})
             print(f"{number + 1}/{len(rows)} {outcomes[-1]['verdict']}: {name}", flush=True)
             record.table(_ROWS, outcomes, "A row has the first value of each feature that it does not name.", show=False)
             record.write()
@@ -77,12 +78,13 @@ def _name(row: covering.Row) -> str:
 
 
 def _recorded(record: Record) -> dict[str, Row]:
-    """The lines of a record of the same name, by their features; those that failed are left out."""
-    path = record.directory / f"{record.stem}.json"
-    if not path.exists():
+    """The lines of the newest record of this kind, by their features; those that failed are left out."""
+    dated = sorted(record.directory.glob(record.stem.replace(record.data["date"], "????-??-??") + ".json"))
+    if not dated:
         return {}
-    outcomes = json.loads(path.read_text(encoding="utf-8"))["tables"][_ROWS]["rows"]
-    return {outcome["features"]: outcome for outcome in outcomes if outcome["as expected"]}
+    newest = json.loads(dated[-1].read_text(encoding="utf-8"))
+    outcomes = newest["tables"][_ROWS]["rows"]
+    return {outcome["features"]: {"date": newest["date"], **outcome} for outcome in outcomes if outcome["as expected"]}
 
 
 if __name__ == "__main__":
