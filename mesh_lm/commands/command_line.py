@@ -100,7 +100,11 @@ def parse_with(
 
     files = [text for name, text in options if name == "--config" and text]
     problems = [f"--config is given {len(files)} times: {', '.join(files)}"] if len(files) > 1 else []
-    asked = functools.cache(lambda: _as_asked(config, options, fields))
+    meant = [
+        *options,
+        *((f"--{name.replace('-', '_')}", value) for name, equals, value in (word.partition("=") for word in strays) if equals),
+    ]
+    asked = functools.cache(lambda: _as_asked(config, meant, fields))
     changes: dict[str, Any] = {}
     others: dict[str, Any] = {}
     spelled = spellings_of(argv)
@@ -137,7 +141,7 @@ def _joined(argv: Sequence[str], known: Collection[str]) -> list[str]:
     values: list[str] | None = None
     between, front = ",", list[str]()
     for word in argv:
-        is_value = not word.startswith("-") or bool(_NUMBER.fullmatch(word))
+        is_value = not word.startswith("-") or word == "-" or bool(_NUMBER.fullmatch(word))
         if values is not None and is_value:
             if between == " " and is_config(word) and (values or not word.endswith(".json")):
                 front.append(word)
@@ -149,7 +153,7 @@ def _joined(argv: Sequence[str], known: Collection[str]) -> list[str]:
             words.append(f"{words.pop()}={between.join(values)}")
         words.append(word)
         values = None
-        if not word.startswith("-"):
+        if is_value:
             continue
         name, equals, value = word.partition("=")
         name = "--" + name.lstrip("-").replace("-", "_")

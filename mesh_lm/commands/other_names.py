@@ -132,6 +132,9 @@ def _axis(asked: Asked, axis: str) -> str:
 
 
 def _n_layers(asked: Asked) -> int:
+    """Raises ValueError for a model whose sizes are impossible."""
+    if problems := asked.config.model.problems():
+        raise ValueError(problems[0])
     return sum(segment.n_layers for segment in asked.config.model.stack().segments)
 
 
@@ -480,8 +483,8 @@ MEGATRON: dict[str, Meaning] = {
 _EPOCHS = _text("`train.steps`: epochs x sequences of the training text / `train.global_batch`; `data.max_epochs` is only a limit")
 _SHOWS = _text("`mesh-lm plan` shows memory, communication and time without starting the run")
 _AMBIGUOUS = frozenset({
-    "lr_scheduler", "batch_size", "batch", "precision", "recompute", "activation_checkpointing", "dataset", "tp", "tensor_parallel",
-    "dp", "data_parallel", "cp", "context_parallel", "tie_embeddings",
+    "lr_scheduler", "batch_size", "batch", "precision", "recompute", "activation_checkpointing", "dataset", "dp", "data_parallel",
+    "tie_embeddings",
 })  # fmt: skip
 """Names whose values are spelled differently, or that mean different things to different trainers."""
 OTHERS: dict[str, Meaning] = {
@@ -518,14 +521,10 @@ OTHERS: dict[str, Meaning] = {
         "activation_checkpointing": "model.remat",
         "tie_embeddings": "model.tied",
         "dataset": "data.path",
-        "tp": "mesh.tensor",
-        "tensor_parallel": "mesh.tensor",
         "pp": "mesh.pipeline",
         "pipeline_parallel": "mesh.pipeline",
         "dp": "mesh.data",
         "data_parallel": "mesh.data",
-        "cp": "mesh.sequence",
-        "context_parallel": "mesh.sequence",
         "out_dir": "output",
         "output_dir": "output",
         "save_dir": "output",
@@ -543,6 +542,10 @@ OTHERS: dict[str, Meaning] = {
     "epochs": _EPOCHS,
     "num_epochs": _EPOCHS,
     "num_train_epochs": _EPOCHS,
+    "tp": MEGATRON["tensor-model-parallel-size"],
+    "tensor_parallel": MEGATRON["tensor-model-parallel-size"],
+    "cp": MEGATRON["context-parallel-size"],
+    "context_parallel": MEGATRON["context-parallel-size"],
     "ep": _MOE,
     "expert_parallel": _MOE,
     "dry_run": _SHOWS,

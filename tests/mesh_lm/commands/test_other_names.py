@@ -198,6 +198,8 @@ def test_words_after_an_unknown_option_belong_to_it() -> None:
     with_config = problems_of("--swiglu gpt2_124m --min-lr 6e-5")
     assert with_config[0] == "--swiglu: no such field; did you mean --model.activation=swiglu?"
     assert with_config[1].endswith(" = 6e-5 / 0.0006; did you mean --optimizer.final_fraction=0.1?")
+    assert problems_of("--mesh.data -1 2 --train.steps 3") == ["2: belongs to no option"]
+    assert parse(["--mesh.data", "-1", "gpt2_124m"]).mesh.data == -1
     assert parse(["--train.steps", "3", "gpt2_124m"]) == parse(["gpt2_124m", "--train.steps=3"])
 
 
@@ -214,6 +216,16 @@ def test_answers_that_depend_on_another_option() -> None:
 def test_names_whose_value_is_spelled_differently_get_none() -> None:
     assert problems_of("--precision bf16") == ["--precision: no such field; did you mean --model.dtype?"]
     assert problems_of("batch_size=8") == ["batch_size=8: belongs to no option; did you mean --train.global_batch?"]
+
+
+@pytest.mark.parametrize("text", ["", "=", "=0", "=-1", "=none", "=1e9", " 8 8", "=1:2"])
+def test_no_value_is_too_strange_for_an_answer(text: str) -> None:
+    names = [name for name in (*other_names.MEGATRON, *other_names.OTHERS) if name not in ("seed", "wandb")]
+    assert len(problems_of(" ".join(f"--{name}{text}" for name in names))) == len(names)
+
+
+def test_a_formula_reads_stray_words() -> None:
+    assert problems_of("lr=4e-3 min-lr=4e-4")[1].endswith(" = 4e-4 / 0.004; did you mean --optimizer.final_fraction=0.1?")
 
 
 def answers_of(command: Callable[[list[str]], object], words: str) -> dict[str, str]:
