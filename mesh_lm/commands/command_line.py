@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from mesh_lm.commands import other_names
+from mesh_lm.commands.meanings import Asked, answer
 from mesh_lm.commands.options import (
     HELP,
     Given,
@@ -167,13 +168,13 @@ def _joined(argv: Sequence[str], known: Collection[str]) -> list[str]:
     return [*front, *words]
 
 
-def _as_asked(config: TrainConfig, options: Given, fields: Mapping[str, Any]) -> other_names.Asked:
+def _as_asked(config: TrainConfig, options: Given, fields: Mapping[str, Any]) -> Asked:
     """Returns the config with every option that can be read, by the names of other trainers too, for the numbers in an answer.
 
     What needs numbers of the config itself, such as steps that are given as samples, is read last.
     """
     typed = {_path(name, fields).rpartition(".")[2]: text for name, text in options if text}
-    asked = other_names.Asked(config, typed)
+    asked = Asked(config, typed)
     for converted in (False, True):
         changes: dict[str, Any] = {}
         for name, text in options:
@@ -188,7 +189,7 @@ def _as_asked(config: TrainConfig, options: Given, fields: Mapping[str, Any]) ->
                     continue
                 changes[path] = convert(name, text, fields[path], SPELLINGS)
         with contextlib.suppress(ValueError):
-            asked = other_names.Asked(_replace(asked.config, changes, ""), typed)
+            asked = Asked(_replace(asked.config, changes, ""), typed)
     return asked
 
 
@@ -207,7 +208,7 @@ def _path(name: str, fields: Mapping[str, Any]) -> str:
     return name.removeprefix(_OWN) if name.startswith(_OWN) else name.removeprefix("--")
 
 
-def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: Callable[[], other_names.Asked]) -> Any:
+def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: Callable[[], Asked]) -> Any:
     """Returns `text` as the type of the field `name`. Raises ValueError with the line to show, with numbers of what `asked` returns."""
     if name == "--config":
         raise ValueError(f"--config: needs a file, as in --config={DEFAULT}")
@@ -218,18 +219,18 @@ def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mappin
     meaning = other_names.meaning_of(leaf)
     if inside := [field for field in fields if field.startswith(f"{path}.")]:
         if meaning and (text or not meaning.field):
-            raise ValueError(f"{name}: a section, not a field{other_names.answer(meaning, text, asked(), prefix)}")
+            raise ValueError(f"{name}: a section, not a field{answer(meaning, text, asked(), prefix)}")
         raise ValueError(f"{name}: a section, not a field; set its fields, as in {prefix}{inside[0]}")
     known = [*(prefix + field for field in fields), "--config", "--help", *extra]
     of_that_name = [field for field in fields if field.rpartition(".")[2] == leaf]
     if meaning and (meaning.field in fields or not meaning.field) and not of_that_name:
-        raise ValueError(f"{name}: no such field{other_names.answer(meaning, text, asked(), prefix)}")
+        raise ValueError(f"{name}: no such field{answer(meaning, text, asked(), prefix)}")
     if len(of_that_name) == 1 and text and " " not in text:
         raise ValueError(f"{name}: no such field{did_you_mean([f'{prefix}{of_that_name[0]}={text}'])}")
     raise ValueError(f"{name}: no such field{near(name, known)}")
 
 
-def _stray(word: str, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: Callable[[], other_names.Asked]) -> str:
+def _stray(word: str, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: Callable[[], Asked]) -> str:
     """Returns the problem with a word that belongs to no option, and the option that may have been meant."""
     problem = f"{word}: belongs to no option"
     name, equals, value = word.partition("=")
@@ -241,7 +242,7 @@ def _stray(word: str, fields: Mapping[str, Any], extra: Mapping[str, Any], asked
     meaning = other_names.meaning_of(name)
     if meaning is None:
         return problem
-    return problem + other_names.answer(meaning, value, asked())
+    return problem + answer(meaning, value, asked())
 
 
 def _hints(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -16,8 +16,9 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from mesh_lm.commands.meanings import of_command
 from mesh_lm.commands.options import command
-from mesh_lm.commands.other_names import TORCHRUN, of_command
+from mesh_lm.commands.other_names import TORCHRUN
 from mesh_lm.errors import ConfigError, did_you_mean, storage_failed
 from mesh_lm.launch import EXIT_CANNOT, EXIT_STALLED, EXIT_UNEXPECTED, templates
 from mesh_lm.launch.agent import Agent

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
+from mesh_lm.commands.meanings import of_command
 from mesh_lm.commands.options import command
-from mesh_lm.commands.other_names import PREPROCESS, of_command
+from mesh_lm.commands.other_names import PREPROCESS
 from mesh_lm.data import lost_bytes
 from mesh_lm.data.indexed import seal
 from mesh_lm.data.prepare.run import prepare
