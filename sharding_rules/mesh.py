@@ -96,14 +96,16 @@ class MeshConfig:
             raise MeshError(f"{', '.join(wrong)}: sizes are 1 or more, or -1 on one axis for whatever is left")
         free = [axis for axis, size in sizes.items() if size == -1]
         if len(free) > 1:
-            raise MeshError(f"only one mesh axis can be -1, not {' and '.join(free)}")
+            fix = f"set {' or '.join(setting(axis, 1) for axis in free)}" if len(free) == 2 else "give each of the others a size"
+            raise MeshError(f"only one mesh axis can be -1, not {' and '.join(free)}; {fix}")
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if free and n_devices % fixed == 0:
             return MeshConfig.of(sizes | {free[0]: n_devices // fixed})
         if fixed == n_devices and not free:
             return self
         choices = self._choices(n_devices)
-        raise MeshError(f"mesh has {fixed}{' x ?' if free else ''} devices ({self}) but {n_devices} are visible", choices)
+        visible = f"{n_devices} {'is' if n_devices == 1 else 'are'} visible"
+        raise MeshError(f"mesh has {fixed}{' x ?' if free else ''} devices ({self}) but {visible}", choices)
 
     def _choices(self, n_devices: int) -> list[tuple[str, MeshConfig]]:
         """Returns the meshes that differ in one axis and fit: one size of it, or several where another axis takes what is left."""

@@ -5,16 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from mesh_lm.commands import other_names
-from mesh_lm.commands.options import HELP, Given, Spelling, convert, hints_of, is_boolean, near, print_help, refuse, split
+from mesh_lm.commands.meanings import Asked, answer
+from mesh_lm.commands.options import (
+    HELP,
+    Given,
+    Spelling,
+    as_typed,
+    convert,
+    hints_of,
+    is_boolean,
+    near,
+    print_help,
+    refuse,
+    spellings_of,
+    split,
+)
 from mesh_lm.commands.options import command as command
 from mesh_lm.config import TrainConfig
 from mesh_lm.config.files import DEFAULT, is_config, load
 from mesh_lm.errors import ConfigError, did_you_mean
-from mesh_lm.model import SegmentConfig
+from mesh_lm.model import DecoderConfig, SegmentConfig
 from sharding_rules import PRESETS, Rules, preset
 
 T = TypeVar("T")
@@ -22,6 +37,8 @@ _SEGMENT = "NAME:LAYERS[:KIND[:REMAT[:DTYPE]]]"
 _OWN = "--config."
 _SEVERAL = frozenset({"--data.blend", "--data.valid_blend", "--pipeline.layers"}) | other_names.SEVERAL
 """Options whose values may be words of their own."""
+_NUMBER = re.compile(r"-?\d[\d.,]*(?:e-?\d+)?")
+"""A word that is a value, and neither an option nor a config."""
 ALL = frozenset({"--help_all"})
 """The option that shows expert fields as well; --help=all is the same."""
 
@@ -65,22 +82,33 @@ def parse_with(
 
     alone: option -> the value that it stands for where it has none.
     """
-    alone, argv = alone or {}, _joined(argv)
+    alone = alone or {}
     extra = hints_of(beside) if beside else {}
     optional = {name: is_boolean for name, hint in extra.items() if hint is bool} | dict.fromkeys(alone, _is_report)
-    file = _file(*split(argv, optional=optional))
+
+    def words(fields: Mapping[str, Any]) -> tuple[Given, list[str]]:
+        known = {*_options_of(fields), *extra, *HELP, *ALL, "--config"}
+        booleans = {name for name in _options_of(fields) if fields[_path(name, fields)] is bool}
+        return split(_joined(argv, known), optional=optional | dict.fromkeys(booleans, is_boolean))
+
+    # Which words follow an unknown option depends on the config's fields, and which config it is on those words: our decoder's fields do.
+    file = _file(*words(dict(_hints(TrainConfig(DecoderConfig(), ""), ""))))
     config = load(file or default)
     fields = dict(_hints(config, ""))
-    booleans = {f"{prefix}{name}" for name, hint in fields.items() for prefix in (_OWN, "--") if hint is bool}
-    options, strays = split(argv, optional=optional | dict.fromkeys(booleans, is_boolean))
+    options, strays = words(fields)
     if (HELP | ALL) & {name for name, _ in options}:
         _print_help(config, file or default, prog, everything=any(name in ALL or text == "all" for name, text in options))
 
     files = [text for name, text in options if name == "--config" and text]
     problems = [f"--config is given {len(files)} times: {', '.join(files)}"] if len(files) > 1 else []
-    asked = functools.partial(_as_asked, config, options, fields)
+    meant = [
+        *options,
+        *((f"--{name.replace('-', '_')}", value) for name, equals, value in (word.partition("=") for word in strays) if equals),
+    ]
+    asked = functools.cache(lambda: _as_asked(config, meant, fields))
     changes: dict[str, Any] = {}
     others: dict[str, Any] = {}
+    spelled = spellings_of(argv)
     for name, text in options:
         if name == "--config" and text:
             continue
@@ -90,7 +118,7 @@ def parse_with(
             else:
                 changes[_path(name, fields)] = _value(name, text, fields, extra, asked)
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(as_typed(str(error), name, spelled))
     problems += [_stray(word, fields, extra, asked) for word in strays if files or word != file]
     refuse(problems)
     try:
@@ -99,35 +127,70 @@ def parse_with(
         raise ConfigError(f"{file or default}: {error}") from error
 
 
-def _joined(argv: Sequence[str]) -> list[str]:
-    """Returns the words, with those after --data.blend, or an option of its kind, as one word with commas between."""
+def _options_of(fields: Mapping[str, Any]) -> list[str]:
+    """Both spellings of each field's option."""
+    return [f"{prefix}{name}" for name in fields for prefix in (_OWN, "--")]
+
+
+def _joined(argv: Sequence[str], known: Collection[str]) -> list[str]:
+    """Returns the words, with those after an option of several values as one word.
+
+    Commas join those of --data.blend, or an option of its kind. All words after an option that is not `known` are its values, as far as
+    the next option or config, so that none of them counts as a word of its own.
+    """
     words: list[str] = []
     values: list[str] | None = None
+    between, front = ",", list[str]()
     for word in argv:
-        if values is not None and not word.startswith("-") and not (values and is_config(word)):
-            values.append(word.strip(","))
-            continue
+        is_value = not word.startswith("-") or word == "-" or bool(_NUMBER.fullmatch(word))
+        if values is not None and is_value:
+            if between == " " and is_config(word) and (values or not word.endswith(".json")):
+                front.append(word)
+                continue
+            if not (values and is_config(word)):
+                values.append(word.strip(",") if between == "," else word)
+                continue
         if values:
-            words.append(",".join(values))
+            words.append(f"{words.pop()}={between.join(values)}")
         words.append(word)
-        values = [] if "--" + word.lstrip("-").replace("-", "_").removeprefix("config.") in _SEVERAL else None
-    return [*words, ",".join(values)] if values else words
+        values = None
+        if is_value:
+            continue
+        name, equals, value = word.partition("=")
+        name = "--" + name.lstrip("-").replace("-", "_")
+        several = "--" + name.removeprefix(_OWN).removeprefix("--") in _SEVERAL
+        if several and not equals:
+            values, between = [], ","
+        elif not several and name not in known:
+            words[-1], values, between = word.partition("=")[0], [value] if value else [], " "
+    if values:
+        words.append(f"{words.pop()}={between.join(values)}")
+    return [*front, *words]
 
 
-def _as_asked(config: TrainConfig, options: Given, fields: Mapping[str, Any]) -> TrainConfig:
-    """Returns the config with every option that can be read, by the names of other trainers too, for the numbers in an answer."""
-    changes: dict[str, Any] = {}
-    for name, text in options:
-        path = _path(name, fields)
-        if path not in fields:
-            path = other_names.same_field(path.rpartition(".")[2])
-        if path in fields:
-            with contextlib.suppress(ValueError):
+def _as_asked(config: TrainConfig, options: Given, fields: Mapping[str, Any]) -> Asked:
+    """Returns the config with every option that can be read, by the names of other trainers too, for the numbers in an answer.
+
+    What needs numbers of the config itself, such as steps that are given as samples, is read last.
+    """
+    typed = {_path(name, fields).rpartition(".")[2]: text for name, text in options if text}
+    asked = Asked(config, typed)
+    for converted in (False, True):
+        changes: dict[str, Any] = {}
+        for name, text in options:
+            path = _path(name, fields)
+            with contextlib.suppress(ValueError, ZeroDivisionError):
+                if path not in fields:
+                    meaning = other_names.meaning_of(path.rpartition(".")[2])
+                    if converted != bool(meaning and meaning.convert):
+                        continue
+                    path, text = other_names.in_run(path.rpartition(".")[2], text or "", asked)
+                elif converted:
+                    continue
                 changes[path] = convert(name, text, fields[path], SPELLINGS)
-    try:
-        return _replace(config, changes, "")
-    except ValueError:
-        return config
+        with contextlib.suppress(ValueError):
+            asked = Asked(_replace(asked.config, changes, ""), typed)
+    return asked
 
 
 def _is_report(word: str) -> bool:
@@ -137,7 +200,7 @@ def _is_report(word: str) -> bool:
 def _file(options: Given, strays: Sequence[str]) -> str:
     """The config file that is named first, by --config or by itself; empty where there is none."""
     named = [text for name, text in options if name == "--config" and text]
-    return next(iter([*named, *(word for word in strays if "=" not in word)]), "")
+    return next(iter([*named, *(word for word in strays if "=" not in word and not _NUMBER.fullmatch(word))]), "")
 
 
 def _path(name: str, fields: Mapping[str, Any]) -> str:
@@ -145,24 +208,29 @@ def _path(name: str, fields: Mapping[str, Any]) -> str:
     return name.removeprefix(_OWN) if name.startswith(_OWN) else name.removeprefix("--")
 
 
-def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: Callable[[], TrainConfig]) -> Any:
+def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: Callable[[], Asked]) -> Any:
     """Returns `text` as the type of the field `name`. Raises ValueError with the line to show, with numbers of what `asked` returns."""
     if name == "--config":
         raise ValueError(f"--config: needs a file, as in --config={DEFAULT}")
     path, prefix = _path(name, fields), _OWN if name.startswith(_OWN) else "--"
     if path in fields:
         return convert(name, text, fields[path], SPELLINGS)
-    if inside := [field for field in fields if field.startswith(f"{path}.")]:
-        raise ValueError(f"{name}: a section, not a field; set its fields, as in {prefix}{inside[0]}")
-    known = [*(prefix + field for field in fields), "--config", "--help", *extra]
     leaf = path.rpartition(".")[2]
     meaning = other_names.meaning_of(leaf)
-    if meaning and (meaning.field in fields or not meaning.field) and leaf not in {field.rpartition(".")[2] for field in fields}:
-        raise ValueError(f"{name}: no such field{other_names.answer(meaning, text, asked(), prefix)}")
+    if inside := [field for field in fields if field.startswith(f"{path}.")]:
+        if meaning and (text or not meaning.field):
+            raise ValueError(f"{name}: a section, not a field{answer(meaning, text, asked(), prefix)}")
+        raise ValueError(f"{name}: a section, not a field; set its fields, as in {prefix}{inside[0]}")
+    known = [*(prefix + field for field in fields), "--config", "--help", *extra]
+    of_that_name = [field for field in fields if field.rpartition(".")[2] == leaf]
+    if meaning and (meaning.field in fields or not meaning.field) and not of_that_name:
+        raise ValueError(f"{name}: no such field{answer(meaning, text, asked(), prefix)}")
+    if len(of_that_name) == 1 and text and " " not in text:
+        raise ValueError(f"{name}: no such field{did_you_mean([f'{prefix}{of_that_name[0]}={text}'])}")
     raise ValueError(f"{name}: no such field{near(name, known)}")
 
 
-def _stray(word: str, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: Callable[[], TrainConfig]) -> str:
+def _stray(word: str, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: Callable[[], Asked]) -> str:
     """Returns the problem with a word that belongs to no option, and the option that may have been meant."""
     problem = f"{word}: belongs to no option"
     name, equals, value = word.partition("=")
@@ -174,9 +242,7 @@ def _stray(word: str, fields: Mapping[str, Any], extra: Mapping[str, Any], asked
     meaning = other_names.meaning_of(name)
     if meaning is None:
         return problem
-    if field := other_names.same_field(name):
-        return problem + did_you_mean([f"--{field}={value}"])
-    return problem + other_names.answer(meaning, value, asked())
+    return problem + answer(meaning, value, asked())
 
 
 def _hints(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,9 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from mesh_lm.commands.meanings import of_command
 from mesh_lm.commands.options import command
+from mesh_lm.commands.other_names import TORCHRUN
 from mesh_lm.errors import ConfigError, did_you_mean, storage_failed
 from mesh_lm.launch import EXIT_CANNOT, EXIT_STALLED, EXIT_UNEXPECTED, templates
 from mesh_lm.launch.agent import Agent
@@ -93,7 +95,7 @@ def parse(argv: Sequence[str], prog: str = "mesh-lm launch") -> Request:
         words.append(rest.pop(0))
         if "=" not in words[-1] and rest and not rest[0].startswith("-"):
             words.append(rest.pop(0))
-    options = command(Options, words, f"{_ABOUT}\n\n{prog} [options] SCRIPT|-m MODULE|COMMAND [argument ...]", prog)
+    options = command(Options, words, f"{_ABOUT}\n\n{prog} [options] SCRIPT|-m MODULE|COMMAND [argument ...]", prog, of_command(TORCHRUN))
     if not options.template and (not rest or rest == ["-m"]):
         raise ConfigError("name a Python script, such as train.py, a command, such as train, or -m and a module, such as mesh_lm.generate")
     if rest and rest[0] in _COMMANDS and not Path(rest[0]).exists():

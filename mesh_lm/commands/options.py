@@ -37,12 +37,17 @@ class Spelling:
 Spellings = Mapping[type, Spelling]
 
 
-def command(cls: type[T], argv: Sequence[str], description: str, prog: str = "") -> T:
+Elsewhere = Callable[[str, "str | None", Mapping[str, str]], "tuple[str, str] | None"]
+"""An option of another program: name, value, all values by name -> (the field that is meant or "", the end of the error); None: unknown."""
+
+
+def command(cls: type[T], argv: Sequence[str], description: str, prog: str = "", elsewhere: Elsewhere | None = None) -> T:
     """The arguments of a command: a dataclass with fields of plain types, filled from `argv`.
 
     A tuple field (tuple[T, ...]) takes one value an option, or several words after it (--input a b), and may be repeated. A bool field
     stands alone for true. Words that follow no option fill the fields that `cls.POSITIONAL` names, in order; a tuple takes all that are
-    left. The docstrings of the fields, and `description`, are the help; `prog` is what the user typed to get here.
+    left. The docstrings of the fields, and `description`, are the help; `prog` is what the user typed to get here; `elsewhere` knows the
+    options of another program, to which all words after them belong.
 
     Raises:
         ConfigError: every mistake in `argv`, required fields that are missing among them.
@@ -51,21 +56,35 @@ def command(cls: type[T], argv: Sequence[str], description: str, prog: str = "")
     fields = {f"--{field.name}": field for field in dataclasses.fields(cls) if field.init}  # pyright: ignore[reportArgumentType]
     hints = hints_of(cls)
     elements = {name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is tuple}
-    options, strays = split(argv, many=elements, optional={name: is_boolean for name, hint in hints.items() if hint is bool})
+    spelled = spellings_of(argv)
+    foreign = {name for name in spelled if name not in hints and elsewhere and elsewhere(name.removeprefix("--"), None, {})}
+    options, strays = split(argv, {*elements, *foreign}, {name: is_boolean for name, hint in hints.items() if hint is bool})
     if HELP & {name for name, _ in options}:
         print_help(cls, description, prog)
 
     free = [name for name in positional(cls) if name in elements or name not in {name for name, _ in options}]
     options, strays = place(options, strays, free, elements)
     values: dict[str, Any] = {}
-    problems = [stray(word, hints) for word in strays]
+    typed: dict[str, str] = {}
     for name, text in options:
+        key = name.removeprefix("--")
+        typed[key] = f"{typed[key]} {text}" if key in typed else text or ""
+    problems, meant = list[str](), set[str]()
+    for name in dict.fromkeys(name for name, _ in options if name in foreign):
+        key = name.removeprefix("--")
+        if elsewhere and (known := elsewhere(key, typed[key], typed)):
+            meant.add(f"--{known[0]}")
+            problems.append(as_typed(f"{name}: no such option{known[1]}", name, spelled))
+    for name, text in options:
+        if name in foreign:
+            continue
         try:
             value = read(name, text, hints | elements, what="option")
             values[name] = (*values.get(name, ()), value) if name in elements else value
         except ValueError as error:
-            problems.append(str(error))
-    given = {name for name, _ in options}
+            problems.append(as_typed(str(error), name, spelled))
+    problems += [stray(word, hints) for word in strays]
+    given = meant | {name for name, _ in options}
     for name, field in fields.items():
         if name not in given and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             about = first_sentence(field_docs(cls).get(field.name, ""))
@@ -98,6 +117,17 @@ def refuse(problems: Sequence[str]) -> None:
 
 Given = list[tuple[str, str | None]]
 """Options in the order of the command line: (--name, its value, None where it stands alone)."""
+
+
+def spellings_of(argv: Sequence[str]) -> dict[str, str]:
+    """Returns each option's name in our spelling -> as it was typed."""
+    typed = [word.partition("=")[0] for word in argv if word.startswith("-")]
+    return {f"--{word.lstrip('-').replace('-', '_')}": word for word in typed}
+
+
+def as_typed(problem: str, name: str, spelled: Mapping[str, str]) -> str:
+    """Returns a problem that begins with an option's name, which it then shows as it was typed."""
+    return spelled.get(name, name) + problem.removeprefix(name) if problem.startswith(name) else problem
 
 
 def is_boolean(word: str) -> bool:

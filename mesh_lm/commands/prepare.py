@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
+from mesh_lm.commands.meanings import of_command
 from mesh_lm.commands.options import command
+from mesh_lm.commands.other_names import PREPROCESS
 from mesh_lm.data import lost_bytes
 from mesh_lm.data.indexed import seal
 from mesh_lm.data.prepare.run import prepare
@@ -61,7 +63,7 @@ def parse(argv: Sequence[str], prog: str = "") -> Prepare | Seal:
     """The options of `mesh-lm prepare`, or of `mesh-lm prepare seal`. Raises ConfigError."""
     if argv[:1] == ["seal"]:
         return command(Seal, argv[1:], SEAL, f"{prog} seal")
-    return command(Prepare, argv, DESCRIPTION, prog)
+    return command(Prepare, argv, DESCRIPTION, prog, of_command(PREPROCESS))
 
 
 def main(argv: Sequence[str]) -> int:

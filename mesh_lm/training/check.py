@@ -33,12 +33,22 @@ def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -
     try:
         mesh = config.mesh.resolve(n_devices)
     except MeshError as error:
-        problems.append(error.problem + would_fit(_that_run(config, error.choices, n_devices)))
+        fits = would_fit(_that_run(config, error.choices, n_devices))
+        problems.append(error.problem + fits + _simulated(config.mesh, n_devices))
         mesh = MeshConfig.of({axis: max(1, size) for axis, size in config.mesh.sizes().items()})  # to check the rest
     problems += _problems_on(config, mesh)
     if problems:
         raise ConfigError("this config cannot run\n" + "\n".join(f"  - {problem}" for problem in problems))
     return dataclasses.replace(config, mesh=mesh)
+
+
+def _simulated(mesh: MeshConfig, n_devices: int) -> str:
+    """The end of a message about a mesh of several devices where there is one, which may be a CPU."""
+    sizes = mesh.sizes().values()
+    least = math.prod(size for size in sizes if size != -1)
+    if n_devices != 1 or least < 2 or min(sizes) < -1 or list(sizes).count(-1) > 1:
+        return ""
+    return f"; without a GPU, launch.cpu_devices={least} simulates {least}"
 
 
 def _that_run(config: TrainConfig, choices: Sequence[tuple[str, MeshConfig]], n_devices: int) -> list[tuple[str, MeshConfig]]:

@@ -10,6 +10,7 @@ import argparse
 import ast
 import contextlib
 import doctest
+import functools
 import inspect
 import io
 import os
@@ -39,10 +40,15 @@ def made(page: str) -> str:
 
 def tables() -> dict[str, Any]:
     """Name -> function that returns the table."""
-    from mesh_lm.commands import other_names
+    from mesh_lm.commands import meanings, other_names
     from tests.docs import closed_form_tables, preset_tables
 
-    return {**closed_form_tables.TABLES, **preset_tables.TABLES, "arguments of Megatron": other_names.table}
+    argument_tables = {
+        "arguments of Megatron": functools.partial(meanings.table, other_names.MEGATRON),
+        "options of preprocess_data": functools.partial(meanings.table, other_names.PREPROCESS, ("preprocess_data.py", "mesh-lm prepare")),
+        "options of torchrun": functools.partial(meanings.table, other_names.TORCHRUN, ("torchrun", "mesh-lm launch")),
+    }
+    return {**closed_form_tables.TABLES, **preset_tables.TABLES, **argument_tables}
 
 
 def _answered(kind: str, block: str, names: dict[str, Any]) -> str:

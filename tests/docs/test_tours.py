@@ -1,13 +1,17 @@
 """docs/tours: Megatron-LM's arguments stand beside fields that exist, and the two commands of that page describe the same run."""
 
 import dataclasses
+import operator
 import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from mesh_lm.commands import command_line
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.model import DecoderConfig
+from mesh_lm.training.check import check
 from sharding_rules import PRESETS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -35,8 +39,7 @@ def test_the_fields_of_the_table_exist() -> None:
 def test_each_argument_of_their_command_is_in_the_table() -> None:
     known = {word for theirs, _ in TABLE for word in re.findall(r"--[\w-]+", theirs)}
     asked = {word.split("=")[0] for word in shlex.split(MEGATRON) if word.startswith("--")}
-    elsewhere = {"--nproc-per-node"}  # the launcher's
-    assert asked - known - elsewhere == set()
+    assert asked - known == set()
 
 
 def test_both_commands_are_the_same_run() -> None:
@@ -54,6 +57,29 @@ def test_both_commands_are_the_same_run() -> None:
     assert loop.steps == int(theirs["train-iters"]) and config.optimizer.learning_rate == float(theirs["lr"])
     assert config.mesh.tensor == int(theirs["tensor-model-parallel-size"]) and config.rules.name == "distributed+megatron_sp"
     assert config.data.split == theirs["split"] and config.checkpoint.every == int(theirs["save-interval"])
+    optimizer = config.optimizer
+    assert (optimizer.beta2, optimizer.weight_decay, config.seed) == tuple(
+        float(theirs[name]) for name in ("adam-beta2", "weight-decay", "seed")
+    )
+    assert optimizer.final_fraction * optimizer.learning_rate == pytest.approx(float(theirs["min-lr"]))
+    assert model.dropout == float(theirs["hidden-dropout"]) == float(theirs["attention-dropout"]) == 0
+    assert check(config, gpus).mesh.data == data
+
+
+def test_its_vocabulary_has_room_for_the_tokenizer() -> None:
+    """Qwen3's tokenizer has 151,669 ids."""
+    words = shlex.split(OURS)
+    config = command_line.parse(words[words.index("train") + 1 :])
+    assert config.model.vocab_size >= 151_669 and config.data.tokenizer == "Qwen3-0.6B" and f"{config.model.vocab_size:,}" in PAGE
+
+
+def test_the_defaults_that_differ_are_ours() -> None:
+    section = PAGE.partition("## Defaults that differ")[2].partition("\n## ")[0]
+    shown = dict(re.findall(r"`([a-z][\w.]*)=([\w.]+)`", section))
+    config = TrainConfig(DecoderConfig(), output="")
+    assert len(shown) == 8
+    for field, value in shown.items():
+        assert value == str(operator.attrgetter(field)(config)), field
 
 
 def test_the_layer_of_the_experiment_is_the_file() -> None:

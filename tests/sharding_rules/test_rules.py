@@ -173,7 +173,11 @@ def test_a_mesh_resolves_or_says_what_would(sizes: dict[str, int], n_devices: in
     ("config", "message"),
     [
         (MeshConfig(data=3, tensor=2), "mesh has 6 devices (data=3 x tensor=2) but 8 are visible; mesh.data=4 would fit"),
-        (MeshConfig(data=-1, tensor=-1), "only one mesh axis can be -1, not data and tensor"),
+        (MeshConfig(data=-1, tensor=-1), "only one mesh axis can be -1, not data and tensor; set mesh.data=1 or mesh.tensor=1"),
+        (
+            MeshConfig(data=-1, fsdp=-1, tensor=-1),
+            "only one mesh axis can be -1, not data and fsdp and tensor; give each of the others a size",
+        ),
         (MeshConfig(data=0), "mesh.data=0: sizes are 1 or more, or -1 on one axis for whatever is left"),
         (
             MeshConfig(data=-1, tensor=3),

@@ -163,16 +163,16 @@ def test_every_problem_at_once(config: str) -> None:
     argv = """--config.model.n_layer=3 --config.n_layers=4 --config.trian.steps=3 --config.steps=4 --config.train.step=1
         --config.train.steps=abc --config.train.steps=1e3 --config.optimizer.lr=1 --config.optimizer.schedule=cosin --config.model=gpt
         --config.model.sinks=yes --config.model.sinks --config.model.window=1,b --config.model.depth=x --config.model.act=f
-        --config.rules=fspd+megatron --confg=x --model.n_layers 4 --foo=1 bar mine.py"""
+        --config.rules=fspd+megatron --confg=x --model.n_layers 4 bar --foo=1 baz mine.py"""
     assert problems_of(f"--config={config}", *argv.split()) == [
-        "--config.model.n_layer: no such field; did you mean --config.model.n_layers?",
-        "--config.n_layers: no such field; did you mean --config.model.n_layers?",
+        "--config.model.n_layer: no such field; did you mean --config.model.n_layers=3?",
+        "--config.n_layers: no such field; did you mean --config.model.n_layers=4?",
         "--config.trian.steps: no such field; did you mean --config.train.steps?",
         "--config.steps: no such field; did you mean --config.train.steps or --config.profile.steps?",
         "--config.train.step: no such field; did you mean --config.train.steps?",
         "--config.train.steps=abc: expected int",
         "--config.train.steps=1e3: expected int",
-        "--config.optimizer.lr: no such field; did you mean --config.optimizer.learning_rate?",
+        "--config.optimizer.lr: no such field; did you mean --config.optimizer.learning_rate=1?",
         "--config.optimizer.schedule=cosin: expected one of cosine, wsd, linear, constant; did you mean cosine?",
         "--config.model: a section, not a field; set its fields, as in --config.model.vocab_size",
         "--config.model.sinks=yes: expected true or false",
@@ -182,8 +182,8 @@ def test_every_problem_at_once(config: str) -> None:
         "--config.rules=fspd+megatron: no rules preset 'fspd'; did you mean 'fsdp'?",
         "--confg: no such field; did you mean --config?",
         "--foo: no such field; see --help",
-        "bar: belongs to no option",
         "mine.py: belongs to no option; did you mean --config=mine.py?",
+        "bar: belongs to no option",
     ]
 
 

@@ -60,6 +60,20 @@ def test_only_meshes_that_run_are_said_to_fit(tensor: int, sizes: tuple[int, int
     assert first == f"mesh has {tensor} x ? devices (data=-1 x tensor={tensor}) but 8 are visible; {choices} would fit"
 
 
+def test_two_axes_of_what_remains() -> None:
+    """One of them may be the config's, which the user has not typed."""
+    first = problems("mesh.data=-1", file="configs/gpt_1_3b.py")[0]
+    assert first == "only one mesh axis can be -1, not data and fsdp; set mesh.data=1 or mesh.fsdp=1"
+
+
+def test_a_single_device_may_be_a_cpu() -> None:
+    simulated = "without a GPU, launch.cpu_devices=4 simulates 4"
+    open_mesh = problems("mesh.tensor=4", "rules=megatron", devices=1)
+    assert open_mesh == [f"mesh has 4 x ? devices (data=-1 x tensor=4) but 1 is visible; mesh.tensor=1 would fit; {simulated}"]
+    assert problems("mesh.data=4", devices=1) == [f"mesh has 4 devices (data=4) but 1 is visible; mesh.data=1 would fit; {simulated}"]
+    assert not any("simulates" in problem for problem in problems("mesh.data=4") + problems("mesh.data=0", devices=1))
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
