@@ -21,6 +21,7 @@ _STATUSES = {
     EXIT_REPLACED: "another run has taken its output over, and goes on there; the error is above",
     EXIT_PREEMPTED: "it was asked to stop, and saved",
 }
+_CANNOT_CONTINUE = "the run cannot continue; the error is above"
 _SIGNALS: dict[int, str] = {
     signal.SIGKILL: "out of memory, or killed from outside",
     signal.SIGBUS: "usual cause: a memory-mapped data file was truncated",
@@ -36,13 +37,17 @@ _ONCE = ("step", "start", "data", "compile", "restore")
 """Phases that do not slow down every step, or in which a process waits for the others."""
 
 
-def describe_exit(status: int, processes: int) -> str:
-    """Returns how a process ended, as a verb phrase with the reason. processes: the number of processes in the run."""
+def describe_exit(status: int, processes: int, *, has_trained: bool = False, reason: bool = True) -> str:
+    """Returns how a process ended, as a verb phrase, with the reason if `reason`.
+
+    processes: the number of processes in the run. has_trained: whether this one came past its preparations.
+    """
     if status >= 0:
-        return f"ended with status {status}" + (f": {_STATUSES[status]}" if status in _STATUSES else "")
-    reason = _ABORTED if -status == signal.SIGABRT and processes > 1 else _SIGNALS.get(-status, "")
+        meaning = _CANNOT_CONTINUE if status == EXIT_CANNOT and has_trained else _STATUSES.get(status, "")
+        return f"ended with status {status}" + (f": {meaning}" if meaning and reason else "")
+    cause = _ABORTED if -status == signal.SIGABRT and processes > 1 else _SIGNALS.get(-status, "")
     name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
-    return f"was killed by {name}" + (f": {reason}" if reason else "")
+    return f"was killed by {name}" + (f": {cause}" if cause and reason else "")
 
 
 def shell_status(status: int) -> int:
