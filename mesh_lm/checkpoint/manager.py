@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import os
-import re
 import secrets
 import shutil
 import threading
@@ -24,7 +23,7 @@ from mesh_lm import distributed
 from mesh_lm.checkpoint.commit import Commit
 from mesh_lm.checkpoint.lease import held_by_process0
 from mesh_lm.checkpoint.node_local import NodeLocalCheckpoints
-from mesh_lm.checkpoint.quiet import quiet
+from mesh_lm.checkpoint.quiet import quiet, reason
 from mesh_lm.checkpoint.reader import (
     FORMAT,
     DamagedCheckpoint,
@@ -51,8 +50,6 @@ _ASK_EVERY = 10
 _LAST_TRIES = 4
 """Attempts to save the last step, or the one at which a run is stopped; it would otherwise be lost."""
 _WRITING, _COMPLETE, _FAILED = range(3)
-_BEGINNING, _END = 100, 200
-"""Characters that are kept of both ends of a long reason: it begins with the names of arrays and files, and often ends with the cause."""
 
 
 class Checkpoints:
@@ -97,8 +94,7 @@ class Checkpoints:
         self._writing: int | None = None
         self._removing: threading.Thread | None = None
         self._failures = self._retry = 0
-        self._reason = ""
-        self._soon = False
+        self._reason, self._soon = "", False
         if problem := self._refusal():
             self.close()
             raise ConfigError(problem)
@@ -284,18 +280,18 @@ class Checkpoints:
             self._prune()
             return
         self._failures += 1
-        self._retry = step + 2**self._failures
-        if every := self.policy.every:
-            self._retry = min(self._retry, (step // every + 1) * every)  # when the policy saves anyway
+        self._retry, every = step + 2**self._failures, self.policy.every
+        self._retry = min(self._retry, (step // every + 1) * every) if every else self._retry  # the policy saves then, anyway
         self._phases.at("save")
         with contextlib.suppress(Exception):
             self._saver.wait_until_finished()  # takes minutes if only another process failed
         self._commit.finish()
-        self._remove_remains()
+        if jax.process_index() == 0:
+            _remove(self.directory, f"*.saving-{self._life}*")
         with distributed.collective_errors():
             if self._lease:
                 self._lease.require_kept()
-        reasons = distributed.gather_from_all(_reason(self._error) if self._error else "")
+        reasons = distributed.gather_from_all(reason(self._error) if self._error else "")
         self._reason = next(filter(None, reasons), "it was not completed, and Orbax gave no reason")
         newest = "THERE IS NO CHECKPOINT" if self._saved is None else f"the newest checkpoint is step {self._saved}"
         alarm = f"ERROR: {self._failures} saves in a row have failed, and a crash now would lose everything since: {newest}. "
@@ -337,10 +333,6 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 self._lease.require()
 
-    def _remove_remains(self) -> None:
-        if jax.process_index() == 0:
-            _remove(self.directory, f"*.saving-{self._life}*")
-
     def __enter__(self) -> Checkpoints:
         return self
 
@@ -379,14 +371,6 @@ class Checkpoints:
         with contextlib.suppress(OSError):
             self.directory.rmdir()
             self.directory.parent.rmdir()
-
-
-def _reason(error: Exception) -> str:
-    """Returns why a save has failed, on one line: of TensorStore's long messages the errno, with its words."""
-    text = " ".join(re.sub(r"\[source locations='[^']*'\]", "", str(error)).split()) or repr(error)
-    if not isinstance(error, OSError) and (found := re.search(r"\[(?:os_error_code='|OS error )(\d+)", text)):
-        return f"[Errno {found[1]}] {os.strerror(int(found[1]))}"
-    return text if len(text) <= _BEGINNING + _END else f"{text[:_BEGINNING]} ... {text[-_END:]}"
 
 
 def _open(directory: Path) -> None:

@@ -111,12 +111,12 @@ def test_the_reason_of_a_failed_save_is_not_cut_off(tail: str) -> None:
     """TensorStore's own text on a full tmpfs, in two versions: names first, and the reason last."""
     files = f'Failed writing: "{"/deep" * 40}/40.saving-3f56f/state/d/c4f1436810845cb42097687872b622c4.__lock": '
     text = f'RESOURCE_EXHAUSTED: Error writing "mu.blocks/c/0/0" in OCDBT database at local file "/state/": {files}'
-    assert manager._reason(ValueError(f"{text}{tail} [source locations='tensorstore/a.cc:1\ntensorstore/b.cc:2']")) == (
+    assert quiet.reason(ValueError(f"{text}{tail} [source locations='tensorstore/a.cc:1\ntensorstore/b.cc:2']")) == (
         "[Errno 28] No space left on device"
     )
-    assert manager._reason(ValueError(f"{text}the peer is gone")).endswith("the peer is gone")
-    assert manager._reason(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
-    assert manager._reason(RuntimeError()) == "RuntimeError()"
+    assert quiet.reason(ValueError(f"{text}the peer is gone")).endswith("the peer is gone")
+    assert quiet.reason(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
+    assert quiet.reason(RuntimeError()) == "RuntimeError()"
 
 
 def test_a_failed_save_is_retried_when_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

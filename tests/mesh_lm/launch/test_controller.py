@@ -9,14 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from processes import PATIENCE
 
 from mesh_lm.launch import agent, controller, nodes, wire
-from mesh_lm.launch.health.finding import Finding
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.worker import Worker
@@ -115,18 +113,6 @@ def test_an_agent_whose_workers_do_not_die_leaves(monkeypatch: pytest.MonkeyPatc
         os.killpg(worker._process.pid, signal.SIGKILL)
         worker._process.wait()
         worker.status()
-
-
-def test_a_check_that_excludes_no_node_is_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
-    """A disk that is almost full was checked: the line must not read as if the check had not run."""
-    found = agent.Agent(Job(("train.py",), health="off"), ("127.0.0.1", 1), SECRET)
-    text = "/r has 2 MB left, less than 100 MB: free disk space"
-    examination = SimpleNamespace(findings=lambda: [Finding("output", "unknown", text)])
-    found._peer, found._examination = cast("Any", SimpleNamespace(send=lambda **_: None)), cast("Any", examination)
-    for _ in range(2):
-        found._examining = True
-        found._examine()
-    assert capfd.readouterr().err == f"[launch] node 0 takes part, with a warning of the health check 'output': {text}\n"
 
 
 def test_a_node_that_fails_first_again_and_again_is_left_out(run: Run) -> None:
