@@ -61,11 +61,16 @@ class CheckpointEntry:
         return not self.kind and not isinstance(self._described, DamagedCheckpoint)
 
     @property
+    def is_damaged(self) -> bool:
+        """Whether it has the name of a step, and a description that is damaged or missing."""
+        return not self.kind and isinstance(self._described, DamagedCheckpoint)
+
+    @property
     def what(self) -> str:
         """The condition of the checkpoint, for a listing."""
         if self.kind:
             return _RENAMED.get(self.kind, "not named by a run")
-        return f"damaged: {self._described.reasons[0]}" if isinstance(self._described, DamagedCheckpoint) else "complete"
+        return f"damaged: {self._described.reasons[0]}" if isinstance(self._described, DamagedCheckpoint) else "complete by its description"
 
     @property
     def described(self) -> tuple[str, str, str]:

@@ -23,7 +23,7 @@ from mesh_lm import distributed
 from mesh_lm.checkpoint.commit import Commit
 from mesh_lm.checkpoint.lease import held_by_process0
 from mesh_lm.checkpoint.node_local import NodeLocalCheckpoints
-from mesh_lm.checkpoint.quiet import quiet
+from mesh_lm.checkpoint.quiet import quiet, reason
 from mesh_lm.checkpoint.reader import (
     FORMAT,
     DamagedCheckpoint,
@@ -37,7 +37,7 @@ from mesh_lm.checkpoint.reader import (
 )
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.distributed.phases import Phases
-from mesh_lm.errors import ConfigError
+from mesh_lm.errors import ConfigError, StorageError
 from mesh_lm.launch.environment import BEGUN
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
@@ -94,7 +94,7 @@ class Checkpoints:
         self._writing: int | None = None
         self._removing: threading.Thread | None = None
         self._failures = self._retry = 0
-        self._soon = False
+        self._reason, self._soon = "", False
         if problem := self._refusal():
             self.close()
             raise ConfigError(problem)
@@ -160,7 +160,7 @@ class Checkpoints:
 
         Raises ConfigError if there is none.
         """
-        self._settle(before)
+        self._settle(before, "; saving is retried after the rollback")
         for leaf in jax.tree.leaves(state):
             leaf.delete()
         saved, older = self.restore(layout, optimizer, before)
@@ -182,7 +182,7 @@ class Checkpoints:
         return self._due(step) or self._local.due(step)
 
     def _due(self, step: int) -> bool:
-        again = self._failures > 0 and step >= self._retry
+        again = self._failures > 0 and self._writing is None and step >= self._retry
         return self._soon or again or (self.policy.every > 0 and step % self.policy.every == 0)
 
     def save(
@@ -195,7 +195,7 @@ class Checkpoints:
 
         Args:
           data: the data position after this step, from `Batches.state`.
-          last: whether this is the run's last save: it is waited for and retried immediately; ConfigError if it cannot be written.
+          last: whether this is the run's last save: it is waited for and retried immediately; StorageError if it cannot be written.
         """
         if step == self._saved:
             return state
@@ -203,7 +203,7 @@ class Checkpoints:
         if self._local.due(step) and not (last or self._due(step)):
             self._local.save(step, state, data, layout, lambda tree: self._metadata(step, tree, digests(tree)) | {"durable": self._saved})
             return state
-        self._settle(step)
+        self._settle(step, f"; training continues, and saving is retried at once, with step {step}")
         tree, leaf_digests = to_disk(layout, optimizer, state)
         metadata = self._metadata(step, tree, leaf_digests)
         for attempt in range(_LAST_TRIES if last else 1):
@@ -211,13 +211,13 @@ class Checkpoints:
                 time.sleep(2.0**attempt)
             self._begin(step, tree, data, metadata)
             if last:
-                self._settle(step, last=True)
+                self._settle(step)
                 if step == self._saved:
                     break
         else:
             if last:
                 newest = "there is no older checkpoint" if self._saved is None else f"the newest checkpoint is step {self._saved}"
-                raise ConfigError(f"step {step} could not be saved in {self.directory}, the reason is above; {newest}")
+                raise StorageError(f"step {step} could not be saved in {self.directory}: {self._reason}; {newest}")
         return back(layout, optimizer, state, tree)  # Orbax has copied everything to host memory
 
     def poll(self, step: int) -> None:
@@ -228,7 +228,7 @@ class Checkpoints:
             return
         outcomes = distributed.gather_from_all(self._outcome())
         if _WRITING not in outcomes:
-            self._conclude(step, failed=_FAILED in outcomes)
+            self._conclude(step, _FAILED in outcomes)
 
     def _begin(self, step: int, tree: State, data: dict[str, Any], metadata: dict[str, Any]) -> None:
         self._say(f"saving step {step} ({certificate(metadata, data)})")
@@ -257,8 +257,8 @@ class Checkpoints:
             return _FAILED
         return _WRITING if self._commit.pending else _COMPLETE
 
-    def _settle(self, step: int, *, last: bool = False) -> None:
-        """Waits for the current save and records its outcome."""
+    def _settle(self, step: int, then: str = "") -> None:
+        """Waits for the current save and records its outcome. then: as for `_conclude`."""
         if self._writing is None:
             return
         self._phases.at("save")
@@ -268,9 +268,10 @@ class Checkpoints:
             except Exception as error:
                 self._error = error
         self._commit.finish()
-        self._conclude(step, failed=any(outcome != _COMPLETE for outcome in distributed.gather_from_all(self._outcome())), last=last)
+        self._conclude(step, any(outcome != _COMPLETE for outcome in distributed.gather_from_all(self._outcome())), then)
 
-    def _conclude(self, step: int, *, failed: bool, last: bool = False) -> None:
+    def _conclude(self, step: int, failed: bool, then: str | None = None) -> None:
+        """Records the outcome of the current save. then: the end of the warning if it has failed; None: when it is retried."""
         writing, self._writing = self._writing, None
         assert writing is not None
         if not failed:
@@ -279,21 +280,24 @@ class Checkpoints:
             self._prune()
             return
         self._failures += 1
-        self._retry = step + min(2**self._failures, self.policy.every or 2**self._failures)
+        self._retry, every = step + 2**self._failures, self.policy.every
+        self._retry = min(self._retry, (step // every + 1) * every) if every else self._retry  # the policy saves then, anyway
         self._phases.at("save")
         with contextlib.suppress(Exception):
             self._saver.wait_until_finished()  # takes minutes if only another process failed
         self._commit.finish()
-        self._remove_remains()
+        if jax.process_index() == 0:
+            _remove(self.directory, f"*.saving-{self._life}*")
         with distributed.collective_errors():
             if self._lease:
                 self._lease.require_kept()
-        reason = str(self._error or "another process failed").strip().splitlines()[0][:300]
+        reasons = distributed.gather_from_all(reason(self._error) if self._error else "")
+        self._reason = next(filter(None, reasons), "it was not completed, and Orbax gave no reason")
         newest = "THERE IS NO CHECKPOINT" if self._saved is None else f"the newest checkpoint is step {self._saved}"
         alarm = f"ERROR: {self._failures} saves in a row have failed, and a crash now would lose everything since: {newest}. "
         self._say(
             f"{alarm if self._failures >= self.policy.alarm else 'warning: '}step {writing} could not be saved in {self.directory}: "
-            f"{reason}" + ("" if last else f"; training continues, and saving is retried after step {self._retry}")
+            f"{self._reason}" + (f"; training continues, and saving is retried after step {self._retry}" if then is None else then)
         )
 
     def _metadata(self, step: int, tree: State, leaf_digests: dict[str, str]) -> dict[str, Any]:
@@ -328,10 +332,6 @@ class Checkpoints:
         if self._lease:
             with contextlib.suppress(OSError):
                 self._lease.require()
-
-    def _remove_remains(self) -> None:
-        if jax.process_index() == 0:
-            _remove(self.directory, f"*.saving-{self._life}*")
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -1,11 +1,11 @@
 """Looks at the checkpoints of a run from outside: no mesh, no GPU and none of the model's code is needed.
 
-mesh-lm checkpoint ls runs/gpt_tiny              what is there; reads descriptions, no arrays
+mesh-lm checkpoint ls runs/gpt_tiny              what is there, by descriptions alone; reads no arrays
 mesh-lm checkpoint verify runs/gpt_tiny          reads every array, and compares digests with the saved ones
 mesh-lm checkpoint diff runs/a runs/b            how config, parameters and arrays of two checkpoints differ
 
 A path is a run's output, its `checkpoints`, or one step there. Status: 0 everything is intact, or the arrays are the same
-bits; 1 a checkpoint is damaged, or arrays differ; 2 the command cannot be carried out.
+bits; 1 a checkpoint is damaged (for ls: its description is), or arrays differ; 2 the command cannot be carried out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _CANNOT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Ls:
-    """Lists what is there, oldest first. Only descriptions are read; `verify` reads the arrays."""
+    """Lists what is there, oldest first. Only descriptions are read; `verify` reads the arrays.
+
+    The status is 1 if the description of a step is damaged or missing, and 2 if there is no checkpoint.
+    """
 
     POSITIONAL: ClassVar[tuple[str, ...]] = ("path",)
 
@@ -120,13 +123,13 @@ def _ls(options: Ls) -> int:
     resumed = next((entry for entry in reversed(entries) if entry.complete), None)
     for entry in entries:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.written))
-        what = f"{entry.what}{'; a run continues from it' if entry is resumed else ''}"
+        what = f"{entry.what}{'; a run tries it first' if entry is resumed else ''}"
         rows.append((entry.path.name, written, inspected.size(entry.nbytes), *entry.described, what))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print("from descriptions alone; `verify` reads the arrays")
-    return 0
+    return _DAMAGED if any(entry.is_damaged for entry in entries) else 0
 
 
 def _verify(options: Verify) -> int:

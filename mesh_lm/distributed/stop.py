@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -21,6 +22,8 @@ from mesh_lm.launch.environment import HEARTBEAT
 
 _UNWIND = 2.0
 """Seconds that the main thread has to end by itself, which it cannot while XLA compiles."""
+_NATIVE = ("restore", "compile")
+"""Phases in which XLA and Orbax work in threads of their own. An interpreter that is torn down meanwhile ends with SIGSEGV."""
 _SHOW_CURSOR = b"\x1b[?25h"
 _TOGETHER = "Ctrl-C: the processes of this run stop together, after their next step; a second Ctrl-C ends this one at once"
 
@@ -49,7 +52,7 @@ class StopOnSignal:
     def __init__(self, phases: Phases) -> None:
         """phases: this process's progress."""
         self._phases, self._polls = phases, 0
-        self._signalled = self._leaving = False
+        self._signalled = self._leaving = self._is_native = False
         self._said = threading.Lock()
         self._is_interactive = hasattr(sys, "ps1")
 
@@ -100,11 +103,11 @@ class StopOnSignal:
         self._signalled = True
         if self._leaving or not self._phases.nothing_to_save:
             return  # a second exception would break off the cleaning up after the first
-        self._leaving = True
+        self._leaving, self._is_native = True, self._phases.phase in _NATIVE
         self._say(f"stopped by {self.cause} in phase {self._phases.phase}: there is nothing new to save")
         if self.interrupted and self._is_interactive:
             raise KeyboardInterrupt
-        raise SystemExit(status_of(by_interrupt=self.interrupted))  # files are closed and removed on the way
+        raise SystemExit(status_of(by_interrupt=self.interrupted))  # files are closed and removed on the way to __exit__
 
     def _end_at_once(self) -> NoReturn:
         """Ends the process without a save, as SIGKILL would: checkpoints and corpora are renamed into place when they are complete."""
@@ -171,6 +174,9 @@ class StopOnSignal:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if not self._main:
             return
+        if self._is_native and isinstance(value, SystemExit):
+            _flush()
+            _exit(status_of(by_interrupt=self.interrupted))
         signal.set_wakeup_fd(self._woken)
         if jax.distributed.is_initialized():
             del self._before[signal.SIGTERM]  # the handler is JAX's
@@ -183,6 +189,14 @@ def _write(text: str) -> None:
     below_bar = "\n" if os.isatty(2) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{below_bar}{text}\n".encode())
+
+
+def _flush() -> None:
+    """Writes out what the interpreter would on its way out; what a full disk or a closed pipe does not take is lost there, too."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _exit(status: int) -> NoReturn:

@@ -189,7 +189,7 @@ class Agent:
         for each in found:
             if each.outcome == "unknown" and each.check not in self._doubts:
                 self._doubts.add(each.check)
-                log(f"node {self._job.node}: health check {each.check} has no result: {each.text}")
+                log(f"node {self._job.node} takes part, with a warning of the health check '{each.check}': {each.text}")
         failed = [each._asdict() for each in found if each.outcome == "failed"]
         port = free_port(LOOPBACK if self._job.nodes == 1 else "")
         self._peer.send(checked=self._check, port=port, findings=failed, **self._checks.count)

@@ -212,25 +212,33 @@ class Controller:
 
     def _silent(self, now: Generation, number: int, process: int, seconds: float) -> None:
         if now.failure is None:
-            log(f"process {process}{self._at(number)} sent no heartbeat for {seconds:.0f} s: it is stopped, or hangs outside of Python")
+            log(f"process {process}{self._at(number)} {messages.describe_silence(seconds, self._job.start, process not in now.beats)}")
             now.fail(EXIT_STALLED, number)
             now.log_progress(process)
         self._order(now, "crash", AT_ONCE)
 
     def _died(self, now: Generation, number: int, process: int, status: int, sent: int) -> None:
         """Records how a process ended. The first to die is the cause, unless it was a victim of one that dies right after."""
-        # Slurm's SIGTERM may reach a worker before its launcher's does.
-        on_request = self._stop and now.stopping != "crash" and status == -signal.SIGTERM
-        if sent and not on_request and not (now.stopping in ("signal", "grow") and sent == signal.SIGTERM):
+        on_request = self._stop and now.stopping != "crash" and status == -signal.SIGTERM  # Slurm's may come before its launcher's
+        was_asked = now.stopping in ("signal", "grow") and sent == signal.SIGTERM
+        if sent and not on_request and not was_asked:
             return
         now.statuses[process] = status
         if status in (0, EXIT_FEWER):
             return
-        what = f"process {process}{self._at(number)} {messages.describe_exit(status, now.n_processes)}"
+        how = messages.describe_exit(status, now.n_processes, has_trained=now.has_trained(process), was_asked=was_asked)
+        what = f"process {process}{self._at(number)} {how}"
         if on_request or status == EXIT_PREEMPTED or (status == -sent and now.stopping != "crash"):
             if not now.stopping:
                 log(f"{what}; the others are asked to do the same")
                 self._order(now, "signal", self._farewell)
+            return
+        if was_asked and now.failure is None and (status < 0 or now.cut_short):
+            if not now.cut_short:  # the others wait for it, and fail in its place
+                log(f"{what}, which counts as its stop")
+                now.cut_short = True
+                if now.nothing_to_save():
+                    self._order(now, now.stopping, CRASHED)
             return
         if now.failure is None:
             log(what)

@@ -48,6 +48,8 @@ class Generation:
     """When nodes whose workers still run count as lost (time.monotonic)."""
     idle: bool = False
     """Whether a signal ended it when there was nothing to save."""
+    cut_short: bool = False
+    """Whether a signal killed a process that was asked to stop."""
     fewer: int = 0
     """The number of nodes that is enough, as its workers reported; 0: they did not."""
     beats: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -88,6 +90,10 @@ class Generation:
             beat["phase"] in PREPARING and beat["step"] <= max(beat["saved"], 0) for beat in self.beats.values()
         )
 
+    def has_trained(self, process: int) -> bool:
+        """Whether a process came past its preparations."""
+        return self.beats.get(process, {}).get("phase", "start") not in PREPARING
+
     def restarts_from(self, newest: int) -> str:
         """Returns where the next life begins, as far as it is known. newest: the step of the newest checkpoint that was reported; -1: none.
 
@@ -96,7 +102,7 @@ class Generation:
         first = self.beats.get(0, {})
         looked = first.get("phase", "start") not in ("start", "restore") and first.get("saved") == -1
         if newest >= 0:
-            return f"from step {newest}"
+            return f"from its newest checkpoint (step {newest} or later)"
         if looked and first["phase"] != "save" and not first["seconds"].get("save"):
             return "from the start"
         return "from its newest checkpoint, if there is one"

@@ -21,6 +21,7 @@ _STATUSES = {
     EXIT_REPLACED: "another run has taken its output over, and goes on there; the error is above",
     EXIT_PREEMPTED: "it was asked to stop, and saved",
 }
+_CANNOT_CONTINUE = "the run cannot continue; the error is above"
 _SIGNALS: dict[int, str] = {
     signal.SIGKILL: "out of memory, or killed from outside",
     signal.SIGBUS: "usual cause: a memory-mapped data file was truncated",
@@ -36,13 +37,27 @@ _ONCE = ("step", "start", "data", "compile", "restore")
 """Phases that do not slow down every step, or in which a process waits for the others."""
 
 
-def describe_exit(status: int, processes: int) -> str:
-    """Returns how a process ended, as a verb phrase with the reason. processes: the number of processes in the run."""
+def describe_exit(status: int, processes: int, *, has_trained: bool = False, was_asked: bool = False) -> str:
+    """Returns how a process ended, as a verb phrase with the reason.
+
+    Args:
+      processes: the number of processes in the run.
+      has_trained: whether this one came past its preparations.
+      was_asked: whether the launcher had asked it to stop.
+    """
     if status >= 0:
-        return f"ended with status {status}" + (f": {_STATUSES[status]}" if status in _STATUSES else "")
-    reason = _ABORTED if -status == signal.SIGABRT and processes > 1 else _SIGNALS.get(-status, "")
+        meaning = _CANNOT_CONTINUE if status == EXIT_CANNOT and has_trained else _STATUSES.get(status, "")
+        return f"ended with status {status}" + (f": {meaning}" if meaning else "")
+    cause = _ABORTED if -status == signal.SIGABRT and processes > 1 else _SIGNALS.get(-status, "")
     name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
-    return f"was killed by {name}" + (f": {reason}" if reason else "")
+    return f"was killed by {name}" + (" after it was asked to stop" if was_asked else f": {cause}" if cause else "")
+
+
+def describe_silence(seconds: float, start: float, is_first: bool) -> str:
+    """Returns that a process sent no heartbeat, as a verb phrase. is_first: it never sent one, and had `start` seconds for it."""
+    if is_first:
+        return f"did not begin within --start={start:g} s: it has sent no heartbeat yet; raise --start if this host is slow"
+    return f"sent no heartbeat for {seconds:.0f} s: it is stopped, or hangs outside of Python"
 
 
 def shell_status(status: int) -> int:

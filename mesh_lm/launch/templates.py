@@ -30,11 +30,14 @@ _SLURM = """\
 MESH_LM_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')
 export MESH_LM_SECRET
 
+# Activate the environment that has mesh_lm here, unless your shell has it already: source .venv/bin/activate
+
 # A launcher that ends must not end the others: the controller on node 0 decides that.
 srun --kill-on-bad-exit=0 --wait=0 {no_kill}{launch}
 status=$?
 
-# After a save (status {preempted}) or a crash the same command continues the run. Requeues after crashes are limited.
+# After a save (status {preempted}) or a crash the same command continues the run. After a save the job is requeued without a limit; after a
+# crash only while SLURM_RESTART_COUNT, which counts requeues of both kinds, is below 20.
 case $status in
     {cannot}|{usage}|0) ;;
     *)

@@ -153,11 +153,22 @@ def _data(
 
 def _resumed(saved: SavedCheckpoint, run: Run, batches: Batches) -> str:
     """Returns a message: where the run resumes, or that it is finished, and what changed since the checkpoint was saved."""
-    changes = "".join(f"\n  changed since: {change}" for change in [*saved.changed(run.config), *batches.changed])
+    changed = saved.changed(run.config)
+    changed = [change + _rates(saved, run, changed) * change.startswith("train.steps: ") for change in changed]
+    changes = "".join(f"\n  changed since: {change}" for change in [*changed, *batches.changed])
     if run.unfinished:
         return f"resumed at step {run.step} ({saved.certificate}){changes}"
     done = f"already finished (step {run.step} of {run.config.train.steps}): nothing to do; raise train.steps to train on"
     return f"{done} ({saved.certificate}){changes}"
+
+
+def _rates(saved: SavedCheckpoint, run: Run, changed: list[str]) -> str:
+    """Returns a clause with the next step's learning rate if another train.steps has changed it; empty if it has not."""
+    if not run.unfinished or any(change.startswith("optimizer.") for change in changed):
+        return ""
+    before = dataclasses.replace(run.optimizer, steps=saved.metadata["config"]["train"]["steps"])
+    now, was = (f"{float(optimizer.learning_rate(run.step)):.2e}" for optimizer in (run.optimizer, before))
+    return "" if now == was else f" (the learning rate at step {run.step + 1} is {now}, was {was})"
 
 
 def _first_save(config: TrainConfig) -> str:

@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 
 _PROBE = 4096
 """Bytes that are written to find out whether the output's disk takes any."""
+_CURES = {
+    errno.ENOSPC: "make room on that disk",
+    errno.EDQUOT: "make room within your quota of that disk",
+    errno.EROFS: "mount that disk writable",
+    errno.EACCES: "give this user permission to write there",
+    errno.EPERM: "give this user permission to write there",
+    errno.EIO: "repair that disk or its mount",
+    errno.ESTALE: "mount that disk again",
+    errno.ENOTDIR: "move that file away",
+    errno.ENAMETOOLONG: "shorten its name",
+}
+"""What, other than another output, would work after an error in writing there."""
 _STATE_BYTES = {"adamw": 12, "muon": 8, "lion": 8}
 """Bytes of a checkpoint per parameter, at least; of other optimizers only the weights are counted."""
 
@@ -120,7 +132,8 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
         disk = shutil.disk_usage(where)
     except OSError as error:
         what = f"output={output} cannot be written: {error.strerror}" + (f" ({where})" if where != path else "")
-        raise ConfigError(f"{what}; set another output, or make room on that disk and make it writable") from error
+        cure = _CURES.get(error.errno or 0, "")
+        raise ConfigError(f"{what}; set another output{f', or {cure}' if cure else ''}") from error
     if with_room and disk.free < (needed := _state_bytes(config)) and disk.total:  # some network file systems say 0 of 0
         raise ConfigError(
             f"output={output}: its disk has {_size(disk.free)} left, and one checkpoint of this model needs {_size(needed)} or more; "

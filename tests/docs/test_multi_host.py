@@ -34,7 +34,7 @@ def test_the_tables_of_variables() -> None:
 
 
 def test_every_command_is_one_that_is_read() -> None:
-    assert len(COMMANDS) == 13
+    assert len(COMMANDS) == 15
     for command in COMMANDS:
         parts = shlex.split(command, comments=True)
         if "launch" in parts:

@@ -51,7 +51,7 @@ def test_f7_a_full_disk(data: Path, undisturbed: dict[int, str], small_disk: Pat
         job.wait("step  6/")
         ballast = fill(small_disk)
         job.wait(
-            r"warning: step 10 could not be saved in .*No space left on device.*; training continues, and saving is retried after step"
+            r"warning: step 10 could not be saved in .*: \[Errno 28\] No space left on device; training continues, and saving is retried "
         )
         assert not [*(small_disk / "run" / "checkpoints").glob("*tmp*")] or job.process.poll() is None
         job.wait(r"ERROR: 2 saves in a row have failed, and a crash now would lose everything since: the newest checkpoint is step 5\.")
@@ -64,12 +64,14 @@ def test_f7_a_full_disk(data: Path, undisturbed: dict[int, str], small_disk: Pat
 
 
 def test_f7_a_disk_that_is_full_at_the_end(data: Path, small_disk: Path, tmp_path: Path) -> None:
-    """A state that cannot be saved is an error with status 1; earlier checkpoints remain."""
+    """A state that cannot be saved is an error with status 75, so that a queue tries again; earlier checkpoints remain."""
     with Job(tmp_path / "faults", arguments(data, small_disk / "run"), workers=1, devices=4, MESH_LM_PACE="0.5") as job:
         job.wait("step 16/")
         fill(small_disk)
-        assert job.ended() == 1, job.log
-    assert re.search(r"error: step 20 could not be saved in .*; the newest checkpoint is step 15", job.log), job.log
+        assert job.ended() == 75, job.log
+    assert re.search(
+        r"error: step 20 could not be saved in .*: \[Errno 28\] No space left on device; the newest checkpoint is step 15", job.log
+    ), job.log
     (small_disk / "ballast").unlink()
     with Job(tmp_path / "faults", arguments(data, small_disk / "run"), workers=1, devices=4) as job:
         assert job.ended() == 0 and "resumed at step 15 " in job.log, job.log

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,9 +15,9 @@ import tensorstore as ts
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
-from mesh_lm.checkpoint import Checkpoints, find, quiet
+from mesh_lm.checkpoint import Checkpoints, find, manager, quiet
 from mesh_lm.config import CheckpointConfig, OptimizerConfig, TrainConfig
-from mesh_lm.errors import ConfigError
+from mesh_lm.errors import ConfigError, storage_failed
 from mesh_lm.parallel.layout import ModelLayout
 
 COMPILE_BUDGET = 10
@@ -103,6 +104,48 @@ def test_policy(tmp_path: Path) -> None:
         checkpoints.save(8, state, {"position": 8}, layout, fixture.OPTIMIZER)
     with Checkpoints(config) as checkpoints:
         assert checkpoints.newest().step == 8
+
+
+@pytest.mark.parametrize("tail", ["No space left on device [os_error_code='28']", "[OS error 28: No space left on device]"])
+def test_the_reason_of_a_failed_save_is_not_cut_off(tail: str) -> None:
+    """TensorStore's own text on a full tmpfs, in two versions: names first, and the reason last."""
+    files = f'Failed writing: "{"/deep" * 40}/40.saving-3f56f/state/d/c4f1436810845cb42097687872b622c4.__lock": '
+    text = f'RESOURCE_EXHAUSTED: Error writing "mu.blocks/c/0/0" in OCDBT database at local file "/state/": {files}'
+    assert quiet.reason(ValueError(f"{text}{tail} [source locations='tensorstore/a.cc:1\ntensorstore/b.cc:2']")) == (
+        "[Errno 28] No space left on device"
+    )
+    assert quiet.reason(ValueError(f"{text}the peer is gone")).endswith("the peer is gone")
+    assert quiet.reason(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
+    assert quiet.reason(RuntimeError()) == "RuntimeError()"
+
+
+def test_a_failed_save_is_retried_when_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failure is seen three steps after its save; the last save is a StorageError with the reason, so that it is tried again."""
+    config = at(tmp_path, checkpoint=CheckpointConfig(every=20))
+    layout = ModelLayout.of(config.model, shard_on("ddp"))
+    state = fixture.filled(fixture.abstract(config, layout.shard))
+    said: list[str] = []
+    monkeypatch.setattr(manager.time, "sleep", lambda seconds: None)
+    with Checkpoints(config, say=said.append) as checkpoints:
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        seen = checkpoints._outcome
+        monkeypatch.setattr(checkpoints._saver, "save", full)
+        monkeypatch.setattr(checkpoints, "_outcome", lambda: manager._WRITING if step < checkpoints._writing + 3 else seen())
+        for step in range(20, 100):
+            if checkpoints.due(step):
+                state = checkpoints.save(step, state, {"position": step}, layout, fixture.OPTIMIZER)
+            checkpoints.poll(step)
+        begun = [int(n) for n in re.findall(r"^saving step (\d+)", "\n".join(said), re.M)]
+        announced = [int(n) for n in re.findall(r"retried (?:after step|at once, with step) (\d+)", "\n".join(said))]
+        assert begun == [20, 25, 32, 40, 59, 60, 80] and announced == [*begun[1:], 100], said
+        with pytest.raises(
+            ConfigError, match=r"^step 101 could not be saved in .*: \[Errno 28\] No space left on device; there is no"
+        ) as last:
+            checkpoints.save(101, state, {"position": 101}, layout, fixture.OPTIMIZER, last=True)
+        assert storage_failed(last.value)
 
 
 def test_errors_after_the_first_failure_are_silenced(monkeypatch: pytest.MonkeyPatch) -> None:

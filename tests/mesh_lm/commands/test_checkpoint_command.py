@@ -200,12 +200,12 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         shutil.rmtree(step / "state")
     status, out, _ = said(capsys, "ls", run)
     rows = [re.split(r"  +", line) for line in out.splitlines()]
-    assert status == 0 and rows[0] == ["step", "written", "size", "format", "state", "samples"]
+    assert status == 1 and rows[0] == ["step", "written", "size", "format", "state", "samples"]
     state = json.loads((steps / "2" / "metadata" / "metadata").read_text(encoding="utf-8"))["digests"]
     assert rows[2][3:6] == ["3", combined(state), "0000000000000002"]
     assert {row[0]: row[-1] for row in rows[1:-1]} == {
-        "1": "complete",
-        "2": "complete; a run continues from it",
+        "1": "complete by its description",
+        "2": "complete by its description; a run tries it first",
         "2.damaged": "set aside: could not be verified",
         "3": "damaged: metadata/metadata is missing: the save, or a copy of it, is not complete",
         "4.passed": "set aside: the run rolled back to an earlier step",
@@ -215,6 +215,8 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "0004": "not the name of a step: a run leaves it alone",
         "\uff14": "not the name of a step: a run leaves it alone",
     }
+    shutil.rmtree(steps / "3")
+    assert said(capsys, "ls", run)[0] == 0, "what is not a step is not damaged"
 
 
 def test_what_a_run_removes_meanwhile_is_no_error(tmp_path: Path) -> None:

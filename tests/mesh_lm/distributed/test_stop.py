@@ -119,6 +119,31 @@ def test_at_once_or_after_the_step(tmp_path: Path) -> None:
     ]
 
 
+TORN_DOWN = """
+import atexit, os, signal, sys, time
+from mesh_lm.distributed import StopOnSignal
+from mesh_lm.distributed.phases import Phases
+
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+phases = Phases()
+with StopOnSignal(phases):
+    phases.at("compile")
+    sys.stdout.write("buffered")
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    finally:
+        sys.stdout.write(" and unwound")
+"""
+
+
+def test_the_interpreter_is_not_torn_down_while_xla_compiles() -> None:
+    """Its native threads crash then. The contexts inside are left, and what was printed is written."""
+    done = subprocess.run([sys.executable, "-c", TORN_DOWN], env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (99, "buffered and unwound"), done.stderr
+    assert done.stderr == "stopped by SIGTERM in phase compile: there is nothing new to save\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [(str(ROOT / "train.py"), "--config=gpt_tiny"), ("-m", "mesh_lm", "train", "gpt_tiny")])
 def test_ctrl_c_while_jax_is_imported(program: tuple[str, ...], tmp_path: Path) -> None:

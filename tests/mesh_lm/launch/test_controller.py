@@ -313,6 +313,29 @@ def test_spares_come_first_and_then_fewer_nodes(run: Run, capfd: pytest.CaptureF
     assert "continuing with 2 of 3 nodes: 0, 2" in told
 
 
+def test_a_crash_of_a_worker_that_was_asked_to_stop_is_its_stop(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    """XLA crashes when a process ends while it compiles. The run grows without counting a restart; nothing is said of faulty memory."""
+    speaker, status = run(nodes=3, min_nodes=2, start=0.3, restarts=0)
+    speakers = [speaker(node) for node in range(2)]
+    assert [each.hears("start")["nodes"] for each in speakers] == [2, 2]
+    speakers.append(speaker(2))
+    for each in speakers[:2]:
+        each.hears("end")
+    speakers[1].dies(1, (1, -signal.SIGSEGV, signal.SIGTERM))
+    time.sleep(0.2)
+    speakers[0].dies(1, (0, 70, signal.SIGTERM))
+    assert [each.hears("start")["nodes"] for each in speakers] == [3, 3, 3]
+    for process, each in enumerate(speakers):
+        each.dies(2, (process, 0, 0))
+    assert [each.hears("exit")["exit"] for each in speakers] == [0, 0, 0]
+    for each in speakers:
+        each.peer.close()
+    assert status() == 0
+    told = capfd.readouterr().err
+    assert "process 1 on node 1 (n1) was killed by SIGSEGV after it was asked to stop, which counts as its stop" in told
+    assert "memory" not in told and "] restart " not in told
+
+
 def test_a_node_that_is_repaired_takes_part_again(run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is checked again while others run without it. A report of an earlier check is ignored, and so is a result that is unknown."""
     monkeypatch.setattr(nodes, "_AGAIN", 0.3)

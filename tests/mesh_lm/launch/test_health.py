@@ -7,12 +7,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from mesh_lm.launch import agent
 from mesh_lm.launch.health import Examination, checks, gpu, matrix_product, programs, system
+from mesh_lm.launch.health.finding import Finding
 from mesh_lm.launch.job import Job
+from mesh_lm.launch.secret import Secret
 
 UUIDS = [f"GPU-{i}a0b1c2d-0000-4000-8000-00000000000{i}" for i in range(8)]
 BUSES = [f"00000000:{i}A:00.0" for i in range(8)]
@@ -350,3 +355,15 @@ def test_which_checks_a_node_has(tmp_path: Path) -> None:
     print_secret = f'{sys.executable} -c \'import os; print(os.environ.get("MESH_LM_SECRET"), os.environ["MESH_LM_NODE"])\''
     own = checks(Job(command, nodes=3, node=2, health_command=print_secret), on_gpus)["command"]
     assert own() == ("ok", "None 2")
+
+
+def test_a_check_that_excludes_no_node_is_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    """A disk that is almost full was checked: the line must not read as if the check had not run."""
+    found = agent.Agent(Job(("train.py",), health="off"), ("127.0.0.1", 1), Secret.new())
+    text = "/r has 2 MB left, less than 100 MB: free disk space"
+    examination = SimpleNamespace(findings=lambda: [Finding("output", "unknown", text)])
+    found._peer, found._examination = cast("Any", SimpleNamespace(send=lambda **_: None)), cast("Any", examination)
+    for _ in range(2):
+        found._examining = True
+        found._examine()
+    assert capfd.readouterr().err == f"[launch] node 0 takes part, with a warning of the health check 'output': {text}\n"

@@ -19,7 +19,7 @@ def test_a_killed_worker_is_restarted_with_the_others(tmp_path: Path) -> None:
     status, out = outcome(tmp_path, "--per-node=3 --devices=2", "saved=7 step=9 1@2:step=8 1@2:kill 1@deaf")
     assert status == 0, out
     assert "process 2 was killed by SIGKILL: out of memory, or killed from outside" in out
-    assert "restart 1 of 3 from step 7, immediately" in out
+    assert "restart 1 of 3 from its newest checkpoint (step 7 or later), immediately" in out
     assert "process 2: step 8, step for" in out and "processes 0-1: step 9, step for" in out
     first, second = lives(tmp_path)
     assert first["MESH_LM_COORDINATOR"] != second["MESH_LM_COORDINATOR"], "every life has a port of its own"
@@ -31,7 +31,8 @@ def test_a_killed_worker_is_restarted_with_the_others(tmp_path: Path) -> None:
     ("action", "status", "words"),
     [
         ("bus", 135, "was killed by SIGBUS: usual cause: a memory-mapped data file was truncated"),
-        ("exit=1", 1, "ended with status 1: the run cannot start as configured; the error is above"),
+        ("phase=start exit=1", 1, "ended with status 1: the run cannot start as configured; the error is above"),
+        ("exit=1", 1, "ended with status 1: the run cannot continue; the error is above"),
         ("exit=2", 2, "ended with status 2: there is no such script, or it has no such option; the error is above"),
         ("exit=70", 70, "ended with status 70: an unexpected error; its traceback is above"),
         ("exit=75", 75, "ended with status 75: no progress, or a disk that failed; the stacks or the error are above"),
@@ -85,8 +86,10 @@ def test_restarts_without_progress_are_counted_and_slow_down(tmp_path: Path) -> 
     waits = [b - a for a, b in itertools.pairwise(begun)]
     assert len(begun) == 5
     assert [line.rpartition("restart ")[2] for line in out.splitlines() if " restart " in line] == [
-        "1 of 2 from step 5, immediately", "2 of 2 from step 5, in 1 s", "1 of 2 from step 6, immediately", "2 of 2 from step 6, in 1 s",
-    ]  # fmt: skip
+        f"{n} of 2 from its newest checkpoint (step {step} or later), {when}"
+        for step in (5, 6)
+        for n, when in ((1, "immediately"), (2, "in 1 s"))
+    ]
     assert all(wait > 1 for wait in waits[1::2]), waits
 
 
@@ -95,7 +98,7 @@ def test_a_checkpoint_after_one_that_was_put_aside_is_new(tmp_path: Path) -> Non
     status, out = outcome(tmp_path, "--restarts=1", "1@saved=9 1@kill 2@saved=7 2@kill 3@saved=8 3@kill step=1")
     assert status == 0 and len(lives(tmp_path)) == 4, out
     assert [line.rpartition("restart ")[2] for line in out.splitlines() if " restart " in line] == [
-        f"1 of 1 from step {step}, immediately" for step in (9, 7, 8)
+        f"1 of 1 from its newest checkpoint (step {step} or later), immediately" for step in (9, 7, 8)
     ]
 
 
@@ -132,7 +135,9 @@ def test_who_never_says_anything_has_longer(tmp_path: Path) -> None:
     script.write_text("import time\ntime.sleep(3)\n", encoding="utf-8")
     for limit, status in ((1, 75), (0, 0)):
         command = [sys.executable, "-m", "mesh_lm.launch", f"--start={limit}", "--heartbeat=2", "--restarts=0", str(script)]
-        assert subprocess.run(command, cwd=ROOT, timeout=PATIENCE).returncode == status
+        done = subprocess.run(command, cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True)
+        said = "process 0 did not begin within --start=1 s: it has sent no heartbeat yet; raise --start if this host is slow"
+        assert done.returncode == status and (said in done.stderr) == (limit == 1), done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

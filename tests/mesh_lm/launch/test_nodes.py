@@ -29,7 +29,11 @@ def test_a_worker_that_dies_on_one_node_ends_all_and_all_begin_again(tmp_path: P
     with nodes(2, tmp_path, "", "saved=3 1@1:kill 1@wait") as ((first, second), _):
         outs = [ended(first), ended(second)]
         assert first.returncode == second.returncode == 0, outs
-        assert "process 1 on node 1 (" in outs[0] and "was killed by SIGKILL" in outs[0] and "restart 1 of 3 from step 3" in outs[0]
+        assert (
+            "process 1 on node 1 (" in outs[0]
+            and "was killed by SIGKILL" in outs[0]
+            and "restart 1 of 3 from its newest checkpoint (step 3 or later)" in outs[0]
+        )
     assert len(lives(tmp_path, 0)) == len(lives(tmp_path, 1)) == 2
     begun = [each["at"] for each in lives(tmp_path)]
     assert 2 < begun[1] - begun[0] < 2 + 1 + SLOW, "SIGTERM comes after 2 s, and is obeyed"

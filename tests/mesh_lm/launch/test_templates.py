@@ -44,6 +44,7 @@ def test_slurm(printed) -> None:
     directives = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if line.startswith("#SBATCH"))
     assert directives["nodes"] == "4" and directives["ntasks-per-node"] == "1" and directives["gpus-per-node"] == "8"
     assert directives["signal"] == "TERM@150" and directives["mem"] == "0" and "requeue" in directives and "no-kill" not in directives
+    assert "source .venv/bin/activate" in text.partition("\nsrun ")[0], "a place for it"
     assert not any("#" in value for value in directives.values()), "sbatch would read a comment as part of the value"
     (srun,) = re.findall(r"^srun --kill-on-bad-exit=0 --wait=0 (.*)$", text, re.MULTILINE)
     place = {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "3", "SLURM_STEP_NODELIST": "n[1-4]"}

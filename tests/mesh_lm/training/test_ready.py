@@ -95,14 +95,29 @@ def test_an_output_that_cannot_be_written(here: Path) -> None:
     require_ready(given(data, output="new/run"))
     assert not Path("new").exists() and not [*here.glob(".mesh_lm*")]
     for output, message in (
-        ("text.txt/run", r"output=text.txt/run cannot be written: Not a directory \(.*text.txt\); set another output"),
-        ("text.txt", "output=text.txt cannot be written: Not a directory; set another output"),
+        (
+            "text.txt/run",
+            r"output=text.txt/run cannot be written: Not a directory \(.*text.txt\); set another output, or move that file away$",
+        ),
+        ("text.txt", "output=text.txt cannot be written: Not a directory; set another output, or move that file away$"),
         ("gs://bucket", "output=gs://bucket must be a directory; mount a bucket as one"),
         ("/proc/run", r"output=/proc/run cannot be written: .* \(/proc\); set another output"),
     ):
         with pytest.raises(ConfigError, match=f"^this run cannot start\n  - {message}") as caught:
             require_ready(given(data, output=output))
         assert not storage_failed(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"), [(28, "make room on that disk"), (30, "mount that disk writable"), (13, "give this user permission to write there")]
+)
+def test_each_reason_has_its_own_cure(here: Path, monkeypatch: pytest.MonkeyPatch, number: int, cure: str) -> None:
+    def fails(**_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", fails)
+    with pytest.raises(ConfigError, match=f"cannot be written: {os.strerror(number)}.*; set another output, or {cure}$"):
+        require_ready(given(DataConfig(path="text.txt"), output="new"))
 
 
 def test_a_disk_without_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
