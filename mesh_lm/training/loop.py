@@ -118,7 +118,8 @@ def _train(
                 step = ReplayedStep(step, every, run, monitor)
             between = Between(run, checkpoints, batches, monitor, phases, stop, callbacks)
             if not batches.has_heldout:
-                monitor.note("the data has no held-out part: evaluation is off")
+                reason = f"; {corpus.why_no_heldout}" if corpus.why_no_heldout else ""
+                monitor.note(f"the data has no held-out part: evaluation is off{reason}")
             between.call("on_start")
             begun = run.step
             loop(run, step, outer, phases.steps(training), between)
@@ -138,7 +139,10 @@ def _data(
     with distributed.collective_errors(), distributed.process0_first("data"):
         vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
         outputs = config.outputs.values()
-        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=log.say, outputs=outputs)
+        trained_on = str(saved.data["corpus"]).partition(" in ")[0] if saved else ""  # as `Batches` names it
+        corpus = given or prepare(
+            config.data, vocab=vocab, model_vocab=model_vocab, progress=log.say, outputs=outputs, trained_on=trained_on
+        )
         problems = epochs_problems(config, corpus.sources())
         if problems and not saved:
             raise ConfigError(listed("this run cannot start", problems))
