@@ -149,7 +149,9 @@ def _data(
         for problem in problems if saved and saved.step < config.train.steps else []:
             log.say(f"warning: {problem}")  # a run that has begun is not given up
         place = (saved.data, saved.step) if saved else (None, 0)
-        batches = Batches(config, corpus, batch_sharding(layout), *place)
+        batches = Batches(
+            config, corpus, batch_sharding(layout), *place, saved_config=saved.metadata["config"] if saved and not given else None
+        )
     fix = "give them the same files, and an output on a disk that they share"
     distributed.assert_equal_across_processes("the data", str(batches.state(batches.position)), fix)
     return corpus, batches
