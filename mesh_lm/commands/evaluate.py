@@ -6,6 +6,7 @@ mesh-lm evaluate runs/gpt_tiny --text=FILE, or --tasks=NAME,... (see docs/evalua
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -92,7 +93,8 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     from mesh_lm.inference.perplexity import compressed_bits_per_byte, measure_perplexity, read_texts
     from mesh_lm.inference.text import document_start
 
-    next(read_texts(arguments.text, arguments.text_field), None)  # first, for what is wrong with the text
+    texts = functools.partial(read_texts, arguments.text, arguments.text_field)
+    next(texts(), None)  # first, for what is wrong with the text
     trained = arguments.load()
     seq_len = trained.config.model.seq_len
     if arguments.stride > seq_len:
@@ -103,12 +105,12 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     scorer = Scorer(trained.layout, trained.params, arguments.batch)
     start = document_start(trained.tokenizer, arguments.start)
     found = measure_perplexity(
-        scorer, trained.tokenizer, read_texts(arguments.text, arguments.text_field), stride=stride, start=start, max_lost_bytes=arguments.max_lost_bytes,
+        scorer, trained.tokenizer, texts(), stride=stride, start=start, max_lost_bytes=arguments.max_lost_bytes,
         progress=_Teller(jax.process_index() == 0),
     )  # fmt: skip
     told = lost_bytes.described(found.lost_bytes, found.n_bytes + found.lost_bytes)
     summary = found.summary()
-    beside = compressed_bits_per_byte(read_texts(arguments.text, arguments.text_field)) if jax.process_index() == 0 else {}  # it alone reports
+    beside = compressed_bits_per_byte(texts()) if jax.process_index() == 0 else {}  # it alone reports
     distributed.print_on_process0(
         f"{summary['bits_per_byte']:.4f} bits per byte ({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
         f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"
