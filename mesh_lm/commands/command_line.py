@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from mesh_lm.commands import other_names
-from mesh_lm.commands.options import HELP, Given, Spelling, convert, hints_of, is_boolean, near, print_help, refuse, split
+from mesh_lm.commands.options import HELP, Given, Spelling, convert, hints_of, is_boolean, near, print_help, refuse, spelled, split
 from mesh_lm.commands.options import command as command
 from mesh_lm.config import TrainConfig
 from mesh_lm.config.files import DEFAULT, is_config, load
@@ -86,7 +86,7 @@ def parse_with(
             continue
         try:
             if name in extra:
-                others[name.removeprefix("--")] = convert(name, alone.get(name) if text is None else text, extra[name], SPELLINGS)
+                others[name.removeprefix("--")] = convert(spelled(name), alone.get(name) if text is None else text, extra[name], SPELLINGS)
             else:
                 changes[_path(name, fields)] = _value(name, text, fields, extra, asked)
         except ValueError as error:
@@ -154,7 +154,7 @@ def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mappin
         return convert(name, text, fields[path], SPELLINGS)
     if inside := [field for field in fields if field.startswith(f"{path}.")]:
         raise ValueError(f"{name}: a section, not a field; set its fields, as in {prefix}{inside[0]}")
-    known = [*(prefix + field for field in fields), "--config", "--help", *extra]
+    known = [*(prefix + field for field in fields), "--config", "--help", *map(spelled, extra)]
     leaf = path.rpartition(".")[2]
     meaning = other_names.meaning_of(leaf)
     if meaning and (meaning.field in fields or not meaning.field) and leaf not in {field.rpartition(".")[2] for field in fields}:
@@ -215,7 +215,7 @@ def _print_help(config: TrainConfig, file: str, prog: str, *, everything: bool) 
         "1024,0. `mesh-lm plan FILE` shows memory, communication and time on GPUs that you do not have."
     )
     if everything:
-        print_help(type(config), description, f"{prog} [FILE]", config, SPELLINGS)
+        print_help(type(config), description, f"{prog} [FILE]", config, SPELLINGS, of_config=True)
     from mesh_lm.commands.run_help import print_fields
 
     description += " --help-all shows everything: more fields, and more about each."
