@@ -22,6 +22,7 @@ from mesh_lm.commands.options import (
     near,
     print_help,
     refuse,
+    spelled,
     spellings_of,
     split,
 )
@@ -114,7 +115,7 @@ def parse_with(
             continue
         try:
             if name in extra:
-                others[name.removeprefix("--")] = convert(name, alone.get(name) if text is None else text, extra[name], SPELLINGS)
+                others[name.removeprefix("--")] = convert(spelled(name), alone.get(name) if text is None else text, extra[name], SPELLINGS)
             else:
                 changes[_path(name, fields)] = _value(name, text, fields, extra, asked)
         except ValueError as error:
@@ -221,7 +222,7 @@ def _value(name: str, text: str | None, fields: Mapping[str, Any], extra: Mappin
         if meaning and (text or not meaning.field):
             raise ValueError(f"{name}: a section, not a field{answer(meaning, text, asked(), prefix)}")
         raise ValueError(f"{name}: a section, not a field; set its fields, as in {prefix}{inside[0]}")
-    known = [*(prefix + field for field in fields), "--config", "--help", *extra]
+    known = [*(prefix + field for field in fields), "--config", "--help", *map(spelled, extra)]
     of_that_name = [field for field in fields if field.rpartition(".")[2] == leaf]
     if meaning and (meaning.field in fields or not meaning.field) and not of_that_name:
         raise ValueError(f"{name}: no such field{answer(meaning, text, asked(), prefix)}")
@@ -281,7 +282,7 @@ def _print_help(config: TrainConfig, file: str, prog: str, *, everything: bool) 
         "1024,0. `mesh-lm plan FILE` shows memory, communication and time on GPUs that you do not have."
     )
     if everything:
-        print_help(type(config), description, f"{prog} [FILE]", config, SPELLINGS)
+        print_help(type(config), description, f"{prog} [FILE]", config, SPELLINGS, of_config=True)
     from mesh_lm.commands.run_help import print_fields
 
     description += " --help-all shows everything: more fields, and more about each."

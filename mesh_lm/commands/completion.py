@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 from mesh_lm.commands import checkpoint, configs, evaluate, generate, huggingface, pipeline, prepare
 from mesh_lm.commands.command_line import SPELLINGS
 from mesh_lm.commands.main import COMMANDS, PROG
-from mesh_lm.commands.options import Group, completion
+from mesh_lm.commands.options import Group, completion, spelled
 from mesh_lm.commands.plan_options import Plan
 from mesh_lm.config.files import DEFAULT, load
 from mesh_lm.launch.job import Options
@@ -32,7 +34,15 @@ def script_for(shell: str) -> str:
         "pipeline": pipeline.Arguments,
         "bench": _made("Bench", []),
     }
-    return completion(shell, PROG, {name: (cls, COMMANDS[name].about) for name, cls in classes.items()}, SPELLINGS)
+    script = completion(shell, PROG, {name: (cls, COMMANDS[name].about) for name, cls in classes.items()}, SPELLINGS)
+    own = {name for cls in (Plan, *classes.values()) for name in _options(cls)} - {name for name, *_ in run}
+    return re.sub(r"(?<![\w.])--(\w+)(?![\w.])", lambda found: spelled(found[0]) if found[1] in own else found[0], script)
+
+
+def _options(cls: type | Group) -> Iterator[str]:
+    """The options of a command, or of those of a group."""
+    for each in [cls] if isinstance(cls, type) else [member for member, _ in cls.values()]:
+        yield from (field.name for field in dataclasses.fields(each)) if isinstance(each, type) else _options(each)
 
 
 def _fields(config: Any) -> list[tuple[str, Any, Any]]:

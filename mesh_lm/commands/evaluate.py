@@ -6,6 +6,7 @@ mesh-lm evaluate runs/gpt_tiny --text=FILE, or --tasks=NAME,... (see docs/evalua
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 from mesh_lm.commands.model_arguments import ModelArguments
 from mesh_lm.commands.options import command
-from mesh_lm.data import lost_bytes
+from mesh_lm.data import formats, lost_bytes
 from mesh_lm.data.atomic import atomic_write
 from mesh_lm.errors import ConfigError
 
@@ -28,7 +29,9 @@ class Arguments(ModelArguments):
     """Either a text, or tasks of lm-evaluation-harness."""
 
     text: str = ""
-    """A text file, a .jsonl (field "text") or a directory, on which perplexity and bits per byte are measured."""
+    """A text file, a .jsonl, a .parquet or a directory, on which perplexity and bits per byte are measured."""
+    text_field: str = "text"
+    """The field of .jsonl lines, or the column of .parquet files, that holds the text."""
     stride: int = 0
     """New tokens per window after the first; each is predicted from at least seq_len - stride tokens. 0: half of seq_len."""
     start: str = ""
@@ -70,7 +73,8 @@ def run(arguments: Arguments) -> int:
     """Prints what was measured, writes it to --json and returns 0. Raises ConfigError."""
     import jax  # here, so that --help needs no JAX
 
-    result = _text(arguments) if arguments.text else _tasks(arguments)
+    with formats.field_option("--text-field"):
+        result = _text(arguments) if arguments.text else _tasks(arguments)
     if arguments.json and jax.process_index() == 0:
         path = Path(arguments.json).expanduser()
         try:
@@ -89,7 +93,8 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     from mesh_lm.inference.perplexity import compressed_bits_per_byte, measure_perplexity, read_texts
     from mesh_lm.inference.text import document_start
 
-    next(read_texts(arguments.text), None)  # first, for what is wrong with the text
+    texts = functools.partial(read_texts, arguments.text, arguments.text_field)
+    next(texts(), None)  # first, for what is wrong with the text
     trained = arguments.load()
     seq_len = trained.config.model.seq_len
     if arguments.stride > seq_len:
@@ -100,12 +105,12 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     scorer = Scorer(trained.layout, trained.params, arguments.batch)
     start = document_start(trained.tokenizer, arguments.start)
     found = measure_perplexity(
-        scorer, trained.tokenizer, read_texts(arguments.text), stride=stride, start=start, max_lost_bytes=arguments.max_lost_bytes,
+        scorer, trained.tokenizer, texts(), stride=stride, start=start, max_lost_bytes=arguments.max_lost_bytes,
         progress=_Teller(jax.process_index() == 0),
     )  # fmt: skip
     told = lost_bytes.described(found.lost_bytes, found.n_bytes + found.lost_bytes)
     summary = found.summary()
-    beside = compressed_bits_per_byte(read_texts(arguments.text)) if jax.process_index() == 0 else {}  # it alone reports
+    beside = compressed_bits_per_byte(texts()) if jax.process_index() == 0 else {}  # it alone reports
     distributed.print_on_process0(
         f"{summary['bits_per_byte']:.4f} bits per byte ({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
         f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"

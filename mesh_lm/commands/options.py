@@ -88,7 +88,7 @@ def command(cls: type[T], argv: Sequence[str], description: str, prog: str = "",
     for name, field in fields.items():
         if name not in given and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             about = first_sentence(field_docs(cls).get(field.name, ""))
-            problems.append(f"{name}: missing; {about or expected(elements.get(name, hints[name]), '')}")
+            problems.append(f"{spelled(name)}: missing; {about or expected(elements.get(name, hints[name]), '')}")
     refuse(problems)
     try:
         return cls(**{name.removeprefix("--"): value for name, value in values.items()})
@@ -102,6 +102,11 @@ def hints_of(cls: type) -> dict[str, Any]:
     """--field -> its type, of every field of a dataclass that can be set."""
     types = get_type_hints(cls)
     return {f"--{field.name}": types[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def spelled(name: str) -> str:
+    """Returns an option's name as help and errors show it. Fields of a config have underscores instead, as in Python."""
+    return name.replace("_", "-")
 
 
 def positional(cls: type) -> tuple[str, ...]:
@@ -176,14 +181,14 @@ def stray(word: str, known: Collection[str]) -> str:
     """The problem with a word that belongs to no option."""
     name, equals, value = word.partition("=")
     name = f"--{name.replace('-', '_')}"
-    return f"{word}: belongs to no option" + did_you_mean([f"{name}={value}"] if equals and name in known else [])
+    return f"{word}: belongs to no option" + did_you_mean([f"{spelled(name)}={value}"] if equals and name in known else [])
 
 
 def read(name: str, text: str | None, hints: Mapping[str, Any], what: str, spellings: Spellings | None = None) -> Any:
     """`text` as the type that `hints` has for the option `name`. Raises ValueError with the line to show."""
     if name not in hints:
-        raise ValueError(f"{name}: no such {what}{near(name, hints)}")
-    return convert(name, text, hints[name], spellings or {})
+        raise ValueError(f"{spelled(name)}: no such {what}{near(spelled(name), map(spelled, hints))}")
+    return convert(spelled(name), text, _optional(hints[name]) or hints[name], spellings or {})
 
 
 def convert(name: str, text: str | None, hint: Any, spellings: Spellings) -> Any:
@@ -223,6 +228,12 @@ def expected(hint: Any, text: str, spellings: Spellings | None = None) -> str:
     return f"expected {inspect.formatannotation(hint)}"
 
 
+def _optional(hint: Any) -> type | None:
+    """Returns the plain type of `int | None` and the like, whose None is a command's default and never typed; None for other types."""
+    others = [each for each in get_args(hint) if each is not type(None)]
+    return others[0] if len(others) == 1 and len(get_args(hint)) == 2 and others[0] in (int, float, str) else None
+
+
 def near(name: str, known: Iterable[str]) -> str:
     """The nearest name; failing that, fields of the right name in another section, of nearly that name in any, or all of its section."""
 
@@ -239,11 +250,13 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def print_help(
-    cls: type, description: str, prog: str = "", default: Any = None, spellings: Spellings | None = None, *, folded: bool = False
-) -> NoReturn:
+    cls: type, description: str, prog: str = "", default: Any = None, spellings: Spellings | None = None, *, folded: bool = False,
+    of_config: bool = False,
+) -> NoReturn:  # fmt: skip
     """Prints every field of a dataclass with its docstring and its default, or its value in `default`. Ends in SystemExit(0).
 
     folded: leave out the fields that are marked `expert` (see `mesh_lm.config.run.expert`).
+    of_config: the fields are those of a config, which keep their underscores.
     """
     import tyro
 
@@ -255,10 +268,10 @@ def print_help(
         args=["--help"],
         prog=prog or None,
         description=description,
-        use_underscores=True,
+        use_underscores=of_config,
         # A flag pair such as --resume / --no-resume would be a second spelling, and subcommands a second language.
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-        registry=_registry(spellings or {}, folded=folded),
+        registry=_registry(spellings or {}, folded=folded, of_config=of_config),
         **more,
     )
     raise SystemExit(0)
@@ -292,7 +305,7 @@ def completion(shell: str, prog: str, commands: Group, spellings: Spellings) -> 
     return written.getvalue()
 
 
-def _registry(spellings: Spellings, *, folded: bool = False) -> Any:
+def _registry(spellings: Spellings, *, folded: bool = False, of_config: bool = False) -> Any:
     """How tyro reads and shows the types that it does not know, or spells in Python, and which fields its help shows."""
     import tyro
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo, StructConstructorSpec, StructTypeInfo
@@ -335,6 +348,9 @@ def _registry(spellings: Spellings, *, folded: bool = False) -> Any:
             elif field.name in free:
                 shown = tyro.conf.arg(metavar=field.name.upper())
                 field = dataclasses.replace(field, type=Annotated[field.type, tyro.conf.Positional, shown])
+            elif not of_config and (one := _optional(field.type)):
+                shown = tyro.conf.arg(metavar={str: "STR", int: "INT", float: "FLOAT"}[one])
+                field = dataclasses.replace(field, type=Annotated[field.type, shown])
             fields.append(field)
         return dataclasses.replace(made, fields=tuple(fields))
 

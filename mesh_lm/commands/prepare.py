@@ -10,7 +10,7 @@ from typing import ClassVar
 from mesh_lm.commands.meanings import of_command
 from mesh_lm.commands.options import command
 from mesh_lm.commands.other_names import PREPROCESS
-from mesh_lm.data import lost_bytes
+from mesh_lm.data import formats, lost_bytes
 from mesh_lm.data.indexed import seal
 from mesh_lm.data.prepare.run import prepare
 from mesh_lm.launch import EXIT_INTERRUPTED
@@ -78,10 +78,11 @@ def run(options: Prepare | Seal) -> int:
             print(seal(prefix), flush=True)
         return 0
     try:
-        prepare(
-            options.input, options.output, options.tokenizer, workers=options.workers, text_field=options.text_field,
-            skip_bad_lines=options.skip_bad_lines, max_lost_bytes=options.max_lost_bytes,
-        )  # fmt: skip
+        with formats.field_option("--text-field"):
+            prepare(
+                options.input, options.output, options.tokenizer, workers=options.workers, text_field=options.text_field,
+                skip_bad_lines=options.skip_bad_lines, max_lost_bytes=options.max_lost_bytes,
+            )  # fmt: skip
     except KeyboardInterrupt:
         print(f"\nstopped; {options.output}.parts keeps what is done, and the same command continues from there", file=sys.stderr)
         return EXIT_INTERRUPTED

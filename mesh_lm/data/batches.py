@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.sharding import NamedSharding
 
 from mesh_lm import distributed
-from mesh_lm.config import TrainConfig
+from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.data.dataset import Dataset
 from mesh_lm.data.fim import FillInMiddle
 from mesh_lm.data.loader import MODULUS, Batch, Loader, heldout
@@ -16,6 +16,12 @@ from mesh_lm.data.rows import RowReader
 from mesh_lm.data.tokenizer import FORMER
 from mesh_lm.errors import ConfigError
 from sharding_rules import token_order
+
+_NAMING = (
+    "data.path", "data.text_field", "data.tokenizer", "data.tokenizer_vocab", "data.blend", "data.split", "data.valid_blend",
+    "data.add_extra_token", "data.documents", "model.seq_len", "seed",
+)  # fmt: skip
+"""Fields that may give the data and its order another name."""
 
 
 class Batches:
@@ -35,12 +41,14 @@ class Batches:
         sharding: NamedSharding,
         saved: dict[str, Any] | None = None,
         done: int = 0,
+        saved_config: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepares both orders without reading samples.
 
         Args:
           saved: the `state` of a checkpoint, from which training continues.
           done: the checkpoint's step.
+          saved_config: the config of the checkpoint, to name what has changed if the data is not its own.
 
         Raises:
           ConfigError: the corpus is too small for one batch, lacks what the config needs, or is not the data that `saved` belongs to.
@@ -53,10 +61,11 @@ class Batches:
         self._samples = int(saved.get("samples") or "0", 16) if saved else 0
         self._loader: Loader | None = None
         if saved and saved["corpus"] != self.name:
-            raise ConfigError(
-                f"{config.output} was trained on corpus {saved['corpus']}, this config reads {self.name}; use a new output directory, "
-                "or restore the original data"
-            )
+            other = f"{config.output} was trained on corpus {saved['corpus']}, this config reads {self.name}"
+            if changes := _changes(saved_config or {}, config):
+                back = "it" if len(changes) == 1 else "them"
+                raise ConfigError(f"{other}: {', '.join(changes)}; set {back} back, or use a new output directory")
+            raise ConfigError(f"{other}; use a new output directory, or restore the original data")
         before = saved.get("tokenizer") if saved else None
         self._tokenizer = corpus.fingerprint or before
         self._former = False
@@ -117,3 +126,18 @@ class Batches:
         if self._heldout is None:
             return iter(())
         return heldout(self._heldout, limit=self._config.train.eval_sequences, **self._batching)
+
+
+def _changes(before: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """Returns which fields that name the data have another value than in the config `before`, as "data.tokenizer was bytes, now a.json"."""
+    now, changes = as_dict(config), []
+    for field in _NAMING:
+        section, name = field.split(".") if "." in field else ("", field)
+        then, value = (each.get(section, {}).get(name) if section else each.get(name) for each in (before, now))
+        if then is not None and then != value:
+            changes.append(f"{field} was {_shown(then)}, now {_shown(value)}")
+    return changes
+
+
+def _shown(value: Any) -> str:
+    return (",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)) or "empty"

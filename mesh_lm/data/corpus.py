@@ -38,6 +38,8 @@ from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
 """Incremented whenever the same text would be prepared differently; older caches are then ignored."""
+_ONE_HELD_OUT = " with one document held out"
+"""Added to the name of a corpus of several documents none of which falls in the held-out share; earlier versions then held out none."""
 _FACTS = "corpus.json"
 _REPORT = 10**8
 """Characters between two progress messages."""
@@ -110,6 +112,15 @@ class TextCorpus:
         """Fingerprint of the tokenizer."""
         return self.tokenizer().fingerprint
 
+    @property
+    def why_no_heldout(self) -> str:
+        """Implements `Dataset.why_no_heldout`."""
+        if self.heldout_tokens:
+            return ""
+        if self.documents > 1:
+            return f"an earlier version held out none of these {self.documents} documents; a run with a new output holds one out"
+        return "the text is a single document; give two or more, or one .txt file as data.path, whose last twentieth is then held out"
+
     def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> SampleOrder:
         """Implements `Dataset.training_order`."""
         documents, eod = self.train(), self.eod
@@ -138,13 +149,13 @@ class TextCorpus:
 
 def prepare(
     config: DataConfig, *, vocab: int, model_vocab: int | None = None, progress: Callable[[str], None] = lambda message: None,
-    outputs: Collection[str] = (),
+    outputs: Collection[str] = (), trained_on: str = "",
 ) -> Dataset:  # fmt: skip
     """Returns the corpus of config.blend, or else of config.path, which is prepared in config.cache unless it is already there.
 
     One document in 20 is held out, by a hash of its path (directory) or line number (.jsonl, .parquet), or the last twentieth of a .txt;
-    see `sources`. The tokenizer is config.tokenizer, or a byte-level BPE trained on the training split only. Each document is stored as
-    its tokens followed by EOD.
+    see `sources`. If the hash holds out none of several documents, one of them is (`_chosen`). The tokenizer is config.tokenizer, or a
+    byte-level BPE trained on the training split only. Each document is stored as its tokens followed by EOD.
 
     The directory <cache>/<name>-<hash of text, tokenizer and format> is built under a temporary name and renamed when complete. So a killed
     process leaves no half-finished corpus, and of several processes that prepare at once the first wins and the others use its files.
@@ -154,6 +165,8 @@ def prepare(
       model_vocab: number of ids that the model has; None: no check.
       progress: called with a line of text at each stage.
       outputs: directories that the run writes to, and which are no text even if they are below config.path; config.cache always is one.
+      trained_on: name of the corpus that the run's checkpoint was trained on, if there is one. If an earlier version held out none of its
+        documents, none is held out here.
 
     Raises:
       ConfigError: the path is missing or not text, a split is empty, a .jsonl line is invalid, vocab is too small, the tokenizer cannot be
@@ -167,7 +180,8 @@ def prepare(
     if tokenizer is None and vocab < MIN_VOCAB:
         raise ConfigError(f"data.tokenizer_vocab={vocab} is too small: a byte-level vocabulary needs at least {MIN_VOCAB}")
     _require_ids(tokenizer, None, model_vocab, f"data.tokenizer={config.tokenizer}")
-    source, directory = _source(config, tokenizer, vocab, outputs, progress)
+    source, place = _source(config, tokenizer, vocab, outputs, progress, trained_on)
+    directory = place.directory
     settings = {
         "format": _FORMAT, "path": config.path, "kind": source.kind, "files": len(source.files), "tokenizer": config.tokenizer or vocab
     }  # fmt: skip
@@ -177,7 +191,8 @@ def prepare(
             unfinished = sibling(directory)
             unfinished.mkdir()
             try:
-                _build(unfinished, source, tokenizer or vocab, settings, progress)
+                if _build(unfinished, source, tokenizer or vocab, settings, progress, choose=place.with_chosen is not None):
+                    directory = place.with_chosen or directory
                 _rename(unfinished, directory)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -203,8 +218,8 @@ def known_sources(config: DataConfig, outputs: Collection[str] = ()) -> Sources:
     if config.blend:
         return stored_sources(config)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
-    _, directory = _source(config, tokenizer, config.tokenizer_vocab, outputs)
-    return _load(directory).sources() if directory.exists() else {}
+    _, place = _source(config, tokenizer, config.tokenizer_vocab, outputs)
+    return _load(place.directory).sources() if place.directory.exists() else {}
 
 
 def vocabulary_problems(config: DataConfig, model_vocab: int) -> list[str]:
@@ -219,22 +234,49 @@ def vocabulary_problems(config: DataConfig, model_vocab: int) -> list[str]:
     return []
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a corpus is stored."""
+
+    directory: Path
+    """The corpus if it is there; else where it belongs unless a held-out document had to be chosen."""
+    with_chosen: Path | None
+    """Where it belongs if one had to be chosen; None: none is chosen."""
+
+
 def _source(
     config: DataConfig, tokenizer: Tokenizer | None, vocab: int, outputs: Collection[str],
-    progress: Callable[[str], None] = lambda message: None,
-) -> tuple[sources.Source, Path]:  # fmt: skip
-    """Returns the text of config.path, and the directory of its corpus, which may not exist yet.
+    progress: Callable[[str], None] = lambda message: None, trained_on: str = "",
+) -> tuple[sources.Source, _Place]:  # fmt: skip
+    """Returns the text of config.path, and the place of its corpus, which may not exist yet.
 
-    A corpus that one of the tokenizer's former fingerprints names is used where there is no other, and `progress` says so.
+    A corpus that one of the tokenizer's former fingerprints names is used where there is no other, and `progress` says so. One of several
+    documents of which an earlier version held out none is used by the runs that were trained on it (`trained_on`), and by no others.
     """
     source = sources.find(config.path, config.text_field, [config.cache, *outputs])
     made_by, digest = [tokenizer.fingerprint, *tokenizer.former_fingerprints] if tokenizer else [vocab], source.digest()
-    keys = [hashlib.sha256(f"{_FORMAT} {each} {digest}".encode()).hexdigest()[:16] for each in made_by]
-    directories = [Path(config.cache).expanduser() / f"{source.name}-{key}" for key in keys]
-    found = next((directory for directory in directories if directory.exists()), directories[0])
-    if found != directories[0]:
+
+    def directories(rule: str) -> list[Path]:
+        keys = [hashlib.sha256(f"{_FORMAT} {each} {digest}{rule}".encode()).hexdigest()[:16] for each in made_by]
+        return [Path(config.cache).expanduser() / f"{source.name}-{key}" for key in keys]
+
+    plain, chosen = directories(""), directories(_ONE_HELD_OUT)
+    if trained_on in [directory.name for directory in plain]:
+        chosen = []
+    there = [directory for directory in (*chosen, *plain) if directory.exists()]
+    found = next((directory for directory in there if not chosen or directory in chosen or not _holds_out_too_little(directory)), plain[0])
+    if found not in (plain[0], *chosen[:1]):
         progress(FORMER.format(found))
-    return source, found
+    return source, _Place(found, chosen[0] if chosen else None)
+
+
+def _holds_out_too_little(directory: Path) -> bool:
+    """Whether an earlier version held out none of several documents; False for a corpus that cannot be read."""
+    try:
+        facts = strict_json.read(directory / _FACTS)
+        return not facts["heldout_documents"] and facts["documents"] > 1
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _require_ids(tokenizer: Tokenizer | None, eod: int | None, model_vocab: int | None, name: str) -> None:
@@ -277,11 +319,21 @@ def _digest(path: Path, facts: dict[str, Any]) -> str:
 
 
 def _build(
-    directory: Path, source: sources.Source, tokenizer: Tokenizer | int, settings: dict[str, Any], progress: Callable[[str], None]
-) -> None:
-    """Fills `directory`, corpus.json last. If `tokenizer` is a number, a vocabulary of that size is trained."""
+    directory: Path, source: sources.Source, tokenizer: Tokenizer | int, settings: dict[str, Any], progress: Callable[[str], None], *,
+    choose: bool,
+) -> bool:  # fmt: skip
+    """Fills `directory`, corpus.json last. If `tokenizer` is a number, a vocabulary of that size is trained.
+
+    choose: hold out one of several documents where the hash holds out none. Returns whether that was necessary.
+    """
     progress(f"reading {len(source.files)} files, {source.size / 1e6:.1f} MB")
-    sample, heldout, n_bytes = _read(source, settings["path"])
+    sample, heldout, n_bytes, sizes = _read(source.documents(), settings["path"])
+    chosen = _chosen(sizes) if choose and not heldout and len(sizes) > 1 else None
+    if chosen is not None:
+        share = sizes[chosen] / sum(sizes)
+        progress(f"held out one of {len(sizes)} documents, {share:.1%} of the text: the hash that holds out one in 20 held out none")
+        settings = {**settings, "held_out": chosen}
+        sample, heldout, n_bytes, _ = _read(_documents(source, chosen), settings["path"])
     with _threads(2) as pool:  # both release the GIL
         compressed = [pool.submit(f, bytes(heldout)) for f in (_gzip, _xz)]
         if isinstance(tokenizer, int):
@@ -295,7 +347,7 @@ def _build(
         progress("encoding")
         splits, lost = [], []
         for name, is_heldout in (("train", False), ("heldout", True)):
-            texts = (document.text for document in source.documents() if document.heldout == is_heldout)
+            texts = (document.text for document in _documents(source, chosen) if document.heldout == is_heldout)
             lost.append(0)
             tokens = encode(tokenizer, texts, report=_Reporter(progress).done, lost=functools.partial(_add, lost))
             splits.append(write_documents(directory / name, tokens, vocab=tokenizer.vocab_size))
@@ -319,6 +371,19 @@ def _build(
     with atomic_write(directory / _FACTS) as (file,):
         file.write(json.dumps(facts, indent=1).encode())
     progress(f"{facts['train_tokens']:,} training and {facts['heldout_tokens']:,} held-out tokens")
+    return chosen is not None
+
+
+def _documents(source: sources.Source, chosen: int | None) -> Iterator[sources.Document]:
+    """Yields the documents of a source, the one with the number `chosen`, from 0, as held out."""
+    for number, document in enumerate(source.documents()):
+        yield dataclasses.replace(document, heldout=True) if number == chosen else document
+
+
+def _chosen(sizes: list[int]) -> int:
+    """Returns the number of the document to hold out: by its size nearest to a twentieth of the text, by a factor, and not the largest."""
+    share, largest = sum(sizes) / sources.HELDOUT, sizes.index(max(sizes))
+    return min((n for n in range(len(sizes)) if n != largest), key=lambda n: max(sizes[n] / share, share / sizes[n]))
 
 
 @contextlib.contextmanager
@@ -338,19 +403,23 @@ def _add(sums: list[int], n: int) -> None:
     sums[-1] += n
 
 
-def _read(source: sources.Source, path: str) -> tuple[list[str], bytearray, dict[str, int]]:
-    """Reads the source once. Returns text to train the BPE on, the first 64 MiB of held-out bytes, and all bytes per split."""
+def _read(documents: Iterator[sources.Document], path: str) -> tuple[list[str], bytearray, dict[str, int], list[int]]:
+    """Reads all documents once. Returns text to train the BPE on, the first 64 MiB of held-out bytes, all bytes per split, and the bytes of
+    each document before the first that is held out.
+    """
     sample: list[tuple[float, str]] = []
     sample_size, threshold, n_pieces = 0, 1.0, 0
-    heldout = bytearray()
+    heldout, sizes = bytearray(), []
     counts, n_bytes = {"training": 0, "held-out": 0}, {"training": 0, "held-out": 0}
-    for document in source.documents():
+    for document in documents:
         split, encoded = "held-out" if document.heldout else "training", document.text.encode()
         counts[split] += 1
         n_bytes[split] += len(encoded)
         if document.heldout:
             heldout += encoded[: _BASELINE_BYTES - len(heldout)]
             continue
+        if not heldout:
+            sizes.append(len(encoded))
         for piece in pieces(document.text):
             n_pieces += 1
             if (mark := _fraction(n_pieces)) < threshold:
@@ -367,7 +436,7 @@ def _read(source: sources.Source, path: str) -> tuple[list[str], bytearray, dict
             f"data.path={path} has too few documents ({sum(counts.values())}): one in 20 is held out by a hash, and none fell in the "
             "training split; give more of them, or join them into one .txt"
         )
-    return [piece for _, piece in sample], heldout, n_bytes
+    return [piece for _, piece in sample], heldout, n_bytes, sizes
 
 
 def _fraction(number: int) -> float:

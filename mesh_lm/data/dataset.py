@@ -43,6 +43,8 @@ class Dataset(Protocol):
     xz_bits_per_byte: float | None = None
     loss_of_bytes: str = ""
     """A sentence for the log if the tokenizer does not encode all of the text, or if that is not known."""
+    why_no_heldout: str = ""
+    """For the log if `heldout_tokens` is 0: the reason, and what would change it."""
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer, for the final sample and `mesh_lm.load`; without one (None), neither is possible."""

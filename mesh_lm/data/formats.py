@@ -34,6 +34,8 @@ _SHOWN = 8
 """Most files that one message names."""
 _ROWS = 256
 """Rows of a .parquet file in memory at once."""
+FIELD_OPTION = "--data.text_field"
+"""The option of `mesh-lm train` that names the field of the text, in messages."""
 SUFFIXES = ".txt, .jsonl, .ndjson, .json (each also .gz, .zst, .bz2 and .xz) and .parquet"
 
 
@@ -41,6 +43,17 @@ def kind_of(path: Path | str) -> Kind | None:
     """Returns the kind of file by its suffix, in letters of any case; None for an unknown suffix."""
     kind, last = _KINDS.get(_suffix(path)), Path(path).suffix.lower()
     return None if last in _FOREIGN or (kind == "parquet" and last in _COMPRESSED) else kind
+
+
+@contextlib.contextmanager
+def field_option(name: str) -> Iterator[None]:
+    """Gives the option of another command for the field of the text its own name in every ConfigError, those of worker processes too."""
+    try:
+        yield
+    except ConfigError as error:
+        if FIELD_OPTION not in str(error):
+            raise
+        raise type(error)(str(error).replace(FIELD_OPTION, name)) from error
 
 
 def require_readable(path: Path, field: str = "") -> None:
@@ -208,7 +221,7 @@ def text_in(parsed: Any, field: str, where: str, line: bytes = b"") -> str:
             and (others := [name for name, value in parsed.items() if isinstance(value, str)])
         ):
             names = ", ".join(f'"{name}"' for name in others[:8])
-            raise ConfigError(f'{where}: has no "{field}"; it has {names}: choose one with text_field') from error
+            raise ConfigError(f'{where}: has no "{field}"; it has {names}: choose one with {FIELD_OPTION}') from error
         raise _no_text(line[:60] or json.dumps(parsed)[:60], field, where, error) from error
     return text
 
@@ -246,9 +259,9 @@ def _check_column(path: Path, file: Any, field: str) -> None:
     schema = file.schema_arrow
     if field not in schema.names:
         names = ", ".join(schema.names[:8])
-        raise ConfigError(f'{path} has no column "{field}"; it has {names}: choose one with text_field')
+        raise ConfigError(f'{path} has no column "{field}"; it has {names}: choose one with {FIELD_OPTION}')
     if not (kind := str(schema.field(field).type)).endswith(("string", "string_view")):
-        raise ConfigError(f'{path}: column "{field}" holds {kind}, not strings; choose another with text_field')
+        raise ConfigError(f'{path}: column "{field}" holds {kind}, not strings; choose another with {FIELD_OPTION}')
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from mesh_lm.data.indexed import Documents, TokenStream, stored_tokens
 from mesh_lm.data.lost_bytes import described
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import ConcatOrder, SampleOrder, TokenWindows
+from mesh_lm.data.sources import HELDOUT
 from mesh_lm.data.tokenizer import FORMER, Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 
@@ -55,6 +56,7 @@ class MegatronCorpus(Dataset):
       eod: id of the end-of-document token: from the tokenizer, else from <prefix>.json if all of them agree, else None.
       train_bytes, heldout_bytes: UTF-8 bytes of the text that its tokens spell; None without a tokenizer and <prefix>.json.
       loss_of_bytes: how much of the text its tokenizer lost, by <prefix>.json.
+      why_no_heldout: why the split gives no document to validation, and one that does.
     """
 
     def __init__(self, config: DataConfig, progress: Callable[[str], None] = lambda message: None) -> None:
@@ -90,6 +92,8 @@ class MegatronCorpus(Dataset):
             self.train_bytes = self._bytes(self.members, training)
         lost, n_bytes = (sum(member.about.get(key) or 0 for member in self._all) for key in ("lost_bytes", "bytes"))
         self.loss_of_bytes = described(lost, n_bytes)
+        if not self.heldout_tokens and not config.valid_blend:
+            self.why_no_heldout = _no_validation(config.split, max(len(member.documents.sequences) - 1 for member in self.members))
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns data.tokenizer, else the one that `mesh_lm.data.prepare` stored next to the first prefix, else None."""
@@ -176,6 +180,13 @@ class MegatronCorpus(Dataset):
             ids = ids[(ids != tokenizer.eod) & (ids != tokenizer.unknown)] if tokenizer.unknown is not None else ids[ids != tokenizer.eod]
             n_bytes += len(tokenizer.decode(ids).encode())
         return np.array(n_bytes * total // n_tokens if n_tokens else 0)
+
+
+def _no_validation(split: str, most: int) -> str:
+    """Returns why a split gives nothing to validation, and one that does; most: documents of the largest prefix."""
+    own = "name held-out text in data.valid_blend"
+    fix = f"set data.split={min(most, HELDOUT) - 1},1,0, or {own}" if most > 1 else own
+    return f"data.split={split} gives validation none of the documents (the largest prefix has {most:,}); in a run with a new output, {fix}"
 
 
 def stored_sources(config: DataConfig) -> Sources:

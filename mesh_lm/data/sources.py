@@ -15,7 +15,8 @@ from typing import Literal
 from mesh_lm.data import formats, written
 from mesh_lm.errors import ConfigError, hub_hint
 
-_HELDOUT = 20
+HELDOUT = 20
+"""1 / this fraction of the text is held out."""
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "encodings", "lib2to3", "site-packages", "dist-packages"})
 _DIGEST_CONTENTS = 256 * 2**20
 
@@ -135,7 +136,7 @@ def find(path: str, field: str = "text", outputs: Collection[str] = ()) -> Sourc
 
 def is_heldout(key: str) -> bool:
     """Whether a key is held out: one in 20 by SHA-256, so that a document keeps its split when others are added or removed."""
-    return int.from_bytes(hashlib.sha256(os.fsencode(key)).digest(), "big") % _HELDOUT == 0
+    return int.from_bytes(hashlib.sha256(os.fsencode(key)).digest(), "big") % HELDOUT == 0
 
 
 def require_apart(path: str, outputs: Mapping[str, str]) -> None:
@@ -246,7 +247,7 @@ def _txt(path: Path) -> Iterator[Document]:
             text = formats.text(file.read())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); convert it first") from error
-    split = text.find("\n", len(text) - len(text) // _HELDOUT - 1) + 1
+    split = text.find("\n", len(text) - len(text) // HELDOUT - 1) + 1
     if split in (0, len(text)):  # no line ends in the last twentieth but at its end
         split = text.rfind("\n", 0, len(text) - 1) + 1
     if split == 0:

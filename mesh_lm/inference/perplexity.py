@@ -49,8 +49,10 @@ def bits_per_byte(nats_per_token: float, tokens: int, n_bytes: int) -> float:
     return nats_per_token / math.log(2) * tokens / n_bytes if n_bytes else math.inf
 
 
-def read_texts(path: str) -> Iterator[str]:
+def read_texts(path: str, field: str = "text") -> Iterator[str]:
     """Yields the texts of a directory, a JSON or .parquet file, as `data.path` does, or any other (compressed) file as one text.
+
+    field: the field of a JSON object, or the column of a .parquet file, that holds the text.
 
     Raises ConfigError if the file is missing or not UTF-8.
     """
@@ -58,7 +60,7 @@ def read_texts(path: str) -> Iterator[str]:
     if path != "stdlib" and not file.exists():
         raise ConfigError(f"--text={path}: no such file or directory")
     if not file.is_file() or formats.kind_of(file) in ("jsonl", "json", "parquet"):
-        yield from (document.text for document in sources.find(path).documents())
+        yield from (document.text for document in sources.find(path, field).documents())
         return
     formats.require_readable(file)
     try:

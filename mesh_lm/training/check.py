@@ -9,6 +9,7 @@ from typing import get_args
 
 from mesh_lm import optim
 from mesh_lm.config import TrainConfig
+from mesh_lm.data.tokenizer import MIN_VOCAB
 from mesh_lm.errors import ConfigError
 from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
@@ -99,7 +100,9 @@ def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
     yield from data_problems(config.data)
     yield from recovery_problems(config)
     if not (config.data.tokenizer or config.data.blend) and config.data.tokenizer_vocab > config.model.vocab_size:
-        yield f"data.tokenizer_vocab={config.data.tokenizer_vocab} makes ids outside model.vocab_size={config.model.vocab_size}"
+        vocab, ids = config.data.tokenizer_vocab, config.model.vocab_size
+        smaller = f"data.tokenizer_vocab={ids}, or " if ids >= MIN_VOCAB else ""
+        yield f"data.tokenizer_vocab={vocab} makes ids outside model.vocab_size={ids}; set {smaller}model.vocab_size={vocab} or more"
 
 
 def _optimizer(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:

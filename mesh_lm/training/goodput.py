@@ -32,7 +32,7 @@ class Goodput:
 
     def __init__(self, output: Path, phases: Phases, first: int) -> None:
         """first: the step that this life continues from."""
-        self._phases, self._first = phases, first
+        self._phases, self._first, self._finished = phases, first, False
         self._directory = output / "goodput"
         self._begin(time.time() - phases.age, dict.fromkeys(phases.seconds(), 0.0), went_back=False)
 
@@ -55,6 +55,7 @@ class Goodput:
         self._written, step = self._phases.age, max(self._phases.step, self._first)
         seconds = {phase: value - self._before[phase] for phase, value in self._phases.seconds().items()}
         life = {"born": self._born, "first": self._first, "step": step, "seconds": seconds, "went_back": self._went_back}
+        life["finished"] = self._finished
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
             (part := self._path.with_suffix(".part")).write_text(json.dumps(sealed_json.sealed(life)), encoding="utf-8")
@@ -64,8 +65,12 @@ class Goodput:
                     names.write(f"{self._path.name}\n")
                 self._listed = True
 
-    def total(self) -> dict[str, Any]:
-        """Returns {"seconds": {...}, "starts": int, "lost_steps": int, "goodput": 0 to 1} over all lives of the run so far."""
+    def total(self, *, finished: bool = False) -> dict[str, Any]:
+        """Returns {"seconds": {...}, "starts": int, "lost_steps": int, "goodput": 0 to 1} over all lives of the run so far.
+
+        finished: the run has done all of its steps, so that the time until it is given more is not lost.
+        """
+        self._finished = finished
         self.write(now=True)
         return total(self._directory)
 
@@ -74,7 +79,7 @@ def total(directory: Path) -> dict[str, Any]:
     """Returns the totals over the lives in a run's `goodput` directory.
 
     damaged: records that are missing or not as they were written, and so left out. seconds: by phase, with "lost" (steps that a later life
-    repeated) and "down" (no process ran). goodput: the share of steps that count.
+    repeated) and "down" (no process ran, and the run was not finished). goodput: the share of steps that count.
     """
     paths = {path.name for path in directory.glob("*.json")} | _listed(directory / _LIST)
     lives = sorted((life for name in paths if (life := _read(directory / name))), key=lambda life: life["born"])
@@ -88,7 +93,7 @@ def total(directory: Path) -> dict[str, Any]:
             share = life["seconds"]["step"] * min(1.0, lost / done) if done else 0.0
             seconds["step"] -= share
             seconds["lost"] += share
-            seconds["down"] += max(0.0, after["born"] - life["born"] - sum(life["seconds"].values()))
+            seconds["down"] += 0.0 if life.get("finished") else max(0.0, after["born"] - life["born"] - sum(life["seconds"].values()))
     everything = sum(seconds.values())
     starts = sum(not life.get("went_back") for life in lives)
     return {

@@ -118,7 +118,8 @@ def _train(
                 step = ReplayedStep(step, every, run, monitor)
             between = Between(run, checkpoints, batches, monitor, phases, stop, callbacks)
             if not batches.has_heldout:
-                monitor.note("the data has no held-out part: evaluation is off")
+                reason = f"; {corpus.why_no_heldout}" if corpus.why_no_heldout else ""
+                monitor.note(f"the data has no held-out part: evaluation is off{reason}")
             between.call("on_start")
             begun = run.step
             loop(run, step, outer, phases.steps(training), between)
@@ -138,14 +139,19 @@ def _data(
     with distributed.collective_errors(), distributed.process0_first("data"):
         vocab, model_vocab = config.data.tokenizer_vocab, config.model.vocab_size
         outputs = config.outputs.values()
-        corpus = given or prepare(config.data, vocab=vocab, model_vocab=model_vocab, progress=log.say, outputs=outputs)
+        trained_on = str(saved.data["corpus"]).partition(" in ")[0] if saved else ""  # as `Batches` names it
+        corpus = given or prepare(
+            config.data, vocab=vocab, model_vocab=model_vocab, progress=log.say, outputs=outputs, trained_on=trained_on
+        )
         problems = epochs_problems(config, corpus.sources())
         if problems and not saved:
             raise ConfigError(listed("this run cannot start", problems))
         for problem in problems if saved and saved.step < config.train.steps else []:
             log.say(f"warning: {problem}")  # a run that has begun is not given up
         place = (saved.data, saved.step) if saved else (None, 0)
-        batches = Batches(config, corpus, batch_sharding(layout), *place)
+        batches = Batches(
+            config, corpus, batch_sharding(layout), *place, saved_config=saved.metadata["config"] if saved and not given else None
+        )
     fix = "give them the same files, and an output on a disk that they share"
     distributed.assert_equal_across_processes("the data", str(batches.state(batches.position)), fix)
     return corpus, batches

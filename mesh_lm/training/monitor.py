@@ -60,7 +60,8 @@ class Monitor:
         self._newest: tuple[int, dict[str, jax.Array]] | None = None  # of the newest step
         self._late = self._newest  # the same, until it is read
         self._unwritten = ""
-        self._phases, self._goodput = phases, Goodput(self.output, phases, first_step) if self.speaks else None
+        counts = self.speaks and first_step < config.train.steps  # a start that finds a finished run spends no time on it
+        self._phases, self._goodput = phases, Goodput(self.output, phases, first_step) if counts else None
         self._opening = opening(config, layout, corpus)
         self._waited, self._row_step = 0.0, first_step
 
@@ -213,7 +214,7 @@ class Monitor:
         if kind is None and self._profile.missed:
             self.note(f"no trace was made: this process ended before step {self._profile.missed} (profile.start_step)")
         if self._goodput:
-            self.note(describe(self._goodput.total()))
+            self.note(describe(self._goodput.total(finished=self._phases.step >= self.config.train.steps)))
         self._progress.__exit__(kind, value, trace)
         with contextlib.suppress(OSError):  # was reported when it happened
             self._writer.close()

@@ -32,6 +32,7 @@ def opening(config: TrainConfig, layout: ModelLayout, data: Dataset) -> list[str
         lines.append(
             f"warning: optimizer.warmup_steps={warmup_steps} is more than half of train.steps={steps}: "
             + ("the run ends before the learning rate reaches its peak" if steps < warmup_steps else "most of the run is warm-up")
+            + f"; set optimizer.warmup_steps={steps // 10}"
         )
     if told := data.loss_of_bytes:
         lines.append(f"warning: {told}")

@@ -78,6 +78,7 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, rule: Rul
     if problems and thorough:  # otherwise `check` reports its own when the devices are there
         problems += _of_config(config, rule)
     if problems:
+        problems = list(dict.fromkeys(problems))  # several checks need the tokenizer
         message = listed("this run cannot start", problems)
         raise StorageError(message) if full and len(problems) == 1 else ConfigError(message)
 

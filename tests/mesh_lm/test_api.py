@@ -131,6 +131,7 @@ def test_the_same_run_again_and_in_two_halves(config: TrainConfig, trained: mesh
     assert mesh_lm.train(to(tmp_path, config)).losses == trained.losses
     last = (tmp_path / "log.txt").read_text(encoding="utf-8").rpartition("--- ")[2]
     assert "already finished (step 4 of 4): nothing to do; raise train.steps to train on (" in last and "loss curve" not in last
+    assert "goodput" not in last and "wall time" not in last
     assert (tmp_path / "loss.png").stat().st_mtime_ns == before and "resumed at step 2" in (tmp_path / "log.txt").read_text(
         encoding="utf-8"
     )

@@ -169,7 +169,10 @@ def smaller_than_asked(tokenizer: Tokenizer, asked: int) -> str:
     """Returns what to tell the user of a tokenizer with fewer entries than were asked for; empty if it has all of them."""
     if tokenizer.vocab_size >= asked:
         return ""
-    return f"the tokenizer has {tokenizer.vocab_size} entries instead of {asked}: the text repeats too little to make more"
+    return (
+        f"the tokenizer has {tokenizer.vocab_size} entries instead of {asked}, because no other pair of tokens occurs often enough in the "
+        f"text to become one; model.vocab_size={tokenizer.vocab_size} would be enough"
+    )
 
 
 def fingerprint(kind: str, meaning: bytes, eod: int) -> str:

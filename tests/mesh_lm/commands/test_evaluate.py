@@ -12,10 +12,10 @@ import tiny_run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh_lm.commands import evaluate
+from mesh_lm.commands import evaluate, prepare
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import perplexity
-from mesh_lm.inference.perplexity import windows
+from mesh_lm.inference.perplexity import read_texts, windows
 from mesh_lm.inference.trained import TrainedModel
 from mesh_lm.model import token_batch
 from mesh_lm.training import evaluation
@@ -103,6 +103,20 @@ def test_perplexity(run: Path, cost, stride: int, tmp_path: Path, capsys: pytest
     assert told.splitlines()[-1] == f"4 texts, {tokens} tokens so far: {found['bits_per_byte']:.4f} bits per byte", "the last group has all"
     assert f"{found['bits_per_byte']:.4f} bits per byte (gzip -9 {found['gzip -9 bits_per_byte']:.4f}, xz -9 " in out
     assert f"4 texts, {tokens} tokens, {n_bytes} bytes; windows of 48 tokens, stride {stride}" in out
+
+
+def test_the_field_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command names the option that it has."""
+    monkeypatch.chdir(tmp_path)
+    Path("x.jsonl").write_text('{"body": "a text"}\n', encoding="utf-8")
+    has = r'line 1: has no "text"; it has "body": choose one with --'
+    with pytest.raises(ConfigError, match=has + "text-field$"):
+        evaluate.main(["nowhere", "--text=x.jsonl"])
+    with pytest.raises(ConfigError, match="nowhere"):
+        evaluate.main(["nowhere", "--text=x.jsonl", "--text-field=body"])
+    with pytest.raises(ConfigError, match=has + "text-field$"):
+        prepare.main(["x.jsonl", "--output=x", "--tokenizer=bytes", "--workers=1"])
+    assert [*read_texts("x.jsonl", "body")] == ["a text"]
 
 
 def test_any_file_is_a_text(run: Path, tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ COMPLETED = {
     "mesh-lm checkpoint ve": "verify",
     "mesh-lm train --optimizer.learn": "--optimizer.learning_rate",
     "mesh-lm generate --temp": "--temperature",
-    "mesh-lm launch --per": "--per_node",
+    "mesh-lm launch --per": "--per-node",
+    "mesh-lm plan --max": "--max-microbatch",
+    "mesh-lm train --init": "--init_from",
 }
 
 
@@ -108,6 +110,18 @@ def test_bash_completes(tmp_path: Path) -> None:
         lines += [f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _tyro_mesh_lm; echo ${{COMPREPLY[*]}}"]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
     assert dict(zip(COMPLETED, done.stdout.split("\n"), strict=False)) == COMPLETED, done.stderr
+
+
+def test_help_spells_options_as_the_guides_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """With dashes; the fields of a config have underscores."""
+    for name in ("generate", "evaluate", "launch", "prepare", "checkpoint diff", "export", "import", "plan", "pipeline"):
+        with pytest.raises(SystemExit):
+            main([*name.split(), "--help"])
+        out = capsys.readouterr().out
+        assert not (found := re.findall(r" --\w*_\w*", out)) and "None}" not in out and " --" in out, (name, found)
+    with pytest.raises(SystemExit):
+        main(["train", "--help-all"])
+    assert "--train.global_batch " in capsys.readouterr().out
 
 
 HEAVY = ("jax", "flax", "rich", "numpy", "tyro")

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 import tracemalloc
 from contextlib import closing
 from pathlib import Path
@@ -19,9 +20,10 @@ from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
 from mesh_lm.data.dataset import TokenArray
 from mesh_lm.data.digests import digests_path
-from mesh_lm.data.gpt_dataset import GPTDataset
+from mesh_lm.data.gpt_dataset import GPTDataset, split_ranges
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, write_documents
+from mesh_lm.data.megatron_corpus import _no_validation
 from mesh_lm.data.rows import RowReader
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.errors import ConfigError
@@ -225,3 +227,14 @@ def test_nothing_held_out(data: Path, tmp_path: Path):
         assert not made.has_heldout and [*made.heldout()] == [], of
     corpus = prepare(config(data, "a", split="1").data, vocab=0)
     assert corpus.heldout_tokens == 0 and corpus.heldout_bytes is None and corpus.train_bytes == 4 * corpus.train_tokens
+    assert corpus.why_no_heldout == (
+        "data.split=1 gives validation none of the documents (the largest prefix has 60); in a run with a new output, set "
+        "data.split=19,1,0, or name held-out text in data.valid_blend"
+    )
+    assert not (divided := prepare(config(data, "a", split="19,1,0").data, vocab=0)).why_no_heldout and divided.heldout_tokens
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 19, 20, 21, 25, 30, 33, 1000])
+def test_the_split_that_is_advised_holds_something_out(n: int):
+    advised = re.search(r"set data\.split=([\d,]+), or", _no_validation("969,30,1", n))
+    assert advised and all(map(len, split_ranges(advised[1], n)[:2]))

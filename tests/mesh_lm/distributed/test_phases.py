@@ -178,6 +178,19 @@ def test_a_clock_that_jumps_back_loses_no_time(tmp_path: Path) -> None:
     assert total(tmp_path)["seconds"]["down"] == 0.0
 
 
+def test_the_time_after_a_run_has_finished_is_not_lost(tmp_path: Path) -> None:
+    """It is given more steps ten minutes later."""
+    kept = Goodput(tmp_path, Phases(), first=0)
+    kept.total(finished=True)
+    (first,) = (tmp_path / "goodput").glob("*.json")
+    born = json.loads(first.read_text(encoding="utf-8"))["born"]
+    life(tmp_path / "goodput", born + 600, 5, 9, step=4.0)
+    found = total(tmp_path / "goodput")
+    assert found["starts"] == 2 and found["seconds"]["down"] == 0.0
+    kept.total(finished=False)
+    assert total(tmp_path / "goodput")["seconds"]["down"] > 590
+
+
 def test_a_killed_life_is_on_record(tmp_path: Path) -> None:
     phases = Phases()
     kept = Goodput(tmp_path, phases, first=5)

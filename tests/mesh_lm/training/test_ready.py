@@ -193,6 +193,14 @@ def test_a_run_whose_name_is_not_utf_8(tmp_path: Path) -> None:
             checkpoint.find(path)
 
 
+def test_a_problem_that_several_checks_find_is_listed_once(here: Path) -> None:
+    """The vocabulary, and the epochs of the text, both need the tokenizer."""
+    Path("text.txt").write_text("a\nb\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        require_ready(given(DataConfig(path="text.txt", tokenizer="gpt2"), "gpt_tiny"), thorough=True)
+    assert [line.split(":")[0] for line in str(caught.value).split("\n  - ")] == ["this run cannot start", "tokenizer gpt2"]
+
+
 def test_every_problem_in_one_round(here: Path) -> None:
     """Of the data, the vocabulary, the epochs, the mesh and the sizes, before JAX looks for a device."""
     config = given(DataConfig(blend=("data/web",), tokenizer="nope.json"), "gpt_tiny", mesh=MeshConfig(tensor=3), rules=preset("megatron"))

@@ -303,9 +303,10 @@ def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> No
             {"model__d_model": 64},
             r"checkpoint of another model\n  - blocks.attention.out.bias|blocks.attention.out.weight: \[2, 32, 4, 8, 'float32'\] in the",
         ),
-        ({"model__tied": "false"}, "head: absent in the checkpoint"),
-        ({"data__tokenizer_vocab": 400}, "was trained on corpus corpus-"),
-        ({"seed": 1}, "in sequences of 32, seed 0, this config reads corpus-"),
+        ({"model__tied": "true"}, r"head.* in the checkpoint, absent in this config"),
+        ({"data__tokenizer_vocab": 400}, "was trained on corpus corpus-.*: data.tokenizer_vocab was 512, now 400; set it back, or use a"),
+        ({"data__tokenizer": "bytes"}, "was trained on corpus corpus-.*: data.tokenizer was empty, now bytes; set it back, or use a new"),
+        ({"seed": 1}, "in sequences of 32, seed 0, this config reads corpus-.*: seed was 0, now 1; set it back"),
         ({"checkpoint__resume": "never"}, "already holds step 1, and checkpoint.resume=never"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -344,7 +345,10 @@ def test_a_run_that_has_begun_is_only_warned(arguments, tmp_path: Path, capsys: 
     train.main(arguments(tmp_path, train__steps=1, optimizer__warmup_steps=1))
     out = capsys.readouterr().out
     assert "no checkpoint yet: starts at step 0; one is saved at the end" in out
-    assert "warning: optimizer.warmup_steps=1 is more than half of train.steps=1: most of the run is warm-up" in out
+    assert (
+        "warning: optimizer.warmup_steps=1 is more than half of train.steps=1: most of the run is warm-up; set optimizer.warmup_steps=0\n"
+        in out
+    )
     assert train.main(arguments(tmp_path, train__steps=2, data__max_epochs=0.001)) == 0
     out = capsys.readouterr().out
     assert "warning: train.steps=2 x 512 tokens a step are 1,024" in out and "more than data.max_epochs=0.001" in out
