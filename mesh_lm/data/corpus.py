@@ -264,7 +264,8 @@ def _source(
     if trained_on in [directory.name for directory in plain]:
         chosen = []
     there = [directory for directory in (*chosen, *plain) if directory.exists()]
-    found = next((directory for directory in there if not chosen or directory in chosen or not _holds_out_too_little(directory)), plain[0])
+    absent = chosen[0] if chosen and plain[0].exists() else plain[0]  # where it exists, it is one that holds out too little
+    found = next((directory for directory in there if not chosen or directory in chosen or not _holds_out_too_little(directory)), absent)
     if found not in (plain[0], *chosen[:1]):
         progress(FORMER.format(found))
     return source, _Place(found, chosen[0] if chosen else None)
