@@ -109,7 +109,7 @@ def parse_with(
     asked = functools.cache(lambda: _as_asked(config, meant, fields))
     changes: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    spelled = spellings_of(argv)
+    typed = spellings_of(argv)
     for name, text in options:
         if name == "--config" and text:
             continue
@@ -119,7 +119,7 @@ def parse_with(
             else:
                 changes[_path(name, fields)] = _value(name, text, fields, extra, asked)
         except ValueError as error:
-            problems.append(as_typed(str(error), name, spelled))
+            problems.append(as_typed(str(error), name, typed))
     problems += [_stray(word, fields, extra, asked) for word in strays if files or word != file]
     refuse(problems)
     try:

@@ -56,8 +56,8 @@ def command(cls: type[T], argv: Sequence[str], description: str, prog: str = "",
     fields = {f"--{field.name}": field for field in dataclasses.fields(cls) if field.init}  # pyright: ignore[reportArgumentType]
     hints = hints_of(cls)
     elements = {name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is tuple}
-    spelled = spellings_of(argv)
-    foreign = {name for name in spelled if name not in hints and elsewhere and elsewhere(name.removeprefix("--"), None, {})}
+    spellings = spellings_of(argv)
+    foreign = {name for name in spellings if name not in hints and elsewhere and elsewhere(name.removeprefix("--"), None, {})}
     options, strays = split(argv, {*elements, *foreign}, {name: is_boolean for name, hint in hints.items() if hint is bool})
     if HELP & {name for name, _ in options}:
         print_help(cls, description, prog)
@@ -74,7 +74,7 @@ def command(cls: type[T], argv: Sequence[str], description: str, prog: str = "",
         key = name.removeprefix("--")
         if elsewhere and (known := elsewhere(key, typed[key], typed)):
             meant.add(f"--{known[0]}")
-            problems.append(as_typed(f"{name}: no such option{known[1]}", name, spelled))
+            problems.append(as_typed(f"{name}: no such option{known[1]}", name, spellings))
     for name, text in options:
         if name in foreign:
             continue
@@ -82,7 +82,7 @@ def command(cls: type[T], argv: Sequence[str], description: str, prog: str = "",
             value = read(name, text, hints | elements, what="option")
             values[name] = (*values.get(name, ()), value) if name in elements else value
         except ValueError as error:
-            problems.append(as_typed(str(error), name, spelled))
+            problems.append(as_typed(str(error), name, spellings))
     problems += [stray(word, hints) for word in strays]
     given = meant | {name for name, _ in options}
     for name, field in fields.items():
@@ -130,9 +130,12 @@ def spellings_of(argv: Sequence[str]) -> dict[str, str]:
     return {f"--{word.lstrip('-').replace('-', '_')}": word for word in typed}
 
 
-def as_typed(problem: str, name: str, spelled: Mapping[str, str]) -> str:
+def as_typed(problem: str, name: str, typed: Mapping[str, str]) -> str:
     """Returns a problem that begins with an option's name, which it then shows as it was typed."""
-    return spelled.get(name, name) + problem.removeprefix(name) if problem.startswith(name) else problem
+    for shown in (name, spelled(name)):
+        if problem.startswith(shown):
+            return typed.get(name, shown) + problem.removeprefix(shown)
+    return problem
 
 
 def is_boolean(word: str) -> bool:

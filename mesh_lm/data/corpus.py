@@ -5,27 +5,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-import lzma
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from mesh_lm import distributed, strict_json
 from mesh_lm.checksums import file_digest
 from mesh_lm.config import DataConfig, TrainConfig
-from mesh_lm.data import lost_bytes, sources
+from mesh_lm.data import lost_bytes, reading, sources
 from mesh_lm.data.atomic import atomic_write, sibling
 from mesh_lm.data.dataset import Dataset, stored_order
-from mesh_lm.data.encoding import encode, pieces
+from mesh_lm.data.encoding import encode
 from mesh_lm.data.epochs import Sources
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, write_documents
@@ -41,16 +37,9 @@ _FORMAT = 1
 _ONE_HELD_OUT = " with one document held out"
 """Added to the name of a corpus of several documents none of which falls in the held-out share; earlier versions then held out none."""
 _FACTS = "corpus.json"
-_REPORT = 10**8
-"""Characters between two progress messages."""
-_BPE_CHARACTERS = 2**25
-"""Characters that the vocabulary is trained on. Longer text is sampled (80 to 100% of this size), because training time grows with the text
-while the vocabulary hardly changes. Less text costs compression: a fifth of stdlib gives 3% more tokens."""
 _UNCOUNTED = (
     "{} is of a version that did not count what the tokenizer loses, so that there are no bits per byte; remove it to prepare it again"
 )
-_BASELINE_BYTES = 64 * 2**20
-"""Bytes of held-out text that gzip and xz compress; xz takes about a second per MB."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +143,8 @@ def prepare(
     """Returns the corpus of config.blend, or else of config.path, which is prepared in config.cache unless it is already there.
 
     One document in 20 is held out, by a hash of its path (directory) or line number (.jsonl, .parquet), or the last twentieth of a .txt;
-    see `sources`. If the hash holds out none of several documents, one of them is (`_chosen`). The tokenizer is config.tokenizer, or a
-    byte-level BPE trained on the training split only. Each document is stored as its tokens followed by EOD.
+    see `sources`. If the hash holds out none of several documents, one of them is (`reading.chosen_of`). The tokenizer is config.tokenizer,
+    or a byte-level BPE trained on the training split only. Each document is stored as its tokens followed by EOD.
 
     The directory <cache>/<name>-<hash of text, tokenizer and format> is built under a temporary name and renamed when complete. So a killed
     process leaves no half-finished corpus, and of several processes that prepare at once the first wins and the others use its files.
@@ -181,10 +170,8 @@ def prepare(
         raise ConfigError(f"data.tokenizer_vocab={vocab} is too small: a byte-level vocabulary needs at least {MIN_VOCAB}")
     _require_ids(tokenizer, None, model_vocab, f"data.tokenizer={config.tokenizer}")
     source, place = _source(config, tokenizer, vocab, outputs, progress, trained_on)
-    directory = place.directory
-    settings = {
-        "format": _FORMAT, "path": config.path, "kind": source.kind, "files": len(source.files), "tokenizer": config.tokenizer or vocab
-    }  # fmt: skip
+    directory, made_by = place.directory, config.tokenizer or vocab
+    settings = {"format": _FORMAT, "path": config.path, "kind": source.kind, "files": len(source.files), "tokenizer": made_by}
     try:
         if not directory.exists():
             directory.parent.mkdir(parents=True, exist_ok=True)
@@ -328,15 +315,15 @@ def _build(
     choose: hold out one of several documents where the hash holds out none. Returns whether that was necessary.
     """
     progress(f"reading {len(source.files)} files, {source.size / 1e6:.1f} MB")
-    sample, heldout, n_bytes, sizes = _read(source.documents(), settings["path"])
-    chosen = _chosen(sizes) if choose and not heldout and len(sizes) > 1 else None
+    sample, heldout, n_bytes, sizes = reading.read(source.documents(), settings["path"])
+    chosen = reading.chosen_of(sizes) if choose and not heldout and len(sizes) > 1 else None
     if chosen is not None:
         share = sizes[chosen] / sum(sizes)
         progress(f"held out one of {len(sizes)} documents, {share:.1%} of the text: the hash that holds out one in 20 held out none")
         settings = {**settings, "held_out": chosen}
-        sample, heldout, n_bytes, _ = _read(_documents(source, chosen), settings["path"])
-    with _threads(2) as pool:  # both release the GIL
-        compressed = [pool.submit(f, bytes(heldout)) for f in (_gzip, _xz)]
+        sample, heldout, n_bytes, _ = reading.read(reading.documents(source, chosen), settings["path"])
+    with reading.threads(2) as pool:  # both release the GIL
+        compressed = [pool.submit(f, bytes(heldout)) for f in (reading.gzip_size, reading.xz_size)]
         if isinstance(tokenizer, int):
             progress(f"training a byte-level BPE of {tokenizer} entries on {sum(map(len, sample)) / 1e6:.1f} M characters")
             asked = tokenizer
@@ -348,9 +335,9 @@ def _build(
         progress("encoding")
         splits, lost = [], []
         for name, is_heldout in (("train", False), ("heldout", True)):
-            texts = (document.text for document in _documents(source, chosen) if document.heldout == is_heldout)
+            texts = (document.text for document in reading.documents(source, chosen) if document.heldout == is_heldout)
             lost.append(0)
-            tokens = encode(tokenizer, texts, report=_Reporter(progress).done, lost=functools.partial(_add, lost))
+            tokens = encode(tokenizer, texts, report=reading.Reporter(progress).done, lost=functools.partial(reading.add, lost))
             splits.append(write_documents(directory / name, tokens, vocab=tokenizer.vocab_size))
         gzip, xz = (8 * future.result() / len(heldout) if heldout else None for future in compressed)
     facts = {
@@ -373,93 +360,3 @@ def _build(
         file.write(json.dumps(facts, indent=1).encode())
     progress(f"{facts['train_tokens']:,} training and {facts['heldout_tokens']:,} held-out tokens")
     return chosen is not None
-
-
-def _documents(source: sources.Source, chosen: int | None) -> Iterator[sources.Document]:
-    """Yields the documents of a source, the one with the number `chosen`, from 0, as held out."""
-    for number, document in enumerate(source.documents()):
-        yield dataclasses.replace(document, heldout=True) if number == chosen else document
-
-
-def _chosen(sizes: list[int]) -> int:
-    """Returns the number of the document to hold out: by its size nearest to a twentieth of the text, by a factor, and not the largest."""
-    share, largest = sum(sizes) / sources.HELDOUT, sizes.index(max(sizes))
-    return min((n for n in range(len(sizes)) if n != largest), key=lambda n: max(sizes[n] / share, share / sizes[n]))
-
-
-@contextlib.contextmanager
-def _threads(n: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads for which nothing waits if the block raises: an interrupted preparation removes its files without them."""
-    pool = ThreadPoolExecutor(n)
-    try:
-        yield pool
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
-
-
-def _add(sums: list[int], n: int) -> None:
-    """Adds to the last of some sums."""
-    sums[-1] += n
-
-
-def _read(documents: Iterator[sources.Document], path: str) -> tuple[list[str], bytearray, dict[str, int], list[int]]:
-    """Reads all documents once. Returns text to train the BPE on, the first 64 MiB of held-out bytes, all bytes per split, and the bytes of
-    each document before the first that is held out.
-    """
-    sample: list[tuple[float, str]] = []
-    sample_size, threshold, n_pieces = 0, 1.0, 0
-    heldout, sizes = bytearray(), []
-    counts, n_bytes = {"training": 0, "held-out": 0}, {"training": 0, "held-out": 0}
-    for document in documents:
-        split, encoded = "held-out" if document.heldout else "training", document.text.encode()
-        counts[split] += 1
-        n_bytes[split] += len(encoded)
-        if document.heldout:
-            heldout += encoded[: _BASELINE_BYTES - len(heldout)]
-            continue
-        if not heldout:
-            sizes.append(len(encoded))
-        for piece in pieces(document.text):
-            n_pieces += 1
-            if (mark := _fraction(n_pieces)) < threshold:
-                sample.append((mark, piece))
-                sample_size += len(piece)
-        while sample_size > _BPE_CHARACTERS:
-            threshold *= 0.8
-            sample = [(mark, piece) for mark, piece in sample if mark < threshold]
-            sample_size = sum(len(piece) for _, piece in sample)
-    if not any(counts.values()):
-        raise ConfigError(f"data.path={path} has no text: all its files are empty or not UTF-8; give .txt, .md, .py or similar files")
-    if not counts["training"]:
-        raise ConfigError(
-            f"data.path={path} has too few documents ({sum(counts.values())}): one in 20 is held out by a hash, and none fell in the "
-            "training split; give more of them, or join them into one .txt"
-        )
-    return [piece for _, piece in sample], heldout, n_bytes, sizes
-
-
-def _fraction(number: int) -> float:
-    """Returns a pseudo-random number in [0, 1) that depends only on `number`."""
-    return int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:6], "big") / 2**48
-
-
-class _Reporter:
-    """Reports progress every _REPORT characters."""
-
-    def __init__(self, progress: Callable[[str], None]) -> None:
-        self._progress, self._done = progress, 0
-
-    def done(self, characters: int) -> None:
-        before, self._done = self._done, self._done + characters
-        if self._done // _REPORT > before // _REPORT:
-            self._progress(f"encoded {self._done / 1e6:.0f} M characters")
-
-
-def _gzip(data: bytes) -> int:
-    return len(zlib.compress(data, 9, wbits=31))
-
-
-def _xz(data: bytes) -> int:
-    return len(lzma.compress(data, preset=9))

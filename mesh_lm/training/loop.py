@@ -118,8 +118,7 @@ def _train(
                 step = ReplayedStep(step, every, run, monitor)
             between = Between(run, checkpoints, batches, monitor, phases, stop, callbacks)
             if not batches.has_heldout:
-                reason = f"; {corpus.why_no_heldout}" if corpus.why_no_heldout else ""
-                monitor.note(f"the data has no held-out part: evaluation is off{reason}")
+                monitor.note("; ".join(filter(None, ["the data has no held-out part: evaluation is off", corpus.why_no_heldout])))
             between.call("on_start")
             begun = run.step
             loop(run, step, outer, phases.steps(training), between)

@@ -58,14 +58,11 @@ def test_a_mesh_axis_that_is_not_there() -> None:
         rules.spec("params", ("mlp",), mesh=MESH)
 
 
-def test_a_column_that_is_not_there() -> None:
+def test_columns_and_entries_that_cannot_be() -> None:
     with pytest.raises(ShardingRuleError, match=r"^rules have no column 'param'; did you mean 'params'\?$"):
         PRESETS["ddp"].replace(param={"mlp": None})
     with pytest.raises(ShardingRuleError, match=r"^replace\(\{'mlp': None\}\) names no column; write replace\(params="):
         PRESETS["ddp"].replace({"mlp": None})  # pyright: ignore[reportArgumentType]
-
-
-def test_an_entry_that_is_no_mesh_axis() -> None:
     with pytest.raises(ShardingRuleError, match=r"^rules\.params\['mlp'\]=3: expected a mesh axis, a tuple of them, or None$"):
         PRESETS["ddp"].replace(params={"mlp": 3})  # pyright: ignore[reportArgumentType]
 

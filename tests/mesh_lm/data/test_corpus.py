@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from mesh_lm.config import DataConfig
-from mesh_lm.data import corpus, encoding, sources
+from mesh_lm.data import corpus, encoding, reading, sources
 from mesh_lm.data.corpus import prepare
 from mesh_lm.data.tokenizer import load_tokenizer
 from mesh_lm.errors import ConfigError
@@ -101,12 +101,12 @@ def test_pieces_batches_and_samples_change_nothing_else(folder: Path, tmp_path: 
     sampled: list[int] = []
     train = corpus.Tokenizer.train
     monkeypatch.setattr(corpus.Tokenizer, "train", lambda texts, vocab: sampled.append(sum(map(len, texts))) or train(texts, vocab))
-    monkeypatch.setattr(corpus, "pieces", lambda text: encoding.pieces(text, 5))
+    monkeypatch.setattr(reading, "pieces", lambda text: encoding.pieces(text, 5))
     monkeypatch.setattr(encoding, "_PIECE", 5)
     monkeypatch.setitem(encoding.encode.__kwdefaults__, "batch", 17)
-    monkeypatch.setattr(corpus, "_REPORT", 500)
-    monkeypatch.setattr(corpus, "_BPE_CHARACTERS", 1000)
-    monkeypatch.setattr(corpus, "_BASELINE_BYTES", 100)
+    monkeypatch.setattr(reading, "_REPORT", 500)
+    monkeypatch.setattr(reading, "_BPE_CHARACTERS", 1000)
+    monkeypatch.setattr(reading, "_BASELINE_BYTES", 100)
     cut = prepare(config(folder, tmp_path / "b"), vocab=280, progress=lines.append)
     assert decoded(cut.train(), cut.tokenizer()) == decoded(whole.train(), whole.tokenizer())
     assert decoded(cut.heldout(), cut.tokenizer()) == decoded(whole.heldout(), whole.tokenizer())
@@ -226,50 +226,6 @@ def test_every_file_of_a_cached_corpus_is_verified(folder: Path, tmp_path: Path)
     (made.directory / "train.digests").unlink()
     read()
     assert [f"mesh-lm prepare seal {made.directory}/train {made.directory}/heldout" in line for line in said] == [True]
-
-
-def six_files(tmp_path: Path) -> Path:
-    """A directory of six documents none of which falls in the held-out share."""
-    root = tmp_path / "six"
-    root.mkdir()
-    names = [name for i in range(30) if not is_heldout(name := f"{i}.txt")][:6]
-    for name, size in zip(names, (5, 200, 900, 60, 300, 500), strict=True):
-        (root / name).write_text(f"{name} " + "the cat sat " * size, encoding="utf-8")
-    return root
-
-
-def test_of_few_documents_one_is_held_out(tmp_path: Path):
-    """That of nearest to a twentieth of the text, neither a scrap nor the largest; the vocabulary is trained without it."""
-    root, said = six_files(tmp_path), []
-    made = prepare(config(root, tmp_path), vocab=280, progress=said.append)
-    assert (made.documents, made.heldout_documents) == (5, 1)
-    assert made.train_bytes + made.heldout_bytes == sum(path.stat().st_size for path in root.iterdir())
-    assert made.heldout_bytes == sorted(path.stat().st_size for path in root.iterdir())[1]
-    assert any("held out one of 6 documents, 3.1% of the text" in line for line in said)
-    assert prepare(config(root, tmp_path), vocab=280).name == made.name and len(os.listdir(tmp_path / "cache")) == 1
-    assert corpus.known_sources(dataclasses.replace(config(root, tmp_path), tokenizer_vocab=280)) == made.sources()
-
-
-def test_a_run_on_few_documents_of_an_earlier_version_keeps_its_corpus(tmp_path: Path):
-    """With its cache and without; other runs read a corpus of which one document is held out."""
-    root = six_files(tmp_path)
-    digest = sources.find(str(root)).digest()
-    before = f"six-{hashlib.sha256(f'1 280 {digest}'.encode()).hexdigest()[:16]}"
-    for _ in range(3):
-        old = prepare(config(root, tmp_path), vocab=280, trained_on=before)
-        made = prepare(config(root, tmp_path), vocab=280)
-        assert (old.name, old.documents, old.heldout_documents) == (before, 6, 0)
-        assert "an earlier version held out none of these 6 documents" in old.why_no_heldout
-    for known in ("", "another", made.name):
-        assert prepare(config(root, tmp_path), vocab=280, trained_on=known) == made
-    assert (made.documents, made.heldout_documents, made.why_no_heldout) == (5, 1, "")
-
-
-def test_a_single_document_says_why_none_is_held_out(tmp_path: Path):
-    (root := tmp_path / "one").mkdir()
-    (root / "1.txt").write_text("the cat sat\n" * 9, encoding="utf-8")
-    assert not is_heldout("1.txt")
-    assert prepare(config(root, tmp_path), vocab=280).why_no_heldout.startswith("the text is a single document; give two or more")
 
 
 def heldout_line(is_held: bool) -> int:

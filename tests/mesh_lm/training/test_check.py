@@ -130,7 +130,8 @@ def test_a_single_device_may_be_a_cpu() -> None:
         (["train.microbatches=3"], "train.global_batch=16 is not divisible by train.microbatches=3 x mesh.data=8; it can be 24"),
         (
             ["data.tokenizer_vocab=9000"],
-            "data.tokenizer_vocab=9000 makes ids outside model.vocab_size=4096; set data.tokenizer_vocab=4096, or model.vocab_size=9000 or",
+            "data.tokenizer_vocab=9000 makes ids outside model.vocab_size=4096; "
+            "set data.tokenizer_vocab=4096, or model.vocab_size=9000 or more",
         ),
         (["model.vocab_size=200"], "data.tokenizer_vocab=4096 makes ids outside model.vocab_size=200; set model.vocab_size=4096 or more"),
         (["model.window=64,0,0"], "model.n_layers=4 is not a multiple of the 3 entries of model.window"),
