@@ -131,14 +131,15 @@ def require_sums(model: Any, sums: Any) -> None:
             raise ConfigError(f"{what} {name!r} {jnp.shape(value)}; its sums are scalars")
 
 
-def require_layer_output(layer: Any, x: jax.Array, found: Any) -> None:
-    """Raises ConfigError unless a layer returned (output, cache, sums), and its output has the shape and the type of its input `x`."""
+def layer_output(layer: Any, x: jax.Array, found: Any) -> tuple[jax.Array, Any, Sums]:
+    """Returns what a layer returned. Raises ConfigError unless it is (output, cache, sums), the output like the input `x`."""
     what = f"{type(layer).__name__} returns"
     if not (isinstance(found, tuple) and len(found) == 3):
         raise ConfigError(f"{what} {_described(found)}; a layer returns (x, cache, sums) ({_PAGE})")
     y = found[0]
     if (jnp.shape(y), jnp.result_type(y)) != (x.shape, x.dtype):
         raise ConfigError(f"{what} x as {_described(y)}, and got it as {_described(x)}: a layer keeps the shape and the type ({_PAGE})")
+    return found
 
 
 def _described(value: Any) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from mesh_lm.model.contract import Batch, Context, Layer, Model, Sums, require_layer_output, require_sums
+from mesh_lm.model.contract import Batch, Context, Layer, Model, Sums, layer_output, require_sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.halves import in_halves
 from mesh_lm.model.remat import remat
@@ -181,14 +181,14 @@ def one_period(
             weights = jax.tree.map(lambda w, sink: _with_sink(w, sink, working, wide), weights, of_layer(zeros))
         layer_ctx = dataclasses.replace(ctx, number=first + (row + i - rows.skip), place=i, cache=cache)
 
-        def module() -> Callable[[jax.Array, Context], tuple[jax.Array, Any, Sums]]:
-            return called(nnx.merge(graph, weights, of_layer(buffers)), segment, model.shard)
+        def module() -> Layer:
+            return nnx.merge(graph, weights, of_layer(buffers))
 
         if rows.count is None:
-            return module()(x, layer_ctx)
+            return layer_output(built := module(), x, called(built, segment, model.shard)(x, layer_ctx))
 
         def run() -> tuple[jax.Array, Any, Sums]:
-            return pinned(*module()(x, layer_ctx))
+            return pinned(*layer_output(built := module(), x, called(built, segment, model.shard)(x, layer_ctx)))
 
         def idle() -> tuple[jax.Array, Any, Sums]:
             return pinned(x, cache, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run)[2]))
@@ -217,14 +217,8 @@ def one_period(
 
 
 def called(layer: Layer, segment: Segment, shard: Shard) -> Callable[[jax.Array, Context], tuple[jax.Array, Any, Sums]]:
-    """The layer as it is called: in two halves of the sequences if its segment asks for that. Raises ConfigError for a wrong output."""
-
-    def checked(x: jax.Array, ctx: Context, /) -> tuple[jax.Array, Any, Sums]:
-        found = layer(x, ctx)
-        require_layer_output(layer, x, found)
-        return found
-
-    return partial(in_halves, checked, shard) if segment.batch_halves else checked
+    """The layer as it is called: in two halves of the sequences if its segment asks for that."""
+    return partial(in_halves, layer, shard) if segment.batch_halves else layer
 
 
 def _run_each(

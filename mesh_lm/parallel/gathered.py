@@ -19,6 +19,7 @@ from flax import nnx
 from jax import lax
 
 from mesh_lm.model import Context, Model, Sums, stack
+from mesh_lm.model.contract import layer_output
 from mesh_lm.model.remat import remat
 from mesh_lm.model.residuals import depends_on_first, restored, saved
 from mesh_lm.optim.flat import FlatLayout
@@ -168,7 +169,7 @@ class _Layers(LayerCollectives):
             parameters = jax.tree.unflatten(self.tree, [weights[name] for name in self.names])
             layer = nnx.merge(self.graph, parameters, row_of(self.buffers, row))
             ctx = dataclasses.replace(self.ctx, shared=jax.tree.unflatten(self.shared_tree, shared), number=self.first + row, place=place)
-            y, _, sums = stack.called(layer, self.segment, self.shard)(x, ctx)
+            y, _, sums = layer_output(layer, x, stack.called(layer, self.segment, self.shard)(x, ctx))
             return y, sums
 
         return remat(policy, self.segment.unroll)(run)(x, used, others, floats)

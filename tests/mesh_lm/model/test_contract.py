@@ -13,7 +13,7 @@ from pipeline_toy import ToyConfig
 
 from mesh_lm.config import DataConfig, ModelConfig, TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.model.contract import require_layer_output, require_model, require_sums
+from mesh_lm.model.contract import layer_output, require_model, require_sums
 from mesh_lm.training.check import check
 
 COMPILE_BUDGET = 2
@@ -57,7 +57,7 @@ def test_a_loss_with_other_sums(sums: Any, said: str) -> None:
 )
 def test_a_layer_with_another_output(found: Any, said: str) -> None:
     def traced(x: jax.Array) -> jax.Array:
-        require_layer_output(Half(), x, found(x))
+        layer_output(Half(), x, found(x))
         return x
 
     with pytest.raises(ConfigError, match=said):
