@@ -24,8 +24,8 @@ def lint(report: Report, rules: Rules | None = None, axes: LogicalAxes | None = 
 
     Args:
       rules: those that the program was written for. Without them lint compares with how the arguments are sharded.
-      axes: logical axes of each parameter by name. With them findings name the row of the rules. None: those of the report, which has them
-        if `mesh_lm.plan` made it.
+      axes: logical axes of each parameter by name. With them findings name the row of the rules. None: those of the report, if the
+        trainer gave it some.
     """
     context = LintContext(report, rules, axes or report.logical)
     parts = lint_segments.parts(context)
