@@ -39,11 +39,11 @@ def reshards(context: LintContext) -> Iterator[Finding]:
         homes = {_home(piece.one) for piece in mine} if cause.certain else set()
         mine += [piece for piece, _ in told if piece not in mine and _home(piece.one) in homes]
         told = [(piece, said) for piece, said in told if piece not in mine]
-        if cause.text and (cause.certain or sum(piece.bytes for piece in mine) >= context.large):
+        if cause.text and (cause.certain or (mine and sum(piece.bytes for piece in mine) >= context.large)):
             sent = sent_fields(mine, cause.text, cause.fix)
             yield Finding("swapped-names", **sent) if cause.certain else Finding("reshard", **sent)
     updates = [piece for piece, _ in told if _for_update(context, piece)]
-    if sum(piece.bytes for piece in updates) >= context.large:
+    if updates and sum(piece.bytes for piece in updates) >= context.large:  # one device sends nothing, and then nothing is large
         axes = [axis for axis in context.report.mesh if any(axis in piece.one.axes for piece in updates)]
         weights = names_of(a for piece in updates for a in context.weights_of(piece))
         text = f"{weights}, sharded along {' and '.join(axes)}, are gathered in the optimizer"

@@ -91,6 +91,11 @@ def test_a_lawful_step_is_clean(rules: Any, axes: Any) -> None:
     assert lint(report(), rules, axes) == ()
 
 
+def test_one_device_sends_nothing() -> None:
+    one = dict.fromkeys(MESH, 1)
+    assert lint(report(mesh=one, axis_nodes=one, collectives=(), arguments=()), RULES, AXES) == ()
+
+
 def test_every_check_is_small_and_named() -> None:
     assert len({check.__name__ for check in CHECKS}) == len(CHECKS) == 24
 
