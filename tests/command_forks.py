@@ -64,19 +64,22 @@ class Forks:
 
 def serve() -> None:
     """Answers requests until there are no more."""
+    before = dict(os.environ)
     for name in IMPORTED:
         importlib.import_module(name)
+    # Mosaic GPU's import tells XLA in a variable where its runtime library is, and a fork does not import it again.
+    set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         process = os.fork()
         if process == 0:
-            _run(request)
+            _run(request, set_by_imports)
         print(json.dumps(ended(process, request["seconds"])), flush=True)
 
 
-def _run(request: dict[str, Any]) -> NoReturn:
+def _run(request: dict[str, Any], set_by_imports: dict[str, str]) -> NoReturn:
     """Is the command, in a fork."""
     status = 1
     try:
@@ -88,7 +91,7 @@ def _run(request: dict[str, Any]) -> NoReturn:
         sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115, the server's has read ahead
         os.chdir(request["cwd"])
         os.environ.clear()
-        os.environ.update(request["environment"])
+        os.environ.update(set_by_imports | request["environment"])
         tempfile.tempdir = None  # so that TMPDIR is read again
         sys.argv = ["mesh-lm", *request["words"]]
         runpy.run_module("mesh_lm", run_name="__main__", alter_sys=True)
