@@ -7,6 +7,7 @@ vocab, layers (the stack), fused (matrices stored side by side: q k v, gate and 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import get_args
 
@@ -93,7 +94,7 @@ def preset(name: str) -> Rules:
     rules = PRESETS[strategies[0]]
     for part in strategies[1:]:
         rules = product(rules, PRESETS[part])
-    return rules.replace("+".join(parts), reduction=REDUCTIONS[words[0]]) if words else rules
+    return rules.replace("+".join(parts), reduction=REDUCTIONS[words[0]]) if words else dataclasses.replace(rules)
 
 
 def product(a: Rules, b: Rules) -> Rules:

@@ -88,6 +88,10 @@ class Rules:
     """
 
     def __post_init__(self) -> None:
+        # Own tables: an experiment that changes a row in place changes no other strategy, not even that preset for the next caller.
+        for field in dataclasses.fields(self):
+            if isinstance(table := getattr(self, field.name), dict):
+                object.__setattr__(self, field.name, dict(table))
         if "batch" not in self.activations:
             raise ShardingRuleError("rules.activations needs a row 'batch': the mesh axes that shard the batch, or None")
         for axis, kind in self.axes.items():
