@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ import tiers
 
 SECONDS = ROOT / "tests" / "seconds.json"
 """Costs of each file's tests, by tier. tests/conftest.py orders the files by their seconds."""
+_CONFIG = re.compile(r"(\w+Config)\((?:[^()]|\([^()]*\))*\)")
+"""A config among a test's parameters, with all of its fields."""
 COUNTS = ("cpu_s", "traces", "trace_s", "compiles", "compile_s", "processes")
 DEAREST = 40
 
@@ -73,7 +76,7 @@ def costs(report: Path, tier: str) -> list[Row]:
     rows: list[Row] = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         counted = {item.get("name"): float(item.get("value", 0)) for item in case.iter("property")}
-        row: Row = {"file": case.get("file", ""), "test": case.get("name", ""), "tier": tier}
+        row: Row = {"file": case.get("file", ""), "test": _CONFIG.sub(r"\1(…)", case.get("name", "")), "tier": tier}
         row["seconds"] = float(case.get("time", 0))
         rows.append(row | {count: _number(counted.get(count, 0.0)) for count in COUNTS})
     return rows

@@ -215,8 +215,6 @@ CI = {
     ("adafactor", "uneven stages"),
     ("adafactor", "hsdp+megatron"),
     ("muon", "hsdp+megatron"),
-    ("lion", "zero2"),
-    ("adamw", "uneven stages"),
 }
 """The others are exhaustive: Lion and AdamW treat each element alone."""
 

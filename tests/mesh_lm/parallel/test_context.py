@@ -66,9 +66,15 @@ CASES = [
 
 FAST = [CASES[2], CASES[8]]
 """A ring, and a ring around Ulysses' exchange; the other forms, axes, windows and stages are CI's."""
+COMPLETE_RUN = [CASES[5], CASES[15]]
+"""CI has other rings of 8, and a ring in stages with distributed moments."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES], ids=str)
+def mark(case: Case) -> Any:
+    return () if case in FAST else pytest.mark.exhaustive if case in COMPLETE_RUN else pytest.mark.slow
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=mark(case)) for case in CASES], ids=str)
 def test_equals_one_device(case: Case) -> None:
     pipeline = dataclasses.replace(case.pipeline, layers=(1, 2)) if case.config.n_layers == 3 else case.pipeline
     params, wanted_sums, wanted = reference(case.config, case.separate)

@@ -77,7 +77,7 @@ def twin() -> tuple[float, dict[str, np.ndarray]]:
         pytest.param("context_gather", {"sequence": 8}, marks=pytest.mark.exhaustive),
         pytest.param("ulysses", {"sequence": 8}, marks=pytest.mark.exhaustive),
         ("ring", {"sequence": 8}),
-        ("usp", {"sequence": 4, "extra": ("ulysses=2",)}),
+        pytest.param("usp", {"sequence": 4, "extra": ("ulysses=2",)}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_equals_pytorch(twin: tuple[float, dict[str, np.ndarray]], rules: str, mesh: dict[str, Any]) -> None:

@@ -37,7 +37,15 @@ GROUPED = dataclasses.replace(LLAMA, n_layers=8)
         ),
         (UNEVEN, "zero3+megatron", {"pipeline": 2, "data": 2, "tensor": 2}, 2, {"chunks": 2, "balance": "flops"}, False),
         pytest.param(GROUPED, "zero3+reduce_float32", {"pipeline": 2, "data": 2}, 4, {"chunks": 2}, True, marks=pytest.mark.exhaustive),
-        (DEEP, "zero3", {"pipeline": 2, "data": 2}, 4, {"chunks": 2, "stash": "residuals", "pair_layers": True}, True),
+        pytest.param(
+            DEEP,
+            "zero3",
+            {"pipeline": 2, "data": 2},
+            4,
+            {"chunks": 2, "stash": "residuals", "pair_layers": True},
+            True,
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             DEEP, "zero3+fsdp", {"pipeline": 2, "data": 2, "fsdp": 2}, 4, {"schedule": "gpipe"}, False, marks=pytest.mark.exhaustive
         ),
