@@ -143,8 +143,9 @@ def fast_tests_of(version: str, packages: list[str]) -> int:
         environment = Path(directory) / "venv"
         subprocess.run([interpreter, "-m", "venv", str(environment)], check=True)
         python = str(environment / "bin" / "python")
-        # Not editable: an editable installation of another Python would write the same files into the checkout.
-        subprocess.run([python, "-m", "pip", "install", "-q", f"{ROOT}[test]", *packages], cwd=ROOT, check=True)
+        # Not editable: an editable installation of another Python would write the same files into the checkout. With XLA's compiler for
+        # CUDA, because golden ledgers are those of a version of jax.
+        subprocess.run([python, "-m", "pip", "install", "-q", f"{ROOT}[test,aot]", *packages], cwd=ROOT, check=True)
         return subprocess.run([python, "-m", "pytest", "-n", "auto"], cwd=ROOT).returncode
 
 
