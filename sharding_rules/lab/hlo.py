@@ -1,6 +1,6 @@
 """The text of a compiled program (HLO after optimisation and scheduling) as data. Knows nothing of meshes or models.
 
-Format: openxla.org/xla/operation_semantics and the printer's own output, as jax 0.10.2 and 0.11.2 write it.
+Format: openxla.org/xla/operation_semantics and the printer's own output, as jax 0.10.2, 0.11.2 and 0.12.0.1 write it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SCOPE = re.compile(r"[\w.\-]+(?=\)*(?:/|$))")
 _INSIDE = re.compile(r"body|branch_\d+_fun")
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+FUSIONS = ("fusion", "fusion-start")  # with jax 0.12 some kernels start in one instruction, and end in a `fusion-done`
+CALLS = (*FUSIONS, "call", "async-start")  # what runs the computations that it calls, once each
 _CALLED = re.compile(r"(?:calls|to_apply|called_computations)=\{?%([\w.\-]+)")
 
 
@@ -184,9 +186,9 @@ class Module:
             elif one.opcode == "conditional":
                 for branch in one.branches:
                     yield from self._visit(self._branch(visit, one, branch))
-            elif one.opcode in ("fusion", "call", "async-start", "custom-call"):
+            elif one.opcode in (*CALLS, "custom-call"):
                 for called in one.called:
-                    yield from self._visit(dataclasses.replace(visit, computation=called, fused=visit.fused or one.opcode == "fusion"))
+                    yield from self._visit(dataclasses.replace(visit, computation=called, fused=visit.fused or one.opcode in FUSIONS))
 
     def _branch(self, visit: Visit, one: Instruction, branch: str) -> Visit:
         inside = dataclasses.replace(visit, computation=branch, conditional=True)
@@ -292,7 +294,7 @@ class Module:
             return (instruction.trips or 1) * self.total_flops(instruction.body)
         if instruction.opcode == "conditional":
             return max(map(self.total_flops, instruction.branches), default=0)
-        if instruction.opcode in ("fusion", "call", "async-start"):
+        if instruction.opcode in CALLS:
             return sum(map(self.total_flops, instruction.called))
         return 0
 

@@ -6,12 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from sharding_rules.lab.hlo import Instruction, Module
+from sharding_rules.lab.hlo import CALLS, Instruction, Module
 
 _MOVES = frozenset({
-    "fusion", "fusion-start", "async-start", "copy", "copy-start", "convert", "transpose", "bitcast", "bitcast-convert", "reshape",
+    *CALLS, "copy", "copy-start", "convert", "transpose", "bitcast", "bitcast-convert", "reshape",
     "broadcast", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "all-gather", "all-gather-start",
-    "collective-permute", "collective-permute-start", "call",
+    "collective-permute", "collective-permute-start",
 })  # fmt: skip
 _MAKES = frozenset(["dot", "convolution", "custom-call", "gather", "scatter", "reduce", "reduce-window", "sort", "rng-bit-generator"])
 _FLOATS = ("f", "bf", "c")

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from sharding_rules.lab.hlo import Instruction, Module
+from sharding_rules.lab.hlo import FUSIONS, Instruction, Module
 from sharding_rules.lab.lineage import Lineage
 from sharding_rules.lab.provenance import COLLECTIVES, alternatives
 from sharding_rules.lab.report import Argument, Collective
@@ -119,7 +119,7 @@ def _slices(module: Module, use: Instruction, name: str) -> list[int]:
         return [0]
     if use.opcode == "dynamic-slice":
         return [use.bytes if use.operands[0] == name else 0]
-    inside = module.computations.get(use.called[0], ()) if use.opcode == "fusion" else ()
+    inside = module.computations.get(use.called[0], ()) if use.opcode in FUSIONS else ()
     own = {one.name for one in inside if one.opcode == "parameter" and use.operands[int(one.arguments)] == name}
     takers = [one for one in inside if own & {*one.operands}]
     return [one.bytes if one.opcode == "dynamic-slice" and one.operands[0] in own else 0 for one in takers] or [0]

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from sharding_rules.lab.hlo import Instruction, Module
+from sharding_rules.lab.hlo import CALLS, Instruction, Module
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Collective
 from sharding_rules.lab.targets import Target
@@ -85,7 +85,7 @@ class Prices:
         if instruction.opcode == "custom-call":
             own = not instruction.target.startswith("__cublas$") and self.module.flops(instruction) > 0
             return instruction if own else None
-        if instruction.opcode not in ("fusion", "call", "async-start"):
+        if instruction.opcode not in CALLS:
             return None
         inside = (one for name in instruction.called for one in self.module.computations.get(name, ()))
         return next(filter(None, map(self.custom, inside)), None)

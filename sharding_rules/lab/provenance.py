@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
-from sharding_rules.lab.hlo import Instruction, Module
+from sharding_rules.lab.hlo import CALLS, Instruction, Module
 from sharding_rules.lab.report import Location, Phase
 from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 
@@ -124,7 +124,7 @@ class Provenance:
             caller = self.module.callers.get(self.module.home[one.name])
             if caller is not None and caller.opcode not in ("while", "conditional") and one.arguments.strip().isdigit():
                 yield from caller.operands[int(one.arguments) : int(one.arguments) + 1]
-        elif one.opcode in ("fusion", "call", "async-start") and (inside := self._roots(one.called)):
+        elif one.opcode in CALLS and (inside := self._roots(one.called)):
             yield from inside
         else:
             yield from one.operands

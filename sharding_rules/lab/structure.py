@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
-from sharding_rules.lab.hlo import Instruction, Module
+from sharding_rules.lab.hlo import FUSIONS, Instruction, Module
 from sharding_rules.lab.ledger import started
 
 Shapes = Mapping[str, Sequence[int]]
@@ -133,7 +133,7 @@ def _unchanging(module: Module, name: str) -> bool:
     while one.opcode in _MOVES or one.opcode == "parameter":
         if one.opcode == "parameter":
             caller = module.callers.get(module.home[one.name])
-            if caller is None or caller.opcode not in ("fusion", "call"):
+            if caller is None or caller.opcode not in (*FUSIONS, "call"):
                 return caller is None  # the program's own argument
             one = module.by_name[caller.operands[int(one.arguments)]]
             continue
@@ -185,7 +185,7 @@ def _transposes(module: Module, one: Instruction) -> bool:
     if one.opcode in ("copy", "copy-start"):
         layouts = [re.findall(r"\{([\d,]+)", shape)[:1] for shape in (one.shape, module.by_name[one.operands[0]].shape)]
         return layouts[0] != layouts[1]
-    if one.opcode != "fusion":
+    if one.opcode not in FUSIONS:
         return False
     return any(_transposes(module, line) for name in one.called for line in module.computations.get(name, ()))
 

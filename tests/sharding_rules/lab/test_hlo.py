@@ -83,6 +83,16 @@ def test_flops() -> None:
     assert module.flops(module.by_name["gemm"]) == 2 * (4 * 4) * 8, "of the product alone, not of the workspace behind it"
 
 
+def test_a_fusion_that_starts_here_and_ends_elsewhere() -> None:
+    """XLA of jax 0.12 writes some fusions so."""
+    at_once, started = "%fused = f32[4,2]{1,0} fusion(", "%fused = ((f32[4,8]{1,0}), f32[4,2]{1,0}, u32[]) fusion-start("
+    text = PROGRAM.replace(at_once, started)
+    assert text != PROGRAM
+    whole, asynchronous = hlo.parse(PROGRAM), hlo.parse(text)
+    assert [*asynchronous.visits()] == [*whole.visits()]
+    assert asynchronous.total_flops("body") == whole.total_flops("body") > 0
+
+
 @pytest.mark.parametrize("version", CUTS)
 def test_stacks(version: str) -> None:
     module = CUTS[version]
