@@ -94,7 +94,9 @@ def preset(name: str) -> Rules:
     rules = PRESETS[strategies[0]]
     for part in strategies[1:]:
         rules = product(rules, PRESETS[part])
-    return rules.replace("+".join(parts), reduction=REDUCTIONS[words[0]]) if words else dataclasses.replace(rules)
+    if words:
+        return rules.replace("+".join(parts), reduction=REDUCTIONS[words[0]])
+    return dataclasses.replace(rules)  # a copy: PRESETS stays as it is, whatever the caller does with its tables
 
 
 def product(a: Rules, b: Rules) -> Rules:

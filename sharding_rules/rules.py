@@ -88,9 +88,10 @@ class Rules:
     """
 
     def __post_init__(self) -> None:
-        # Own tables: an experiment that changes a row in place changes no other strategy, not even that preset for the next caller.
+        # Tables of its own, so that an experiment that changes a row in place changes no other rules.
         for field in dataclasses.fields(self):
-            if isinstance(table := getattr(self, field.name), dict):
+            table = getattr(self, field.name)
+            if isinstance(table, dict):
                 object.__setattr__(self, field.name, dict(table))
         if "batch" not in self.activations:
             raise ShardingRuleError("rules.activations needs a row 'batch': the mesh axes that shard the batch, or None")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mesh_lm.errors import ConfigError as ConfigError
 from mesh_lm.schedules.segments import Stack
-from sharding_rules import PRESETS, MeshConfig, Rules
+from sharding_rules import MeshConfig, Rules, preset
 
 if TYPE_CHECKING:
     import jax
@@ -274,7 +274,7 @@ class TrainConfig:
     output: str
     """Directory for checkpoints, metrics, plots and samples. With several hosts it must be on a disk that they share."""
     mesh: MeshConfig = MeshConfig(data=-1)
-    rules: Rules = PRESETS["ddp"]
+    rules: Rules = dataclasses.field(default_factory=lambda: preset("ddp"))
     """Sharding rules: a preset, or a product of presets such as fsdp+megatron_sp (docs/sharding.md). The presets are ddp, zero1, zero2,
     distributed, zero3, fsdp, hsdp, megatron, megatron_sp, megatron_2d, context_gather, ulysses, ring, usp, by_node and diloco.
     +reduce_float32 sums FSDP's gradients in float32, +reduce_bfloat16 sums the gradients of all matrices in bfloat16, +reduce_int8 those

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
-from sharding_rules.lab.hlo import FUSIONS, Instruction, Module
+from sharding_rules.lab.hlo import CALLS, FUSIONS, Instruction, Module
 from sharding_rules.lab.ledger import started
 
 Shapes = Mapping[str, Sequence[int]]
@@ -133,7 +133,7 @@ def _unchanging(module: Module, name: str) -> bool:
     while one.opcode in _MOVES or one.opcode == "parameter":
         if one.opcode == "parameter":
             caller = module.callers.get(module.home[one.name])
-            if caller is None or caller.opcode not in (*FUSIONS, "call"):
+            if caller is None or caller.opcode not in CALLS:
                 return caller is None  # the program's own argument
             one = module.by_name[caller.operands[int(one.arguments)]]
             continue

@@ -156,7 +156,7 @@ def main() -> None:
         check_contents(made)
         reader = Newcomer(install(made, Path(asked.venv or temporary / "venv").absolute(), asked.dependencies), home)
         print(f"{time.monotonic() - began:6.1f} s  {made.name} is built and installed", flush=True)
-        (reader.venv / "ready").touch()
+        (reader.venv / "ready").touch()  # .ci/run waits for it, and then runs the pages' tests in this environment
         commands(reader)
         first_hour.items(reader)
         if not asked.dependencies:

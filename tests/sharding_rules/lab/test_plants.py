@@ -27,7 +27,7 @@ LONG = {
     "hop in f32", "activations['mlp'] forgotten", "kv heads gathered", "gradients all-reduced for ZeRO-2", "update of whole weights",
     "heads not sharded", "norm in f32", "cross-entropy without a constraint", "llama, fsdp", "gpt, zero2+megatron_sp",
     "gpt, distributed+megatron_sp", "llama, hsdp+megatron_sp", "gpt, one sequence on a device", "gpt, zero1+megatron_sp, two stages",
-    "moments replicated", "batch gathered over fsdp", "scale of the gathered weight",
+    "moments replicated", "batch gathered over fsdp",
 }  # fmt: skip
 """Those of the trainer that CI leaves out: it has one for each check of lint, in the trainer or in plain JAX, and a program with nothing
 wrong; test_collectives.py has one with stages."""
