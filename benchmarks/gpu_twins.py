@@ -7,15 +7,14 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import gpu_trace
 from gpu_attention import TORCH, note_of, torch_there
-from gpu_lab import TINY, Lab, Table, compiler_there
-from gpu_training import TIMED, TINY_TIMED, batch_of, variant
-from gpu_truth import CONFIG, RULES, SHARE, target_of
+from gpu_lab import TINY, Lab, Table
+from gpu_predictions import predicted, traced, twin
+from gpu_training import TIMED, TINY_TIMED, batch_of
 from record import Row
 
 OURS, THEIRS = "mesh_lm", "torch.compile"
@@ -23,6 +22,8 @@ TOGETHER = {"gpt2_124m": 40, "gpt_1_3b": 90}
 """Config -> GiB that JAX may take on a GPU on which both processes fit beside each other."""
 SECONDS, ROUNDS = 2.0, 6
 """Seconds of a turn, and the turns of each process."""
+BLOCKS = {"gpt2_124m": "steps_124m", "gpt_1_3b": "steps_1_3b"}
+"""Config -> the block that times it."""
 TURN_COLUMNS = ("steps", "step_ms", "slowest_ms", "loss_last", "watts", "sm_mhz", "celsius", "host_load")
 STARTS = 2
 """Starts of each process where both do not fit beside each other."""
@@ -96,11 +97,10 @@ def twins(lab: Lab, name: str) -> Iterator[Table]:
     """Train steps beside torch.compile with FlashAttention (scaled_dot_product_attention), in turns of 2 s in random order; the first step
     of a turn is not timed. Both: bf16 with fp32 weights and moments, clipping, (fused) AdamW, no rematerialisation, the same tokens in a
     step. step_ms: the median of the turns; spread: (slowest - fastest turn) / median. ratio: our tokens per second over theirs, the median
-    of the rounds, with the lowest and the highest. predicted_ms: the lab's, for one GPU of this kind. joules: of the GPU alone."""
+    of the rounds, with the lowest and the highest. predicted_ms: gpu_predictions.py's, for one such GPU. joules: of the GPU alone."""
     fields = {**TINY, **TINY_TIMED} if lab.dry_run else TIMED[name][1]
     batch = 2 if lab.dry_run else batch_of(lab, name)
-    ours = variant(lab, {"model": fields}, name, "mosaic" if lab.dry_run else "auto")
-    ours["changes"]["train"]["global_batch"] = batch
+    ours = twin(lab, name)
     shape = lab.run("shapes", platform="cpu", models={name: fields}, device_kind=lab.device["device_kind"])[0]
     starts: dict[str, Any] = {OURS: lambda: Entrant(lab, OURS, "turns", variants=[ours], **_ours(lab))}
     if torch_there():
@@ -109,9 +109,9 @@ def twins(lab: Lab, name: str) -> Iterator[Table]:
     else:
         lab.left_out.append("torch is not installed: ours alone")
     together = lab.dry_run or lab.device.get("memory_limit_gib", 0) >= TOGETHER[name]
-    plan: Row = {}
+    plan = predicted(lab, BLOCKS[name])
     found: dict[str, list[Row]] = {entrant: [] for entrant in starts}
-    for entrant, row in _rows(lab, name, ours, starts, together, plan):
+    for entrant, row in _rows(lab, starts, together):
         found[entrant].append(row)
         turns = [row for rows in found.values() for row in rows if "step_ms" in row]
         yield f"{name}, turns", turns, note_of(twins)
@@ -126,24 +126,20 @@ def _seconds(lab: Lab) -> float:
     return 0.0 if lab.dry_run else SECONDS
 
 
-def _rows(
-    lab: Lab, name: str, ours: Row, starts: Mapping[str, Any], together: bool, plan: Row
-) -> Iterator[tuple[str, Row]]:  # fmt: skip
-    """Yields (entrant, row) of each start and each turn. plan: receives the lab's prediction."""
+def _rows(lab: Lab, starts: Mapping[str, Any], together: bool) -> Iterator[tuple[str, Row]]:
+    """Yields (entrant, row) of each start and each turn."""
     order = random.Random(0)
     rounds = 2 if lab.dry_run else ROUNDS
-    with ThreadPoolExecutor(1) as pool:
-        prediction = pool.submit(_predicted, lab, name, ours["changes"], "ddp") if not lab.dry_run else None
-        n_starts = 1 if together else STARTS
-        for start in range(n_starts):
-            groups = [[*starts]] if together else [[entrant] for entrant in order.sample([*starts], len(starts))]
-            for group in groups:
-                entrants = {entrant: starts[entrant]() for entrant in group}
-                yield from _group(lab, entrants, order, start, rounds // n_starts, prediction, plan)
+    n_starts = 1 if together else STARTS
+    for start in range(n_starts):
+        groups = [[*starts]] if together else [[entrant] for entrant in order.sample([*starts], len(starts))]
+        for group in groups:
+            entrants = {entrant: starts[entrant]() for entrant in group}
+            yield from _group(lab, entrants, order, start, rounds // n_starts)
 
 
 def _group(
-    lab: Lab, entrants: dict[str, Entrant], order: random.Random, start: int, rounds: int, prediction: Any, plan: Row
+    lab: Lab, entrants: dict[str, Entrant], order: random.Random, start: int, rounds: int
 ) -> Iterator[tuple[str, Row]]:  # fmt: skip
     """Yields (entrant, row) of processes that are there at the same time."""
     running = dict(entrants)
@@ -157,8 +153,6 @@ def _group(
     try:
         for entrant in entrants:
             yield from asked(entrant, running[entrant].row)
-        if prediction is not None:
-            plan |= prediction.result()  # until it is there it takes the host's cores, so that nothing is measured beside it
         for number in range(rounds):
             for entrant in order.sample([*running], len(running)):
                 for _, row in asked(entrant, running[entrant].turn):
@@ -167,16 +161,6 @@ def _group(
     finally:
         for entrant in entrants.values():
             entrant.close()
-
-
-def _predicted(lab: Lab, name: str, changes: Row, rules: str) -> Row:
-    """Returns the row of the lab's prediction; empty if XLA's compiler for CUDA is not installed or the prediction failed."""
-    if not compiler_there():
-        lab.left_out.append("XLA's compiler for CUDA is not installed: no prediction")
-        return {}
-    changes = changes | {"launch": {"compile_cache": ""}}
-    options: Row = {"directory": str(lab.directory), "changes": changes, "name": name, "rules": rules, "target": target_of(lab)}
-    return next((row for row in lab.run("predicted", platform="cpu", hidden=True, **options) if "error" not in row), {})
 
 
 def compared(name: str, shape: Row, batch: int, found: dict[str, list[Row]], plan: Row) -> list[Row]:
@@ -218,18 +202,13 @@ def trace(lab: Lab) -> Iterator[Table]:
     """One train step of gpt_1_3b (64 sequences, 8 microbatches, as gpu_truth.py's `steps`) under jax.profiler: its kernels, summed by the
     kinds of the lab's timeline, beside the prediction for one GPU of this kind. step_ms: the median of five steps without the profiler;
     share: of that. no kernel: what is left of it."""
-    model = {**TINY, **TINY_TIMED, "remat": "save_names"} if lab.dry_run else {"attention": "auto"}
-    train = {"global_batch": 8, "microbatches": 2} if lab.dry_run else SHARE
-    changes = {"model": model, "train": train, "optimizer": {"warmup_steps": 2}, "launch": {"compile_cache": ""}}
     directory = lab.directory / "trace"
-    with ThreadPoolExecutor(1) as pool:
-        prediction = pool.submit(_predicted, lab, CONFIG, changes, RULES)
-        options: Row = {"directory": str(lab.directory), "changes": changes, "name": CONFIG, "rules": RULES, "cache": "tuned"}
-        ran = lab.run("traced", **options, steps=0 if lab.dry_run else 5, trace=str(directory))
-        plan = prediction.result()
+    plan = predicted(lab, "trace")
+    options: Row = {"directory": str(lab.directory), "cache": "tuned", **traced(lab)}
+    ran = lab.run("traced", **options, steps=0 if lab.dry_run else 5, trace=str(directory))
     row = {name: value for each in ran for name, value in each.items()}
-    predicted = {name: plan.get(name) for name in ("target", "predicted_step_s", "predicted_peak_gib")}
-    yield "Traced step", [row | predicted], note_of(trace)
+    kept = {name: plan.get(name) for name in ("target", "predicted_step_s", "predicted_peak_gib")}
+    yield "Traced step", [row | kept], note_of(trace)
     if "step_ms" in row:
         yield from kinds(lab, directory, plan.get("kinds", {}), row["step_ms"])
 

@@ -25,7 +25,8 @@ COMPILE_BUDGET = 0
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The files of the session that do not import JAX."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = ("gpu_session", "gpu_minutes", "gpu_resume", "gpu_trace", "gpu_training", "gpu_twins", "record", "rehearse")
+    names = ("gpu_session", "gpu_minutes", "gpu_resume", "gpu_trace", "gpu_training", "gpu_twins", "gpu_lab")
+    names += ("gpu_predictions", "record", "rehearse")
     return {name: importlib.import_module(name) for name in names}
 
 
@@ -285,6 +286,40 @@ def test_ratios_of_turns(modules: dict[str, ModuleType]) -> None:
     assert (ours["ratio"], ours["lowest_ratio"], ours["highest_ratio"]) == (pytest.approx(1.1), 1.0, 1.2)
     assert (ours["predicted_ms"], ours["measured_by_predicted"]) == (80.0, 1.25) and "predicted_ms" not in theirs
     assert ours["spread"] == 0.2 and ours["joules_per_token"] == 0.3
+
+
+def test_a_prediction_is_of_the_step_that_is_measured(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest file of the GPU's kind serves; none, or one of another step, is left out with the command that makes it."""
+    predictions, results = modules["gpu_predictions"], tmp_path / "results"
+    monkeypatch.setattr(predictions, "RESULTS", results)
+    lab = modules["gpu_lab"].Lab(tmp_path, dry_run=False)
+    lab.device = {"device_kind": "NVIDIA H200"}
+    command = "python benchmarks/gpu_predictions.py --target=h200"
+    assert predictions.predicted(lab, "trace") == {} and lab.left_out == [f"no prediction for h200: {command}"]
+    results.mkdir()
+    programs = predictions.programs(lab)
+    assert set(programs) == {"trace", "steps_124m", "steps_1_3b"}
+    for day, seconds in (("2026-11-26", 3.0), ("2026-11-27", 2.0)):
+        made = {block: {"program": program, "prediction": {"predicted_step_s": seconds}} for block, program in programs.items()}
+        made["steps_124m"]["program"] = made["steps_124m"]["program"] | {"rules": "zero3"}
+        (results / f"gpu_predictions_{day}_h200.json").write_text(json.dumps({"predictions": made}), encoding="utf-8")
+    lab.left_out.clear()
+    assert predictions.predicted(lab, "trace") == {"predicted_step_s": 2.0} and not lab.left_out
+    assert predictions.predicted(lab, "steps_124m") == {}
+    assert lab.left_out == [f"the step of steps_124m has changed since it was predicted for h200: {command}"]
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_a_step_is_predicted_without_a_gpu(tmp_path: Path) -> None:
+    done = suite("gpu_predictions", "--dry-run", f"--output={tmp_path}", "--target=h200", patience=4 * PATIENCE)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (results,) = tmp_path.glob("gpu_predictions_*_h200.json")
+    made = json.loads(results.read_text(encoding="utf-8"))["predictions"]["trace"]["prediction"]
+    assert made["target"] == "h200" and made["fits"] and made["predicted_step_s"] > 0
+    assert made["kinds"]["matmul"]["kernels"] > 0
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def truth(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.exhaustive
 def test_dry_run(tmp_path: Path) -> None:
-    """CI rehearses matmul, elementwise and the predicted step as blocks of gpu_minutes.py."""
+    """CI rehearses matmul and elementwise as blocks of gpu_minutes.py, and the predicted step in gpu_predictions.py."""
     tables, record = rehearsed("gpu_truth", tmp_path, CASES)
     assert record["date"] and record["device"]["device_kind"] and record["versions"]["jax"]
     for title, peer in (("Our attention", "mosaic"), ("cuDNN's attention", "xla")):
