@@ -1,7 +1,8 @@
-"""Says what CI must run for a change: `prose`, if it touches only Markdown outside of code and images, or else `everything`.
+"""Says what CI must run for a change: `prose`, if it touches only Markdown outside of code and
+images, or else `everything`.
 
-It prints that word, and a line with the reason. It needs the standard library only, because it runs before anything is installed.
-Wherever it is in doubt it says `everything`.
+It prints that word, and a line with the reason. It needs the standard library only, because it runs
+before anything is installed. Wherever it is in doubt it says `everything`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _OPENING_FENCE = re.compile(r"( *)(`{3,}|~{3,})\w*")
 # Markers of quotes and list items, and then as much space as makes an indented code block.
 _INDENTED_CODE = re.compile(r"(?:\s*(?:>|[-*+]|\d+[.)]))*(?:\s{4}|\s*\t)")
 _OTHER_CODE = re.compile(r"</?(?:pre|code|script|style|textarea)\b|<[?]|<!(?!--)", re.IGNORECASE)
-# Everything but \n at which some reader of a page might see the end of a line, and bytes that no text has.
+# Everything but \n at which some reader of a page might see the end of a line, and bytes that no
+# text has.
 _CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]")
 
 
@@ -89,9 +91,11 @@ def _check_file(change: FileChange) -> None:
 
 
 def code_of(page: bytes) -> list[str] | None:
-    """Returns the lines of code blocks and HTML comments of a page, and before each of them what the prose there decides about it.
+    """Returns the lines of code blocks and HTML comments of a page, and before each of them what
+    the prose there decides about it.
 
-    None: the page's readers (MkDocs, GitHub, and the regular expressions of tests) may not agree about what is code.
+    None: the page's readers (MkDocs, GitHub, and the regular expressions of tests) may not agree
+    about what is code.
     """
     try:
         text = page.decode("utf-8")
@@ -123,7 +127,11 @@ def code_of(page: bytes) -> list[str] | None:
             continue
 
         # 3. A line of a comment, of an indented block, or the first of a fenced block.
-        if _OTHER_CODE.search(line) or (_FENCE.search(line) and not opening) or (opening and in_comment):
+        if (
+            _OTHER_CODE.search(line)
+            or (_FENCE.search(line) and not opening)
+            or (opening and in_comment)
+        ):
             return None
         context = _context(prose, line)
         if context is None:
@@ -134,7 +142,9 @@ def code_of(page: bytes) -> list[str] | None:
             indentation = opening[1]
             closing_fence = indentation + opening[2]
         elif in_comment or starts_comment:
-            in_comment = line.rfind("-->") < line.rfind("<!--") if starts_comment else "-->" not in line
+            in_comment = (
+                line.rfind("-->") < line.rfind("<!--") if starts_comment else "-->" not in line
+            )
     return None if closing_fence or in_comment else code
 
 
@@ -142,14 +152,21 @@ def _is_prose(line: str) -> bool:
     """Whether the line has nothing of code or of a comment, if it is outside of both."""
     if not line.strip():
         return True
-    return not (_FENCE.search(line) or "<!--" in line or "-->" in line or _OTHER_CODE.search(line) or _INDENTED_CODE.match(line))
+    return not (
+        _FENCE.search(line)
+        or "<!--" in line
+        or "-->" in line
+        or _OTHER_CODE.search(line)
+        or _INDENTED_CODE.match(line)
+    )
 
 
 def _context(prose: list[str], line: str) -> list[str] | None:
-    """Returns what the prose between two lines of code says about the second; None where it may be no code at all.
+    """Returns what the prose between two lines of code says about the second; None where it may be
+    no code at all.
 
-    A text between a comment and a block separates them, and blank lines may. Whether an indented line is code depends on the list
-    items above it, up to a heading.
+    A text between a comment and a block separates them, and blank lines may. Whether an indented
+    line is code depends on the list items above it, up to a heading.
     """
     if line.startswith((" ", "\t", ">")) or _INDENTED_CODE.match(line):
         return prose[_last_heading(prose) :]
@@ -174,9 +191,13 @@ def _last_heading(prose: list[str]) -> int:
 
 
 def changes_of_checkout(root: Path, environment: Mapping[str, str]) -> tuple[list[FileChange], str]:
-    """Returns what differs in the working tree, untracked files included, from the base, and the base's commit. Raises Doubt."""
+    """Returns what differs in the working tree, untracked files included, from the base, and the
+    base's commit. Raises Doubt.
+    """
     git = _Git(root)
-    top, shallow, head = git.lines("rev-parse", "--show-toplevel", "--is-shallow-repository", "HEAD^{commit}")
+    top, shallow, head = git.lines(
+        "rev-parse", "--show-toplevel", "--is-shallow-repository", "HEAD^{commit}"
+    )
     if Path(top).resolve() != root.resolve():
         raise Doubt("this is no checkout of its own")
     base = _base(git, environment, head, shallow != "false")
@@ -197,11 +218,16 @@ def _base(git: _Git, environment: Mapping[str, str], head: str, shallow: bool) -
     bases = git.lines("merge-base", "--all", commit, head)
     if len(bases) != 1:
         raise Doubt(f"the merge base with {commit[:12]} is not known")
-    # A shallow clone lacks commits, among which a later merge base may be; a base from which HEAD descends is one in any case.
+    # A shallow clone lacks commits, among which a later merge base may be; a base from which HEAD
+    # descends is one in any case.
     if shallow and bases[0] != commit:
         raise Doubt("a shallow clone does not show the merge base")
     if bases[0] == head and not revision:
-        raise Doubt("this is the main branch, or a commit of it; MESH_LM_CI_BASE=REVISION names another base")
+        raise Doubt(
+            "this is the main branch, or a commit of it; MESH_LM_CI_BASE=REVISION names "
+            "another "
+            "base"
+        )
     return bases[0]
 
 
@@ -217,11 +243,21 @@ def _main_branch(git: _Git) -> str:
 
 def _tracked(git: _Git, root: Path, base: str) -> list[FileChange]:
     # Without renames: a file that was renamed is one that was removed and one that was added.
-    options = ("--raw", "-z", "--no-abbrev", "--no-renames", "--no-ext-diff", "--no-textconv", "--ignore-submodules=none")
+    options = (
+        "--raw",
+        "-z",
+        "--no-abbrev",
+        "--no-renames",
+        "--no-ext-diff",
+        "--no-textconv",
+        "--ignore-submodules=none",
+    )
     fields = git.output("diff", *options, base, "--").split(b"\0")[:-1]
     changes = []
     for description, name in zip(fields[::2], fields[1::2], strict=True):
-        old_mode, new_mode, old_object, _, status = description.decode().removeprefix(":").split(" ")
+        old_mode, new_mode, old_object, _, status = (
+            description.decode().removeprefix(":").split(" ")
+        )
         path = os.fsdecode(name)
         if status not in ("A", "M"):
             raise Doubt(f"{path} was removed, replaced, or is in conflict")
@@ -250,17 +286,32 @@ class _Git:
 
     def __init__(self, root: Path) -> None:
         # A hook of git's sets variables such as GIT_INDEX_FILE for its own repository.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("GIT_")
+        }
         self._environment = {**environment, "LC_ALL": "C"}
-        self._words = ["git", "-C", str(root), "-c", "core.fileMode=true", "-c", "core.fsmonitor=false"]
+        self._words = [
+            "git",
+            "-C",
+            str(root),
+            "-c",
+            "core.fileMode=true",
+            "-c",
+            "core.fsmonitor=false",
+        ]
 
     def output(self, *words: str) -> bytes:
         try:
-            done = subprocess.run([*self._words, *words], env=self._environment, capture_output=True)
+            done = subprocess.run(
+                [*self._words, *words], env=self._environment, capture_output=True
+            )
         except OSError:
             raise Doubt("there is no git on this machine") from None
         if done.returncode != 0:
-            raise Doubt(f"git {words[0]} failed: {os.fsdecode(done.stderr).strip() or f'status {done.returncode}'}")
+            raise Doubt(
+                f"git {words[0]} failed: "
+                f"{os.fsdecode(done.stderr).strip() or f'status {done.returncode}'}"
+            )
         return done.stdout
 
     def lines(self, *words: str) -> list[str]:

@@ -1,7 +1,9 @@
-"""What CI prints at its end: its parts, the five dearest of them, and how long the README's test command took for this machine.
+"""What CI prints at its end: its parts, the five dearest of them, and how long the README's test
+command took for this machine.
 
-python .ci/report.py PARTS --seconds=N           # .ci/run does this; PARTS is the file that it writes
-python .ci/report.py PARTS --seconds=N --write   # writes .ci/yardstick.json, with which later runs are compared
+python .ci/report.py PARTS --seconds=N # .ci/run does this; PARTS is the file that it writes python
+.ci/report.py PARTS --seconds=N --write # writes .ci/yardstick.json, with which later runs are
+compared
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What the README's test command took, and what the yardstick took then, in seconds. cores: of the machine."""
+    """What the README's test command took, and what the yardstick took then, in seconds. cores: of
+    the machine.
+    """
 
     installation: float
     tests: float
@@ -61,7 +65,12 @@ def main() -> int:
     """Prints the report, and with --write keeps its measurement."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "parts", type=Path, help="lines that .ci/run wrote: seconds, foreground or background, and a name, with tabs between"
+        "parts",
+        type=Path,
+        help=(
+            "lines that .ci/run wrote: seconds, foreground or background, and a name, with tabs "
+            "between"
+        ),
     )
     parser.add_argument("--seconds", type=float, required=True, help="of all of CI")
     parser.add_argument("--write", action="store_true", help="write .ci/yardstick.json")
@@ -69,7 +78,9 @@ def main() -> int:
     text = arguments.parts.read_text(encoding="utf-8") if arguments.parts.exists() else ""
     parts = read_parts(text)
     measured = measurement(parts, read_yardsticks(text), cores(), cpu())
-    committed = read_measurement(COMMITTED.read_text(encoding="utf-8")) if COMMITTED.exists() else None
+    committed = (
+        read_measurement(COMMITTED.read_text(encoding="utf-8")) if COMMITTED.exists() else None
+    )
     print("\n".join(report(parts, arguments.seconds, measured, committed)))
     if arguments.write:
         if measured is None:
@@ -107,8 +118,12 @@ def written(measured: Measurement, date: datetime.date) -> str:
     return json.dumps(values, indent=1) + "\n"
 
 
-def measurement(parts: list[Part], yardsticks: list[dict[str, float]], cores: int, cpu: str) -> Measurement | None:
-    """Returns what was measured, with the mean of all yardsticks; None unless both parts of the README's command came to an end."""
+def measurement(
+    parts: list[Part], yardsticks: list[dict[str, float]], cores: int, cpu: str
+) -> Measurement | None:
+    """Returns what was measured, with the mean of all yardsticks; None unless both parts of the
+    README's command came to an end.
+    """
     seconds = {part.name: part.seconds for part in parts}
     if not yardsticks or INSTALLATION not in seconds or TESTS not in seconds:
         return None
@@ -122,7 +137,9 @@ def measurement(parts: list[Part], yardsticks: list[dict[str, float]], cores: in
     )
 
 
-def report(parts: list[Part], seconds: float, measured: Measurement | None, committed: Measurement | None) -> list[str]:
+def report(
+    parts: list[Part], seconds: float, measured: Measurement | None, committed: Measurement | None
+) -> list[str]:
     """Returns the lines of the report."""
     lines = [f"CI took {seconds:.0f} s ({seconds / 60:.1f} min) on {cores()} cores. Its parts:"]
     lines += [_row(part) for part in parts]
@@ -131,11 +148,13 @@ def report(parts: list[Part], seconds: float, measured: Measurement | None, comm
     if measured is None:
         return lines
     lines.append(
-        f"yardstick: {measured.yardstick:.2f} s ({measured.matmul:.2f} s of numpy's products of matrices, "
+        f"yardstick: {measured.yardstick:.2f} s ({measured.matmul:.2f} s of numpy's products of "
+        "matrices, "
         f"{measured.compile:.2f} s of a compilation by XLA)"
     )
     lines.append(
-        f"the README's test command: {measured.installation + measured.tests:.0f} s (installation {measured.installation:.0f} s, tests "
+        f"the README's test command: {measured.installation + measured.tests:.0f} s (installation "
+        f"{measured.installation:.0f} s, tests "
         f"{measured.tests:.0f} s), {measured.ratio:.1f} times the yardstick"
     )
     lines += compare(measured, committed)
@@ -143,16 +162,28 @@ def report(parts: list[Part], seconds: float, measured: Measurement | None, comm
 
 
 def compare(measured: Measurement, committed: Measurement | None) -> list[str]:
-    """Returns what the committed ratio says of the measured one; its last line is a warning if the tests have become slower."""
+    """Returns what the committed ratio says of the measured one; its last line is a warning if the
+    tests have become slower.
+    """
     if committed is None:
         return ["no ratio is committed: .ci/yardstick.json is absent"]
     change = measured.ratio / committed.ratio
-    lines = [f"the committed ratio: {committed.ratio:.1f}, of {committed.date}, on {committed.cores} cores of {committed.cpu}"]
+    lines = [
+        (
+            f"the committed ratio: {committed.ratio:.1f}, of {committed.date}, on "
+            f"{committed.cores} "
+            f"cores of {committed.cpu}"
+        )
+    ]
     if measured.cores != committed.cores:
-        lines.append(f"this machine has {measured.cores} cores, so the two ratios say little about each other")
+        lines.append(
+            f"this machine has {measured.cores} cores, so the two ratios say little about each "
+            "other"
+        )
     if change > ALLOWED:
         lines.append(
-            f"warning: the README's test command takes {100 * (change - 1):.0f} % more than the committed ratio says; make the "
+            f"warning: the README's test command takes {100 * (change - 1):.0f} % more than the "
+            "committed ratio says; make the "
             "tests faster, or commit the new ratio with its reason (CONTRIBUTING.md, Checks)"
         )
     return lines

@@ -1,6 +1,8 @@
-"""Measures how fast this machine is now: the seconds of a fixed numpy loop and of a fixed compilation by XLA.
+"""Measures how fast this machine is now: the seconds of a fixed numpy loop and of a fixed
+compilation by XLA.
 
-With the seconds of the tests divided by these, a slow machine is not mistaken for slow tests. Prints one line of JSON.
+With the seconds of the tests divided by these, a slow machine is not mistaken for slow tests.
+Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -29,15 +31,25 @@ ENVIRONMENT = {
 
 
 def main() -> int:
-    """Prints {"matmul": seconds, "compile": seconds}, the means of one process for each core, as the tests use all cores, too."""
+    """Prints {"matmul": seconds, "compile": seconds}, the means of one process for each core, as
+    the tests use all cores, too.
+    """
     if sys.argv[1:] == ["--one-core"]:
         print(
-            json.dumps({"matmul": measure(matmul_loop(PRODUCTS), matmul_loop(1)), "compile": measure(compilation(LAYERS), compilation(1))})
+            json.dumps(
+                {
+                    "matmul": measure(matmul_loop(PRODUCTS), matmul_loop(1)),
+                    "compile": measure(compilation(LAYERS), compilation(1)),
+                }
+            )
         )
         return 0
     environment = os.environ | ENVIRONMENT
     command = [sys.executable, __file__, "--one-core"]
-    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(os.cpu_count() or 1)]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(os.cpu_count() or 1)
+    ]
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode != 0 for process in processes):
         return 1
@@ -47,11 +59,16 @@ def main() -> int:
 
 def mean(seconds: list[dict[str, float]]) -> dict[str, float]:
     """Returns the mean of each work's seconds."""
-    return {work: round(sum(one_core[work] for one_core in seconds) / len(seconds), 2) for work in seconds[0]}
+    return {
+        work: round(sum(one_core[work] for one_core in seconds) / len(seconds), 2)
+        for work in seconds[0]
+    }
 
 
 def measure(work: Callable[[], object], warm_up: Callable[[], object]) -> float:
-    """Returns the seconds of `work()`, after a smaller work of the same kind, which starts threads and loads libraries."""
+    """Returns the seconds of `work()`, after a smaller work of the same kind, which starts threads
+    and loads libraries.
+    """
     warm_up()
     started_at = time.perf_counter()
     work()
@@ -75,7 +92,9 @@ def matmul_loop(products: int) -> Callable[[], object]:
 
 
 def compilation(layers: int) -> Callable[[], object]:
-    """Returns the compilation of the gradient of some layers, each with a scan and an attention of its own."""
+    """Returns the compilation of the gradient of some layers, each with a scan and an attention of
+    its own.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -86,11 +105,18 @@ def compilation(layers: int) -> Callable[[], object]:
 
     def loss(all_weights: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
         for number, weights in enumerate(all_weights):
-            x, _ = jax.lax.scan(lambda x, _, w=weights, n=number: (layer(x, w, n), None), x, None, length=SCANNED_LAYERS)
+            x, _ = jax.lax.scan(
+                lambda x, _, w=weights, n=number: (layer(x, w, n), None),
+                x,
+                None,
+                length=SCANNED_LAYERS,
+            )
         return (x**2).mean()
 
     matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-    lowered = jax.jit(jax.value_and_grad(loss)).lower([{"in": matrix, "out": matrix}] * layers, matrix)
+    lowered = jax.jit(jax.value_and_grad(loss)).lower(
+        [{"in": matrix, "out": matrix}] * layers, matrix
+    )
     return lowered.compile
 
 

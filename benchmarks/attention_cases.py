@@ -1,6 +1,8 @@
-"""The attention calls of the GPU suite: the cases that are compared with the formula, and the shapes that are timed. Random data.
+"""The attention calls of the GPU suite: the cases that are compared with the formula, and the
+shapes that are timed. Random data.
 
-Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim (Hv that of v).
+Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim (Hv that
+of v).
 """
 
 from __future__ import annotations
@@ -54,8 +56,13 @@ class Case:
         """Returns a version for a CPU: a quarter as long, one sequence, two or four heads."""
         group = self.N // (self.K or self.N)
         heads = {"N": 2 * min(group, 2), "K": (1 if self.K == 1 else 2) if self.K else 0}
-        quarter = {name: math.ceil(value / 4) if name in ("window", "q_offset") else value for name, value in self.static.items()}
-        return dataclasses.replace(self, S=math.ceil(self.S / 4), T=math.ceil(self.T / 4), B=1, **heads, static=quarter)
+        quarter = {
+            name: math.ceil(value / 4) if name in ("window", "q_offset") else value
+            for name, value in self.static.items()
+        }
+        return dataclasses.replace(
+            self, S=math.ceil(self.S / 4), T=math.ceil(self.T / 4), B=1, **heads, static=quarter
+        )
 
     def features(self) -> dict[str, Any]:
         """Keywords that are not arrays."""
@@ -67,7 +74,8 @@ class Case:
         return found
 
     def arrays(self) -> tuple[Arrays, Arrays, Arrays]:
-        """Returns (arrays with gradients: q, k, v, perhaps sinks; the other arrays; weights of a loss: out, lse)."""
+        """Returns (arrays with gradients: q, k, v, perhaps sinks; the other arrays; weights of a
+        loss: out, lse)."""
         random = np.random.default_rng([len(self.name), *self.name.encode()])
         K, Hv = self.K or self.N, self.Hv or self.H
 
@@ -84,14 +92,25 @@ class Case:
         if self.documents:
             still["segment_ids"] = jnp.asarray(document_ids(random, self.B, self.S, self.documents))
             if self.T:
-                still["kv_segment_ids"] = jnp.asarray(document_ids(random, self.B, self.T, self.documents))
-        weights = {"out": normal(self.B, self.S, self.N, Hv, dtype="float32"), "lse": normal(self.B, self.S, self.N, dtype="float32")}
+                still["kv_segment_ids"] = jnp.asarray(
+                    document_ids(random, self.B, self.T, self.documents)
+                )
+        weights = {
+            "out": normal(self.B, self.S, self.N, Hv, dtype="float32"),
+            "lse": normal(self.B, self.S, self.N, dtype="float32"),
+        }
         return moving, still, weights
 
 
 def document_ids(random: np.random.Generator, B: int, S: int, documents: int) -> np.ndarray:
-    """Returns int32 [B, S]: the ids of `documents` consecutive documents of random lengths in each row."""
-    cuts = np.stack([np.isin(np.arange(S), 1 + random.choice(S - 1, documents - 1, replace=False)) for _ in range(B)])
+    """Returns int32 [B, S]: the ids of `documents` consecutive documents of random lengths in each
+    row."""
+    cuts = np.stack(
+        [
+            np.isin(np.arange(S), 1 + random.choice(S - 1, documents - 1, replace=False))
+            for _ in range(B)
+        ]
+    )
     return np.cumsum(cuts, 1, dtype=np.int32)
 
 
@@ -118,7 +137,9 @@ CASES = {
         Case("softcap", static={"softcap": 5.0}),
         Case("uneven causal", S=1000),
         Case("q_offset", S=512, T=1024, static={"q_offset": 512}),
-        Case("q_offset traced", S=512, T=1024, static={"q_offset": 300}, traced_offset=True, lse=True),
+        Case(
+            "q_offset traced", S=512, T=1024, static={"q_offset": 300}, traced_offset=True, lse=True
+        ),
         Case("sinks", sinks=True),
         Case("block mask, causal", S=2048, mask=_bigbird),
         Case("fp16", dtype="float16"),
@@ -130,8 +151,22 @@ CASES = {
         Case("block mask, full", S=2048, static=_FULL, mask=_strided),
         Case("scale", static={"scale": 0.3}),
         Case("fp16 full head dim 64", dtype="float16", H=64, static=_FULL),
-        Case("causal, more keys, first rows empty", S=1024, T=512, static={"q_offset": -256}, lse=True),
-        Case("together", S=1500, K=2, documents=4, sinks=True, lse=True, static={"window": 500, "softcap": 20.0}),
+        Case(
+            "causal, more keys, first rows empty",
+            S=1024,
+            T=512,
+            static={"q_offset": -256},
+            lse=True,
+        ),
+        Case(
+            "together",
+            S=1500,
+            K=2,
+            documents=4,
+            sinks=True,
+            lse=True,
+            static={"window": 500, "softcap": 20.0},
+        ),
     )
 }
 """Cases by name, the most important first."""
@@ -145,15 +180,33 @@ def timed_case(row: Row, dtype: str, tiny: bool = False) -> Case:
     """Returns a shape of gpu_attention.py as a case."""
     mask, S = row["mask"], row["seq"]
     document = 64 if tiny else DOCUMENT
-    static = {"causal": mask != "full", **({"window": 96 if tiny else WINDOW} if mask == "window" else {})}
-    sizes = {"S": S, "N": row["heads"], "K": row["kv_heads"], "H": row["head_dim"], "B": row["batch"]}
-    return Case(f"{mask} {S}", **sizes, dtype=dtype, documents=max(2, S // document) if mask == "packed" else 0, static=static)
+    static = {
+        "causal": mask != "full",
+        **({"window": 96 if tiny else WINDOW} if mask == "window" else {}),
+    }
+    sizes = {
+        "S": S,
+        "N": row["heads"],
+        "K": row["kv_heads"],
+        "H": row["head_dim"],
+        "B": row["batch"],
+    }
+    return Case(
+        f"{mask} {S}",
+        **sizes,
+        dtype=dtype,
+        documents=max(2, S // document) if mask == "packed" else 0,
+        static=static,
+    )
 
 
 def forward_flops(case: Case, segment_ids: np.ndarray | None) -> float:
-    """Returns the FLOPs of the forward's two matmuls over the unmasked pairs. The backward has five matmuls, so 2.5 times as many."""
+    """Returns the FLOPs of the forward's two matmuls over the unmasked pairs. The backward has five
+    matmuls, so 2.5 times as many."""
     if segment_ids is None:
-        static = {name: value for name, value in case.static.items() if name in ("causal", "window")}
+        static = {
+            name: value for name, value in case.static.items() if name in ("causal", "window")
+        }
         pairs = case.B * visible_pairs(case.S, case.keys, **static)
     else:  # causal documents
         lengths = np.concatenate([np.bincount(ids) for ids in segment_ids])

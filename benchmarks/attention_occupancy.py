@@ -1,8 +1,10 @@
-"""How well the attention kernels' grids fill an H100, for the local shapes of every config: predicted from the number of their blocks.
+"""How well the attention kernels' grids fill an H100, for the local shapes of every config:
+predicted from the number of their blocks.
 
-Nothing runs. Each config is taken on its published number of devices. The efficiency is the share of the SMs' time in which they have
-work, if the blocks take as long as the keys or queries that they visit. The backward owns tiles of keys; it has a block for each kv head
-or, where those are few, for each query head.
+Nothing runs. Each config is taken on its published number of devices. The efficiency is the share
+of the SMs' time in which they have work, if the blocks take as long as the keys or queries that
+they visit. The backward owns tiles of keys; it has a block for each kv head or, where those are
+few, for each query head.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from mesh_lm.config import load
 from pallas_kernels.attention.occupancy import by_query_head, of_keys, of_queries
 
 NOTE = (
-    "B sequences of S tokens, N query heads and K kv heads on one device. forward: and the gradient of queries; keys: the gradients of "
-    "keys and values by kv head; split: by query head; chosen: the grid that the five-matmul backward takes of these two."
+    "B sequences of S tokens, N query heads and K kv heads on one device. forward: and the "
+    "gradient of queries; keys: the gradients of "
+    "keys and values by kv head; split: by query head; chosen: the grid that the five-matmul "
+    "backward takes of these two."
 )
 
 
@@ -36,15 +40,21 @@ def local_shape(config: Any, devices: int) -> tuple[int, int, int, int]:
 
 
 def row_of(name: str, shape: tuple[int, int, int, int], width: int, window: int | None) -> Row:
-    """A row of the table: blocks and efficiencies of each grid. width: of the heads of queries and of values together."""
+    """A row of the table: blocks and efficiencies of each grid. width: of the heads of queries and
+    of values together."""
     B, S, N, K = shape
     queries = of_queries(B, S, S, N, K, width=width, window=window)
-    by_kv, by_query = (of_keys(B, S, S, N, K, split=split, width=width, window=window) for split in (False, True))
+    by_kv, by_query = (
+        of_keys(B, S, S, N, K, split=split, width=width, window=window) for split in (False, True)
+    )
     split = by_query_head(B, N, K, S)
     return {
-        "name": name, "B": B, "S": S, "N": N, "K": K, "forward_blocks": queries.blocks, "forward": round(queries.efficiency, 3),
-        "keys_blocks": by_kv.blocks, "keys": round(by_kv.efficiency, 3), "split_blocks": by_query.blocks,
-        "split": round(by_query.efficiency, 3), "chosen": round((by_query if split else by_kv).efficiency, 3),
+        "name": name, "B": B, "S": S, "N": N, "K": K, "forward_blocks": queries.blocks,
+        "forward": round(queries.efficiency, 3),
+        "keys_blocks": by_kv.blocks, "keys": round(by_kv.efficiency, 3),
+        "split_blocks": by_query.blocks,
+        "split": round(by_query.efficiency, 3),
+        "chosen": round((by_query if split else by_kv).efficiency, 3),
     }  # fmt: skip
 
 
@@ -63,7 +73,9 @@ def rows() -> list[Row]:
 
 def main() -> None:
     """Prints the table."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     sys.stdout.write(markdown("Occupancy", rows(), NOTE) + "\n")
 
 

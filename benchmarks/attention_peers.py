@@ -1,4 +1,5 @@
-"""The implementations of attention in JAX that the GPU suite times, as functions of the same arrays."""
+"""The implementations of attention in JAX that the GPU suite times, as functions of the same
+arrays."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ def forward_only(peer: str, mask: str) -> bool:
 
 
 def attention(peer: str, static: Row, dry_run: bool = False) -> Callable[..., jax.Array]:
-    """Returns f(q, k, v, **arrays) of a peer: mosaic, cudnn and xla by our own API, mgpu (jax's example, without softmax scale), tokamax.
+    """Returns f(q, k, v, **arrays) of a peer: mosaic, cudnn and xla by our own API, mgpu (jax's
+    example, without softmax scale), tokamax.
 
-    Also one of our kernels' variants, by its name in attention_variants.py. static: keywords of `flash_attention` that are not arrays.
+    Also one of our kernels' variants, by its name in attention_variants.py. static: keywords of
+    `flash_attention` that are not arrays.
     """
     if peer in VARIANTS:
         return variant_attention(peer, static)
@@ -55,10 +58,15 @@ def _mgpu(causal: bool) -> Callable[..., jax.Array]:
     from jax.experimental.pallas.ops.gpu import attention_mgpu  # Mosaic needs a GPU's packages
 
     def mgpu(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        # By head dim, the largest blocks of its own benchmark that fit into shared memory (228 KiB) with two pipeline steps.
+        # By head dim, the largest blocks of its own benchmark that fit into shared memory (228 KiB)
+        # with two pipeline steps.
         blocks = {64: 256, 128: 128}.get(q.shape[-1], 64)
-        backward: Row = {} if causal else {f"block_{x}": 64 for x in ("q_dkv", "kv_dkv", "q_dq", "kv_dq")}
-        config = attention_mgpu.TuningConfig(block_q=64, block_kv=blocks, max_concurrent_steps=2, causal=causal, **backward)
+        backward: Row = (
+            {} if causal else {f"block_{x}": 64 for x in ("q_dkv", "kv_dkv", "q_dq", "kv_dq")}
+        )
+        config = attention_mgpu.TuningConfig(
+            block_q=64, block_kv=blocks, max_concurrent_steps=2, causal=causal, **backward
+        )
         return attention_mgpu.attention(q, k, v, config)
 
     return mgpu
@@ -67,4 +75,6 @@ def _mgpu(causal: bool) -> Callable[..., jax.Array]:
 def _tokamax(causal: bool) -> Callable[..., jax.Array]:
     import tokamax  # pyright: ignore[reportMissingImports]
 
-    return lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=causal, implementation="mosaic")
+    return lambda q, k, v: tokamax.dot_product_attention(
+        q, k, v, is_causal=causal, implementation="mosaic"
+    )

@@ -1,7 +1,9 @@
-"""Compiles the shipped configs for absent H100s, and compares their predicted steps with this project's bars, and with the base.
+"""Compiles the shipped configs for absent H100s, and compares their predicted steps with this
+project's bars, and with the base.
 
-The base is benchmarks/results/bars_base_*.json: the same figures of an earlier state of this repository, written by --freeze. Nothing runs
-on a GPU. Rows that are not asked for are kept from the newest results, with their dates. Needs the compiler: pip install -e '.[aot]'.
+The base is benchmarks/results/bars_base_*.json: the same figures of an earlier state of this
+repository, written by --freeze. Nothing runs on a GPU. Rows that are not asked for are kept from
+the newest results, with their dates. Needs the compiler: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from record import ROOT, Record, Row
 from record import options as arguments
 
 PIPELINED, PLAIN, EXPOSED = 1.6, 1.35, 0.15
-"""The most of step / (the model's matmuls and attention), with and without stages, and of the exposed share (of Megatron's nine)."""
+"""The most of step / (the model's matmuls and attention), with and without stages, and of the
+exposed share (of Megatron's nine)."""
 WAITS = 5
 """How many collectives are listed of a config that waits longer than that."""
 
@@ -59,21 +62,38 @@ class Bar:
 
 
 BARS = (
-    Bar("gpt2_124m", mfu=0.32), Bar("gpt_1_3b", mfu=0.57), Bar("gpt_175b", step_s=6.7, step_all_on_s=6.2, peak_gib=50.0),
-    Bar("llama3_8b", mfu=0.60), Bar("llama3_8b_128k"), Bar("llama3_70b", 512, mfu=0.57, changes="--train.microbatches=4"),
+    Bar("gpt2_124m", mfu=0.32), Bar("gpt_1_3b", mfu=0.57),
+    Bar("gpt_175b", step_s=6.7, step_all_on_s=6.2, peak_gib=50.0),
+    Bar("llama3_8b", mfu=0.60), Bar("llama3_8b_128k"),
+    Bar("llama3_70b", 512, mfu=0.57, changes="--train.microbatches=4"),
     Bar("llama3_70b", mfu=0.57), Bar("llama3_405b", mfu=0.30),
-    Bar("megatron_1_7b", of_published=1.0), Bar("megatron_7_1b", of_published=1.0), Bar("megatron_16b", of_published=1.0),
-    Bar("megatron_32b", of_published=0.9), Bar("megatron_70b", of_published=0.9), Bar("megatron_119b", of_published=0.9),
-    Bar("megatron_177b", step_s=5.2, step_all_on_s=4.9, of_published=1.0), Bar("megatron_314b", of_published=0.9),
+    Bar("megatron_1_7b", of_published=1.0), Bar("megatron_7_1b", of_published=1.0),
+    Bar("megatron_16b", of_published=1.0),
+    Bar("megatron_32b", of_published=0.9), Bar("megatron_70b", of_published=0.9),
+    Bar("megatron_119b", of_published=0.9),
+    Bar("megatron_177b", step_s=5.2, step_all_on_s=4.9, of_published=1.0),
+    Bar("megatron_314b", of_published=0.9),
     Bar("megatron_462b", of_published=1.0),
 )  # fmt: skip
 
 
 def main() -> None:
     parser = arguments(__doc__ or "", quick_help="only gpt2_124m")
-    parser.add_argument("--only", default="", help="rows whose name contains one of these words, with commas between; the rest is kept")
-    parser.add_argument("--on", default="", help="options of train.py that turn all settings on, for a second figure: '--a.b=c --d.e=f'")
-    parser.add_argument("--freeze", action="store_true", help="write the rows into the base; those that are not asked for stay")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="rows whose name contains one of these words, with commas between; the rest is kept",
+    )
+    parser.add_argument(
+        "--on",
+        default="",
+        help="options of train.py that turn all settings on, for a second figure: '--a.b=c --d.e=f'",
+    )
+    parser.add_argument(
+        "--freeze",
+        action="store_true",
+        help="write the rows into the base; those that are not asked for stay",
+    )
     parser.add_argument("--row", default="", help="compile this one and print it (internal)")
     args = parser.parse_args()
     if args.row:
@@ -87,7 +107,11 @@ def main() -> None:
     if args.freeze:
         record.stem = record.stem.replace(record.data["date"], "base")
     done = kept(record)
-    base = {} if args.freeze else rows_of(record.directory / f"{record.stem.replace(record.data['date'], 'base')}.json")
+    base = (
+        {}
+        if args.freeze
+        else rows_of(record.directory / f"{record.stem.replace(record.data['date'], 'base')}.json")
+    )
     for bar in wanted:
         figures = in_a_process(bar, "")
         if args.on:
@@ -96,7 +120,16 @@ def main() -> None:
         rows = [done[each.name] for each in BARS if each.name in done]
         note = "Times are predicted, never measured."
         record.table("Compiled", rows, note, show=False)
-        record.table("Bars", [compared(each, done[each.name], base.get(each.name)) for each in BARS if each.name in done], note, show=False)
+        record.table(
+            "Bars",
+            [
+                compared(each, done[each.name], base.get(each.name))
+                for each in BARS
+                if each.name in done
+            ],
+            note,
+            show=False,
+        )
         record.write()
     table = record.data["tables"]["Bars"]
     record.table("Bars", table["rows"], table["note"])
@@ -104,29 +137,46 @@ def main() -> None:
 
 
 def kept(record: Record) -> dict[str, Row]:
-    """Returns the rows of the file that is about to be written, else those of the newest results of these versions."""
+    """Returns the rows of the file that is about to be written, else those of the newest results of
+    these versions."""
     own = record.directory / f"{record.stem}.json"
     if own.is_file() or "base" in record.stem:
         return rows_of(own)
-    dated = sorted(record.directory.glob(record.stem.replace(record.data["date"], "????-??-??") + ".json"))
+    dated = sorted(
+        record.directory.glob(record.stem.replace(record.data["date"], "????-??-??") + ".json")
+    )
     return rows_of(dated[-1]) if dated else {}
 
 
 def rows_of(path: Path) -> dict[str, Row]:
     return (
-        {row["config"]: row for row in json.loads(path.read_text(encoding="utf-8"))["tables"]["Compiled"]["rows"]} if path.is_file() else {}
+        {
+            row["config"]: row
+            for row in json.loads(path.read_text(encoding="utf-8"))["tables"]["Compiled"]["rows"]
+        }
+        if path.is_file()
+        else {}
     )
 
 
 def in_a_process(bar: Bar, on: str) -> Row:
-    """Compiles a row in a process of its own. Raises RuntimeError with the process's last output if it fails."""
-    return output_of([__file__, f"--row={bar.name}", f"--on={on}"], f"{bar.name}{' with all on' * bool(on)}")
+    """Compiles a row in a process of its own. Raises RuntimeError with the process's last output if
+    it fails."""
+    return output_of(
+        [__file__, f"--row={bar.name}", f"--on={on}"], f"{bar.name}{' with all on' * bool(on)}"
+    )
 
 
 def output_of(command: Sequence[str], name: str) -> Row:
-    """Runs a script of this directory that prints a row, in a process of its own. Raises RuntimeError with its last output if it fails."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
+    """Runs a script of this directory that prints a row, in a process of its own. Raises
+    RuntimeError with its last output if it fails."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+    }
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
     row: Row = json.loads(done.stdout.splitlines()[-1])
@@ -135,14 +185,21 @@ def output_of(command: Sequence[str], name: str) -> Row:
 
 
 def compiled(bar: Bar, changes: Sequence[str]) -> Row:
-    """Returns the figures of a config as it is shipped, or with changes, under the XLA flags of a run. The lab keeps its reports."""
+    """Returns the figures of a config as it is shipped, or with changes, under the XLA flags of a
+    run. The lab keeps its reports."""
     from mesh_lm.commands import command_line
     from mesh_lm.planning.program import compile_config, flags_of
     from sharding_rules.lab.flags import options
 
-    config = command_line.parse([f"--config=configs/{bar.config}.py", *bar.changes.split(), *changes])
+    config = command_line.parse(
+        [f"--config=configs/{bar.config}.py", *bar.changes.split(), *changes]
+    )
     report = compile_config(config, TARGET, bar.n, options(flags_of(config, TARGET)))
-    return {"config": bar.name, "date": datetime.date.today().isoformat(), **figures(config, report)}
+    return {
+        "config": bar.name,
+        "date": datetime.date.today().isoformat(),
+        **figures(config, report),
+    }
 
 
 def figures(config: Any, report: Any) -> Row:
@@ -155,12 +212,14 @@ def figures(config: Any, report: Any) -> Row:
     exposed = of_step.pop("exposed_us")
     waits = sorted(report.collectives, key=lambda one: -one.exposed)[:WAITS]
     return {
-        "GPUs": report.n_devices, "pipelined": config.mesh.pipeline != 1, "step_s": line.step / 1e6, "peak_gib": report.peak_bytes / 2**30,
+        "GPUs": report.n_devices, "pipelined": config.mesh.pipeline != 1, "step_s": line.step / 1e6,
+        "peak_gib": report.peak_bytes / 2**30,
         "tflops": megatron_flops(config) / report.n_devices / line.step / 1e6, **of_step,
         "waits_for": ", ".join(f"{axes} {us / line.step:.1%}" for axes, us in exposed["axes"].items()),
         "waits_in": ", ".join(f"{phase} {us / line.step:.1%}" for phase, us in exposed["phase"].items()),
         "longest": "; ".join(
-            f"{one.exposed / line.step:.1%} {one.kind} {over(one.axes)} in {location_text(one.where)}" for one in waits if one.exposed
+            (f"{one.exposed / line.step:.1%} {one.kind} {over(one.axes)} in "
+            f"{location_text(one.where)}") for one in waits if one.exposed
         ),
         "compile_s": report.compile_seconds,
     }  # fmt: skip
@@ -174,9 +233,11 @@ def compared(bar: Bar, row: Row, base: Row | None) -> Row:
         "config": bar.name, "GPUs": row["GPUs"],
         "step, s": row["step_s"], "base step": before.get("step_s"), "all on": row.get("all_on_s"),
         "peak, GiB": row["peak_gib"], "base peak": before.get("peak_gib"),
-        "TFLOP/s": row["tflops"], "base TFLOP/s": before.get("tflops"), "published": TFLOPS.get(bar.config),
+        "TFLOP/s": row["tflops"], "base TFLOP/s": before.get("tflops"),
+        "published": TFLOPS.get(bar.config),
         "MFU, %": _percent(row["mfu"]), "base MFU": _percent(before.get("mfu")),
-        "exposed, %": _percent(row["exposed_share"]), "base exposed": _percent(before.get("exposed_share")),
+        "exposed, %": _percent(row["exposed_share"]),
+        "base exposed": _percent(before.get("exposed_share")),
         "ratio": row["model_ratio"], "base ratio": before.get("model_ratio"),
         "waits for": row["longest"] if row["exposed_share"] > EXPOSED else row["waits_for"],
         "bars": "; ".join(f"{name} {limit:g}" for name, _, limit, _ in limits(bar, row)),
@@ -185,7 +246,8 @@ def compared(bar: Bar, row: Row, base: Row | None) -> Row:
 
 
 def limits(bar: Bar, row: Row) -> list[tuple[str, float | None, float, bool]]:
-    """Returns the bars of a config: name, figure (None: not compiled), limit, and whether the figure is as it must be."""
+    """Returns the bars of a config: name, figure (None: not compiled), limit, and whether the
+    figure is as it must be."""
     published = TFLOPS.get(bar.config, 0.0)
     ratio = PIPELINED if row["pipelined"] else PLAIN
     most = [
@@ -195,7 +257,10 @@ def limits(bar: Bar, row: Row) -> list[tuple[str, float | None, float, bool]]:
         ("ratio <=", row["model_ratio"], ratio),
         ("exposed <=", row["exposed_share"], EXPOSED if published else 0.0),
     ]
-    least = [("TFLOP/s >=", row["tflops"], bar.of_published * published), ("MFU >=", row["mfu"], bar.mfu)]
+    least = [
+        ("TFLOP/s >=", row["tflops"], bar.of_published * published),
+        ("MFU >=", row["mfu"], bar.mfu),
+    ]
     found = [(name, value, limit, value is None or value <= limit) for name, value, limit in most]
     found += [(name, value, limit, value >= limit) for name, value, limit in least]
     return [each for each in found if each[2]]
@@ -203,7 +268,9 @@ def limits(bar: Bar, row: Row) -> list[tuple[str, float | None, float, bool]]:
 
 def unmet(bar: Bar, row: Row) -> list[str]:
     """Returns the bars that a config does not meet, with its figure: "step <= 6.7: 9.309"."""
-    return [f"{name} {limit:g}: {value:.4g}" for name, value, limit, met in limits(bar, row) if not met]
+    return [
+        f"{name} {limit:g}: {value:.4g}" for name, value, limit, met in limits(bar, row) if not met
+    ]
 
 
 def _percent(share: float | None) -> float | None:

@@ -1,8 +1,10 @@
-"""Compiles Llama 3 8B at 8k to 1M tokens on 64 absent H100s, by each form of context parallelism: bytes, memory, predicted time.
+"""Compiles Llama 3 8B at 8k to 1M tokens on 64 absent H100s, by each form of context parallelism:
+bytes, memory, predicted time.
 
-Each step has 1,048,576 tokens, 16,384 on each GPU, so that only attention depends on the length. Writes the figures of docs/context.md and
-their chart. The results also have the lengths at which another form becomes the best one. Rows that today's results have already are not
-compiled again. Needs the compiler for CUDA: pip install -e '.[aot]'.
+Each step has 1,048,576 tokens, 16,384 on each GPU, so that only attention depends on the length.
+Writes the figures of docs/context.md and their chart. The results also have the lengths at which
+another form becomes the best one. Rows that today's results have already are not compiled again.
+Needs the compiler for CUDA: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ TOKENS = 16_384
 LENGTHS = tuple(1024 * 2**n for n in range(3, 11))
 FEW, OF_A_NODE, ALL = "As few ways as hold it", "8 ways, in a node", "64 ways, over 8 nodes"
 NOTES = {
-    FEW: "16,384 tokens of a sequence on each GPU; up to that length no sequence is sharded. Times are predicted, never measured.",
+    FEW: (
+        "16,384 tokens of a sequence on each GPU; up to that length no sequence is sharded. Times "
+        "are predicted, never measured."
+    ),
     OF_A_NODE: "Batches of as many tokens: a GPU has parts of several short sequences.",
     ALL: "Ulysses is not possible: 64 ways do not divide 32 heads.",
 }
@@ -48,7 +53,8 @@ class Subject:
 
     @property
     def inner(self) -> int:
-        """The ways of Ulysses below the ring of usp: those of a node, or half of them where the ring would have one."""
+        """The ways of Ulysses below the ring of usp: those of a node, or half of them where the
+        ring would have one."""
         return min(NODE, self.ways // 2) if self.form == "usp" else 1
 
     @property
@@ -57,7 +63,11 @@ class Subject:
 
 
 def subjects() -> Iterator[Subject]:
-    tables = {FEW: lambda length: max(1, length // TOKENS), OF_A_NODE: lambda _: NODE, ALL: lambda _: DEVICES}
+    tables = {
+        FEW: lambda length: max(1, length // TOKENS),
+        OF_A_NODE: lambda _: NODE,
+        ALL: lambda _: DEVICES,
+    }
     for table, ways_of in tables.items():
         for length in LENGTHS:
             ways = ways_of(length)
@@ -68,7 +78,12 @@ def subjects() -> Iterator[Subject]:
 def forms(ways: int) -> Sequence[str]:
     if ways == 1:
         return ("",)
-    return ("context_gather", *(["ulysses"] if ways <= 32 else []), "ring", *(["usp"] if ways >= 4 else []))
+    return (
+        "context_gather",
+        *(["ulysses"] if ways <= 32 else []),
+        "ring",
+        *(["usp"] if ways >= 4 else []),
+    )
 
 
 def prepared(subject: Subject, quick: bool) -> Any:
@@ -77,9 +92,17 @@ def prepared(subject: Subject, quick: bool) -> Any:
     from sharding_rules import MeshConfig, preset
 
     config, mine = load("llama3_8b_128k"), subject
-    small = {"d_model": 512, "n_heads": 32, "head_dim": 16, "d_ff": 1024, "n_layers": 2} if quick else {}
+    small = (
+        {"d_model": 512, "n_heads": 32, "head_dim": 16, "d_ff": 1024, "n_layers": 2}
+        if quick
+        else {}
+    )
     replicas = DEVICES // mine.ways
-    mesh = MeshConfig(data=replicas, sequence=mine.ways // mine.inner, extra=(f"ulysses={mine.inner}",) if mine.form == "usp" else ())
+    mesh = MeshConfig(
+        data=replicas,
+        sequence=mine.ways // mine.inner,
+        extra=(f"ulysses={mine.inner}",) if mine.form == "usp" else (),
+    )
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, seq_len=mine.length, **small),
@@ -91,7 +114,8 @@ def prepared(subject: Subject, quick: bool) -> Any:
 
 
 def measured(subject: Subject, quick: bool) -> Row:
-    """Compiles it. `sent_gib`: by a device in attention, in a step. `waits_s`: for that. `ratio`: the step over the model's own time."""
+    """Compiles it. `sent_gib`: by a device in attention, in a step. `waits_s`: for that. `ratio`:
+    the step over the model's own time."""
     from mesh_lm.planning.program import compile_config, flags_of
     from sharding_rules.lab.flags import options as flags
 
@@ -100,18 +124,23 @@ def measured(subject: Subject, quick: bool) -> Row:
     exchange = [one for one in report.collectives if "attention" in one.where.part]
     assert report.timeline is not None
     return {
-        "name": subject.name, "form": subject.form or "none", "tokens": subject.length, "ways": subject.ways,
+        "name": subject.name, "form": subject.form or "none", "tokens": subject.length,
+        "ways": subject.ways,
         "mesh": " x ".join(f"{axis} {n}" for axis, n in config.mesh.sizes().items() if n > 1),
-        "sent_gib": sum(one.times * one.wire for one in exchange) / 2**30, "waits_s": sum(one.exposed for one in exchange) / 1e6,
-        "step_s": report.timeline.step / 1e6, "ratio": report.model_ratio, "mfu": report.mfu, "peak_gib": report.peak_bytes / 2**30,
+        "sent_gib": sum(one.times * one.wire for one in exchange) / 2**30,
+        "waits_s": sum(one.exposed for one in exchange) / 1e6,
+        "step_s": report.timeline.step / 1e6, "ratio": report.model_ratio, "mfu": report.mfu,
+        "peak_gib": report.peak_bytes / 2**30,
         "usable_gib": report.hbm / 2**30, "fits": report.fits, "seconds": report.compile_seconds,
     }  # fmt: skip
 
 
 def crossovers(rows: Sequence[Row], key: str) -> list[Row]:
-    """Returns the lengths at which the smallest of `key` changes from one form to another, between two lengths of the rows.
+    """Returns the lengths at which the smallest of `key` changes from one form to another, between
+    two lengths of the rows.
 
-    Values are joined by straight lines over the logarithm of the length. Forms count where both lengths have them.
+    Values are joined by straight lines over the logarithm of the length. Forms count where both
+    lengths have them.
     """
     found: list[Row] = []
     by_length: dict[int, dict[str, float]] = {}
@@ -131,8 +160,14 @@ def crossovers(rows: Sequence[Row], key: str) -> list[Row]:
 
 def main() -> int:
     parser = options(__doc__ or "", quick_help="two small models")
-    parser.add_argument("--again", action="store_true", help="also compile rows that today's results already have")
-    parser.add_argument("--page", action="store_true", help="only rewrite the page's figures and the chart, from the newest results")
+    parser.add_argument(
+        "--again", action="store_true", help="also compile rows that today's results already have"
+    )
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="only rewrite the page's figures and the chart, from the newest results",
+    )
     args = parser.parse_args()
     if not args.page:
         collect(args)
@@ -146,17 +181,35 @@ def main() -> int:
 
 def collect(args: Any) -> None:
     """Compiles the rows that have no results yet; results are written after each row."""
-    record = Record(f"context_lengths{'-quick' * args.quick}", args.output, kind=f"h100 jax {jax.__version__}")
+    record = Record(
+        f"context_lengths{'-quick' * args.quick}", args.output, kind=f"h100 jax {jax.__version__}"
+    )
     known = record.directory / f"{record.stem}.json"
-    tables: Mapping[str, Any] = json.loads(known.read_text(encoding="utf-8"))["tables"] if known.is_file() and not args.again else {}
+    tables: Mapping[str, Any] = (
+        json.loads(known.read_text(encoding="utf-8"))["tables"]
+        if known.is_file() and not args.again
+        else {}
+    )
     done = {row["name"]: row for table in tables.values() for row in table["rows"] if "name" in row}
     wanted = list(subjects())
     if args.quick:
-        wanted = [one for one in wanted if one.table == OF_A_NODE and one.length in LENGTHS[:2] and one.form in ("ring", "ulysses")]
+        wanted = [
+            one
+            for one in wanted
+            if one.table == OF_A_NODE
+            and one.length in LENGTHS[:2]
+            and one.form in ("ring", "ulysses")
+        ]
     for subject in wanted:
         if subject.name not in done:
             done[subject.name] = measured(subject, args.quick)
-            print({key: done[subject.name][key] for key in ("name", "sent_gib", "step_s", "ratio", "peak_gib", "seconds")}, flush=True)
+            print(
+                {
+                    key: done[subject.name][key]
+                    for key in ("name", "sent_gib", "step_s", "ratio", "peak_gib", "seconds")
+                },
+                flush=True,
+            )
         for title in dict.fromkeys(one.table for one in wanted):
             rows = [done[one.name] for one in wanted if one.table == title and one.name in done]
             record.table(title, rows, NOTES[title], show=False)
@@ -167,7 +220,11 @@ def collect(args: Any) -> None:
         for key in ("sent_gib", "step_s")
         for one in crossovers(record.data["tables"][title]["rows"], key)
     ]
-    record.table("Crossovers", changes, "Where the form that sends least, and the one predicted to be fastest, changes.")
+    record.table(
+        "Crossovers",
+        changes,
+        "Where the form that sends least, and the one predicted to be fastest, changes.",
+    )
     record.write()
 
 

@@ -1,4 +1,5 @@
-"""Writes the figures of docs/context.md from the results of context_lengths.py, so that none is written by hand."""
+"""Writes the figures of docs/context.md from the results of context_lengths.py, so that none is
+written by hand."""
 
 from __future__ import annotations
 
@@ -22,13 +23,18 @@ CAPTIONS = {
 
 def newest() -> Path:
     """Returns the newest results of context_lengths.py."""
-    return max(RESULTS.glob("context_lengths_*.json"), key=lambda path: re.findall(r"\d{4}-\d\d-\d\d", path.name))
+    return max(
+        RESULTS.glob("context_lengths_*.json"),
+        key=lambda path: re.findall(r"\d{4}-\d\d-\d\d", path.name),
+    )
 
 
 def write(data: Mapping[str, Any], source: str) -> None:
     """Replaces what is between the two marks of the page."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{figures(data, source)}{END}{rest.partition(END)[2]}", encoding="utf-8")
+    PAGE.write_text(
+        f"{before}{BEGIN}{figures(data, source)}{END}{rest.partition(END)[2]}", encoding="utf-8"
+    )
 
 
 def figures(data: Mapping[str, Any], source: str) -> str:
@@ -36,7 +42,8 @@ def figures(data: Mapping[str, Any], source: str) -> str:
     parts = [
         "`python benchmarks/context_lengths.py` makes this figure ([raw\n"
         f"results](../benchmarks/results/{source})).\n"
-        "A step of Llama 3 8B on 64 H100s has 1,048,576 tokens, 16,384 on each GPU. The tables have the predicted step in\n"
+        "A step of Llama 3 8B on 64 H100s has 1,048,576 tokens, 16,384 on each GPU. The tables "
+        "have the predicted step in\n"
         "seconds, then the GiB that a GPU sends in attention."
     ]
     for title, table in data["tables"].items():
@@ -66,8 +73,12 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(row: Mapping[str, Any] | None, best: float) -> str:
-    """The step in bold if it is the best one, and the bytes; empty where the form is not possible."""
+    """The step in bold if it is the best one, and the bytes; empty where the form is not
+    possible."""
     if row is None:
         return ""
     step = f"{row['step_s']:.2f}"
-    return f"{f'**{step}**' if row['step_s'] == best else step}, {row['sent_gib']:.1f}{'' if row['fits'] else ', too large'}"
+    return (
+        f"{f'**{step}**' if row['step_s'] == best else step}, "
+        f"{row['sent_gib']:.1f}{'' if row['fits'] else ', too large'}"
+    )

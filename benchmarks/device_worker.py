@@ -1,4 +1,5 @@
-"""Measures a GPU without any model, in a process of its own: python benchmarks/device_worker.py TASK '{"key": value, ...}'
+"""Measures a GPU without any model, in a process of its own: python benchmarks/device_worker.py
+TASK '{"key": value, ...}'
 
 Needs jax and numpy. Results are printed as in gpu_worker.py.
 """
@@ -26,21 +27,27 @@ def probe() -> None:
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     emit(
-        platform=device.platform, device_kind=device.device_kind, devices=jax.device_count(), backend=device.client.platform_version,
+        platform=device.platform, device_kind=device.device_kind, devices=jax.device_count(),
+        backend=device.client.platform_version,
         memory_limit_gib=stats.get("bytes_limit", 0) / 2**30, implementations=list(IMPLEMENTATIONS),
         xla_flags=os.environ.get("XLA_FLAGS", ""),
     )  # fmt: skip
 
 
 def matmul(variants: list[Row]) -> None:
-    """Times bf16 matmuls of random data, back to back: those of two weights of a layer in a training step.
+    """Times bf16 matmuls of random data, back to back: those of two weights of a layer in a
+    training step.
 
-    A variant has tokens, d_model, seconds, and width, a number or a list that is used in turn. With x [tokens, d_model] and weights up and
-    down there are four matmuls: x up, (x up) down, and the two products over the tokens that give the weights' gradients.
+    A variant has tokens, d_model, seconds, and width, a number or a list that is used in turn. With
+    x [tokens, d_model] and weights up and down there are four matmuls: x up, (x up) down, and the
+    two products over the tokens that give the weights' gradients.
     """
     target = here()
     for variant in variants:
-        shown = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in variant.items()}
+        shown = {
+            name: " ".join(map(str, value)) if isinstance(value, list) else value
+            for name, value in variant.items()
+        }
         with reported(**shown):
             widths = variant["width"] if isinstance(variant["width"], list) else [variant["width"]]
             tokens, D = variant["tokens"], variant["d_model"]
@@ -61,7 +68,10 @@ def chain(tokens: int, D: int, widths: list[int]) -> Callable[[], Any]:
     def normal(key: jax.Array, rows: int, columns: int) -> jax.Array:
         return jax.random.normal(key, (rows, columns), jnp.bfloat16) / math.sqrt(rows)
 
-    weights = [(normal(keys[2 * i], D, width), normal(keys[2 * i + 1], width, D)) for i, width in enumerate(widths)]
+    weights = [
+        (normal(keys[2 * i], D, width), normal(keys[2 * i + 1], width, D))
+        for i, width in enumerate(widths)
+    ]
 
     def program(x: jax.Array, weights: list[tuple[jax.Array, jax.Array]]) -> Any:
         gradients = []
@@ -76,7 +86,8 @@ def chain(tokens: int, D: int, widths: list[int]) -> Callable[[], Any]:
 
 
 def elementwise(variants: list[Row]) -> None:
-    """Times y = a x + b, which reads one array and writes another. A variant has dtype, seconds and gib, the size of one of the two."""
+    """Times y = a x + b, which reads one array and writes another. A variant has dtype, seconds and
+    gib, the size of one of the two."""
     target = here()
     for variant in variants:
         with reported(**variant):
@@ -88,8 +99,14 @@ def elementwise(variants: list[Row]) -> None:
                 jax.block_until_ready(call())
             times = sustained(call, variant["seconds"])
             rate = 2 * n * dtype.itemsize / times.median
-            shares = {"share_of_peak": rate / target.hbm_bandwidth, "lab_assumes": prices.MEMORY} if target else {}
-            emit(**variant, ms=1e3 * times.median, spread=times.spread, gb_per_s=rate / 1e9, **shares)
+            shares = (
+                {"share_of_peak": rate / target.hbm_bandwidth, "lab_assumes": prices.MEMORY}
+                if target
+                else {}
+            )
+            emit(
+                **variant, ms=1e3 * times.median, spread=times.spread, gb_per_s=rate / 1e9, **shares
+            )
 
 
 def here() -> Target | None:

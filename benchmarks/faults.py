@@ -1,4 +1,5 @@
-"""Runs the fault suite three times in a row, with --load under load, and writes the tables of docs/operations.md from the results."""
+"""Runs the fault suite three times in a row, with --load under load, and writes the tables of
+docs/operations.md from the results."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ FAULTS = {
         "damaged entries are named, deleted and compiled again",
     ),
     "F18": (
-        "a second run on one output; a restart after kill -9; a suspended run that was replaced wakes up",
+        ("a second run on one output; a restart after kill -9; a suspended run that was replaced "
+        "wakes up"),
         "the second run is refused; the restart does not wait; the suspended run writes nothing",
     ),
     "F19": (
@@ -90,12 +92,26 @@ compares the first two with its checkpoint.
 
 
 def passed(arguments: list[str]) -> list[Row]:
-    """Runs the suite once. Returns a row for each test, with "outcome" (passed, failed or skipped: why) and "seconds"."""
+    """Runs the suite once. Returns a row for each test, with "outcome" (passed, failed or skipped:
+    why) and "seconds"."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        alone = ["-o", "junit_duration_report=call"]  # without shared fixtures, such as the undisturbed run
-        command = [sys.executable, "-m", "pytest", "-m", "fault", "tests/fault", f"--junitxml={report}", *alone, *arguments]
-        status = subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}).returncode
+        # without shared fixtures, such as the undisturbed run
+        alone = ["-o", "junit_duration_report=call"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "fault",
+            "tests/fault",
+            f"--junitxml={report}",
+            *alone,
+            *arguments,
+        ]
+        status = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        ).returncode
         if status not in (0, 1):
             raise SystemExit(f"pytest ended with {status}")
         cases = ElementTree.parse(report).getroot().iter("testcase")
@@ -107,9 +123,20 @@ def _row(case: ElementTree.Element) -> Row | None:
     if not (match := re.match(r"test_(f\d+)_", name)):
         return None
     problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-    outcome = "passed" if problem is None else "failed" if problem.tag != "skipped" else f"skipped: {problem.get('message')}"
+    outcome = (
+        "passed"
+        if problem is None
+        else "failed"
+        if problem.tag != "skipped"
+        else f"skipped: {problem.get('message')}"
+    )
     noted = {found.get("name", ""): found.get("value") for found in case.iter("property")}
-    return {"fault": match[1].upper(), "test": name, "outcome": outcome, "seconds": float(case.get("time", 0))} | noted
+    return {
+        "fault": match[1].upper(),
+        "test": name,
+        "outcome": outcome,
+        "seconds": float(case.get("time", 0)),
+    } | noted
 
 
 def table(rows: list[Row]) -> list[Row]:
@@ -133,52 +160,93 @@ def table(rows: list[Row]) -> list[Row]:
 
 
 def corruptions(rows: list[Row]) -> list[Row]:
-    """Returns a row for each kind of file that a test damaged at random, of the last run, and their sum."""
+    """Returns a row for each kind of file that a test damaged at random, of the last run, and their
+    sum."""
     last = {row["files"]: row for row in rows if row.get("files")}
     out = [
-        {"file": what, "damaged": str(sum(int(row[name]) for name in _OUTCOMES)), **{name: str(row[name]) for name in _OUTCOMES}}
+        {
+            "file": what,
+            "damaged": str(sum(int(row[name]) for name in _OUTCOMES)),
+            **{name: str(row[name]) for name in _OUTCOMES},
+        }
         for what, row in last.items()
     ]
-    return [*out, {name: str(sum(int(row[name]) for row in out)) if name != "file" else "all" for name in out[0]}] if out else []
+    return (
+        [
+            *out,
+            {
+                name: str(sum(int(row[name]) for row in out)) if name != "file" else "all"
+                for name in out[0]
+            },
+        ]
+        if out
+        else []
+    )
 
 
 def _markdown(rows: list[Row]) -> str:
-    lines = ["| " + " | ".join(row.values()) + " |" for row in [{column: column for column in rows[0]}, *rows]]
+    lines = [
+        "| " + " | ".join(row.values()) + " |"
+        for row in [{column: column for column in rows[0]}, *rows]
+    ]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
 
 
 def section(results: list[tuple[str, dict[str, Any]]]) -> str:
-    """Returns what docs/operations.md has between MARKS. results: names and contents of files, oldest first; a fault's row is from the
-    newest that has it.
+    """Returns what docs/operations.md has between MARKS. results: names and contents of files,
+    oldest first; a fault's row is from the newest that has it.
     """
     tables = {name: data["tables"]["Faults"] for name, data in results}
     source = {row[""]: name for name, found in tables.items() for row in found["rows"]}
-    rows = [next(row for row in tables[source[fault]]["rows"] if row[""] == fault) for fault in FAULTS if fault in source]
+    rows = [
+        next(row for row in tables[source[fault]]["rows"] if row[""] == fault)
+        for fault in FAULTS
+        if fault in source
+    ]
     shown = [{"": row[""], "fault": FAULTS[row[""]][0]} for row in rows]
-    held, total = (sum(int(row["held"].split(";")[0].split(" of ")[n]) for row in rows) for n in (0, 1))
+    held, total = (
+        sum(int(row["held"].split(";")[0].split(" of ")[n]) for row in rows) for n in (0, 1)
+    )
     used = dict.fromkeys(source[row[""]] for row in rows)
-    links = ", ".join(f"[{n}](../benchmarks/results/{name.replace('.json', '.md')})" for n, name in enumerate(used, 1))
+    links = ", ".join(
+        f"[{n}](../benchmarks/results/{name.replace('.json', '.md')})"
+        for n, name in enumerate(used, 1)
+    )
     others = ", ".join(_WITHOUT_BITS[:-1]) + f" and {_WITHOUT_BITS[-1]}"
     head = _filled(_HEAD.format(others=others, links=links, held=held, total=total))
-    damaged = {row["files"]: row for _, data in results for row in data["tables"]["Tests"]["rows"] if row.get("files")}
+    damaged = {
+        row["files"]: row
+        for _, data in results
+        for row in data["tables"]["Tests"]["rows"]
+        if row.get("files")
+    }
     below = _damaged_files(corruptions([*damaged.values()])) if damaged else []
     return "\n".join(["## Tested faults", "", head, "", _markdown(shown), "", *below])
 
 
 def _damaged_files(rows: list[Row]) -> list[str]:
-    """The section about random damage: its sums, and the outcomes of each kind of file. rows: those of `corruptions`."""
+    """The section about random damage: its sums, and the outcomes of each kind of file. rows: those
+    of `corruptions`."""
     *kinds, everything = rows
     numbers = {name: "none" if number == "0" else number for name, number in everything.items()}
     heading, _, text = _DAMAGE.format(**numbers).partition("\n\n")
     seen = [name for name in _OUTCOMES if name != "no effect"]
-    shown = [{"file": row["file"], "if it is damaged": " or ".join(name for name in seen if row[name] != "0")} for row in kinds]
+    shown = [
+        {
+            "file": row["file"],
+            "if it is damaged": " or ".join(name for name in seen if row[name] != "0"),
+        }
+        for row in kinds
+    ]
     return [heading, "", _filled(text), "", _markdown(shown), ""]
 
 
 def _filled(text: str) -> str:
     """A paragraph in lines of at most 120 columns, with code in one line."""
     code = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", "\0"), " ".join(text.split()))
-    return textwrap.fill(code, 120, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
+    return textwrap.fill(code, 120, break_long_words=False, break_on_hyphens=False).replace(
+        "\0", " "
+    )
 
 
 def shown() -> str:
@@ -191,25 +259,37 @@ def write() -> None:
     """Replaces what is between MARKS on the page, from all results."""
     begin, end = MARKS
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
-    PAGE.write_text(f"{before}{begin}{section(newest())}{end}{rest.partition(end)[2]}", encoding="utf-8")
+    PAGE.write_text(
+        f"{before}{begin}{section(newest())}{end}{rest.partition(end)[2]}", encoding="utf-8"
+    )
 
 
 def newest() -> list[tuple[str, dict[str, Any]]]:
-    """Returns the names and contents of all results, oldest first. Raises FileNotFoundError if there are none."""
-    found = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(RESULTS.glob("faults_*.json"))]
+    """Returns the names and contents of all results, oldest first. Raises FileNotFoundError if
+    there are none."""
+    found = [
+        (path.name, json.loads(path.read_text(encoding="utf-8")))
+        for path in sorted(RESULTS.glob("faults_*.json"))
+    ]
     if not found:
-        raise FileNotFoundError("no benchmarks/results/faults_*.json; run: python benchmarks/faults.py")
+        raise FileNotFoundError(
+            "no benchmarks/results/faults_*.json; run: python benchmarks/faults.py"
+        )
     return sorted(found, key=lambda each: each[1]["date"])
 
 
 def main() -> int:
     parser = options(__doc__ or "", quick_help="one run instead of three")
-    parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy meanwhile")
+    parser.add_argument(
+        "--load", type=int, default=0, help="processes that keep a core busy meanwhile"
+    )
     parser.add_argument("-k", default="", help="pytest's -k")
     arguments = parser.parse_args()
     some = re.sub(r"\W+", "-", arguments.k.replace(" or ", " "))
     record = Record(f"faults_{some}" if some else "faults", arguments.output)
-    burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.load)]
+    burning = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.load)
+    ]
     runs, rows, loads = 1 if arguments.quick else 3, [], []
     try:
         for n in range(1, runs + 1):
@@ -221,15 +301,25 @@ def main() -> int:
     cases = [row for row in rows if row.get("cases")]
     loads = ", ".join(f"{load:.1f}" for load in loads)
     times = f"{runs} runs in a row" if runs > 1 else "One run"
-    note = f"{times}; load averages on {os.cpu_count()} cores before: {loads}. Seconds: the median of a test."
+    note = (
+        f"{times}; load averages on {os.cpu_count()} cores before: {loads}. Seconds: the median of "
+        "a test."
+    )
     if cases:
         note += (
-            f" F6: {cases[0]['cases']} corruptions per run, {cases[0]['older step taken']} of which hit data that is read: then the older "
+            f" F6: {cases[0]['cases']} corruptions per run, {cases[0]['older step taken']} of "
+            "which hit data that is read: then the older "
             "step was used; none gave wrong weights."
         )
     if data := [row for row in rows if row.get("cases of F19")]:
-        total, refused, again = (sum(int(row[name]) for row in data) for name in ("cases of F19", "refused", "computed again"))
-        note += f" F19: {total} corruptions, of which {refused} were refused, {again} computed again, and none read in silence."
+        total, refused, again = (
+            sum(int(row[name]) for row in data)
+            for name in ("cases of F19", "refused", "computed again")
+        )
+        note += (
+            f" F19: {total} corruptions, of which {refused} were refused, {again} computed again, "
+            "and none read in silence."
+        )
     record.table("Faults", table(rows), note)
     record.table("Tests", rows, "Every test of every run.", show=False)
     record.write()

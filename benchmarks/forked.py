@@ -1,4 +1,5 @@
-"""Processes of a dry run, forked from one that has imported JAX and torch: a rehearsal starts thirty, and each import takes seconds.
+"""Processes of a dry run, forked from one that has imported JAX and torch: a rehearsal starts
+thirty, and each import takes seconds.
 
 On a GPU nothing is forked. A process may be forked only while JAX has no backend.
 """
@@ -22,15 +23,18 @@ from record import ROOT
 from worker import NOT_NEEDED, PRELOADED
 
 MODULES = (
-    "jax", "jax.numpy", "flax", "optax", "mesh_lm.checkpoint", "mesh_lm.training.step", "mesh_lm.planning.program",
-    "pallas_kernels.attention.hopper", "pallas_kernels.grouped.hopper", "pallas_kernels.stacked.hopper", "pallas_kernels.dev.interpreter",
+    "jax", "jax.numpy", "flax", "optax", "mesh_lm.checkpoint", "mesh_lm.training.step",
+    "mesh_lm.planning.program",
+    "pallas_kernels.attention.hopper", "pallas_kernels.grouped.hopper",
+    "pallas_kernels.stacked.hopper", "pallas_kernels.dev.interpreter",
     "torch", "torch._dynamo",
 )  # fmt: skip
 """Imported once, if they are installed."""
 
 
 def preload(caches: Path) -> None:
-    """Imports MODULES, with JAX's settings of a dry run. caches: the directory of its compilation cache."""
+    """Imports MODULES, with JAX's settings of a dry run. caches: the directory of its compilation
+    cache."""
     settings = {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(caches / "dry-run"),
@@ -55,17 +59,28 @@ class Forked:
     """A forked process, with what is used here of subprocess.Popen."""
 
     def __init__(
-        self, run: Callable[[], int | None], *, stdin: int, stdout: int | IO[str], stderr: IO[str], env: Mapping[str, str] | None = None,
+        self,
+        run: Callable[[], int | None],
+        *,
+        stdin: int,
+        stdout: int | IO[str],
+        stderr: IO[str],
+        env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
-    ) -> None:  # fmt: skip
-        """run: what the process does; it returns the exit status. stdin and stdout: PIPE or DEVNULL of subprocess, or a file."""
+    ) -> None:
+        """run: what the process does; it returns the exit status. stdin and stdout: PIPE or DEVNULL
+        of subprocess, or a file."""
         self.returncode: int | None = None
         self.stdin: IO[bytes] | None = None
         self.stdout: IO[bytes] | None = None
         sys.stdout.flush()
         sys.stderr.flush()
-        theirs_in, ours_in = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), -1)
-        ours_out, theirs_out = os.pipe() if stdout == subprocess.PIPE else (-1, os.dup(_number(stdout)))
+        theirs_in, ours_in = (
+            os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), -1)
+        )
+        ours_out, theirs_out = (
+            os.pipe() if stdout == subprocess.PIPE else (-1, os.dup(_number(stdout)))
+        )
         self.pid = os.fork()
         if not self.pid:
             _become(run, (theirs_in, theirs_out, stderr.fileno()), env, start_new_session)
@@ -111,7 +126,12 @@ def _number(stdout: int | IO[str]) -> int:
     return stdout if isinstance(stdout, int) else stdout.fileno()
 
 
-def _become(run: Callable[[], int | None], streams: tuple[int, ...], env: Mapping[str, str] | None, new_session: bool) -> None:
+def _become(
+    run: Callable[[], int | None],
+    streams: tuple[int, ...],
+    env: Mapping[str, str] | None,
+    new_session: bool,
+) -> None:
     """Runs in the new process, and ends it."""
     status = 1
     try:
@@ -140,7 +160,8 @@ def _become(run: Callable[[], int | None], streams: tuple[int, ...], env: Mappin
 
 
 def script(path: str, *words: str) -> None:
-    """Runs a Python file as a program, in this process and in the root of the repository; after "-m" a module."""
+    """Runs a Python file as a program, in this process and in the root of the repository; after
+    "-m" a module."""
     os.chdir(ROOT)
     if path == "-m":
         sys.argv = [*words]

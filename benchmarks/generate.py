@@ -1,6 +1,8 @@
-"""Tokens per second that gpt_tiny generates: with its cache, streamed, and without a cache, reading the full text again for every token.
+"""Tokens per second that gpt_tiny generates: with its cache, streamed, and without a cache, reading
+the full text again for every token.
 
-fp32, random weights, greedy, no stop: every text has all its tokens. The first call of each compiles and is not counted.
+fp32, random weights, greedy, no stop: every text has all its tokens. The first call of each
+compiles and is not counted.
 """
 
 from __future__ import annotations
@@ -46,7 +48,11 @@ def streamed(engine: Engine, prompts: list[list[int]], new: int) -> Callable[[],
 
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
-    record = Record(f"generate{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind)
+    record = Record(
+        f"generate{'-quick' * arguments.quick}",
+        arguments.output,
+        device=jax.devices()[0].device_kind,
+    )
     with tempfile.TemporaryDirectory(prefix="generate-") as directory:
         config = tiny.config(Path(directory), arguments.quick, steps=1)
     rows: list[Row] = []
@@ -54,21 +60,38 @@ def main() -> int:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32"))
     layout, new = tiny.layout(config), config.model.seq_len - PROMPT
     params = jax.jit(layout.init)(jax.random.key(0))
-    engines = {kind: kind(layout, params, Sampling(temperature=0)) for kind in (Engine, WithoutCache)}
+    engines = {
+        kind: kind(layout, params, Sampling(temperature=0)) for kind in (Engine, WithoutCache)
+    }
     for batch in (1, 2) if arguments.quick else (1, 8):
-        prompts = np.random.default_rng(0).integers(0, config.model.vocab_size, (batch, PROMPT)).tolist()
+        prompts = (
+            np.random.default_rng(0).integers(0, config.model.vocab_size, (batch, PROMPT)).tolist()
+        )
         runs = {
             "cache": whole(engines[Engine], prompts, new),
             "cache, streamed": streamed(engines[Engine], prompts, new),
             "no cache": whole(engines[WithoutCache], prompts, new),
         }
-        texts = {way: [[token for token, _ in row] for row in run()] for way, run in runs.items()}  # compiles, too
-        rates = {way: 1e3 * batch * new / milliseconds(run, REPEATS[way], warm_up=0) for way, run in runs.items()}
+        # compiles, too
+        texts = {way: [[token for token, _ in row] for row in run()] for way, run in runs.items()}
+        rates = {
+            way: 1e3 * batch * new / milliseconds(run, REPEATS[way], warm_up=0)
+            for way, run in runs.items()
+        }
         for way, rate in rates.items():
-            alike = np.mean([a == b for x, y in zip(texts[way], texts["cache"], strict=True) for a, b in zip(x, y, strict=True)])
+            alike = np.mean(
+                [
+                    a == b
+                    for x, y in zip(texts[way], texts["cache"], strict=True)
+                    for a, b in zip(x, y, strict=True)
+                ]
+            )
             rows.append({"batch": batch, "way": way, "tokens_per_s": rate, "ratio": rate / rates["no cache"],
                          "tokens_as_with_cache": float(alike)})  # fmt: skip
-    note = f"Prompts of {PROMPT} tokens, {config.model.seq_len - PROMPT} new ones in each text; the prompts are read within the time."
+    note = (
+        f"Prompts of {PROMPT} tokens, {config.model.seq_len - PROMPT} new ones in each text; the "
+        "prompts are read within the time."
+    )
     record.table("Tokens a second", rows, note)
     record.write()
     return 0

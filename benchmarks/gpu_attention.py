@@ -1,4 +1,5 @@
-"""The parts of gpu_suite.py about attention alone. Each yields tables as soon as they are measured."""
+"""The parts of gpu_suite.py about attention alone. Each yields tables as soon as they are
+measured."""
 
 from __future__ import annotations
 
@@ -18,17 +19,24 @@ SHAPE = ("mask", "head_dim", "seq", "batch", "heads", "kv_heads")
 TORCH_PEERS = {"causal": ("torch flash", "torch cudnn"), "full": ("torch flash", "torch cudnn"), "window": ("torch varlen", "torch flex"),
                "packed": ("torch varlen", "torch flex")}  # fmt: skip
 ALIKE = 3e-3
-"""Largest relative difference of our norms of out and gradients from cuDNN's on the same data, for shapes too large for a reference."""
+"""Largest relative difference of our norms of out and gradients from cuDNN's on the same data, for
+shapes too large for a reference."""
 GOALS = (
-    ("causal", 128, "fwd", 645.0, 1.03), ("full", 128, "fwd", 695.0, 1.03), ("causal", 128, "bwd", 545.0, 1.05),
-    ("full", 128, "bwd", 545.0, 1.05), ("causal", 64, "fwd", 510.0, 0.0), ("full", 64, "fwd", 510.0, 0.0),
+    ("causal", 128, "fwd", 645.0, 1.03), ("full", 128, "fwd", 695.0, 1.03),
+    ("causal", 128, "bwd", 545.0, 1.05),
+    ("full", 128, "bwd", 545.0, 1.05), ("causal", 64, "fwd", 510.0, 0.0),
+    ("full", 64, "fwd", 510.0, 0.0),
 )  # fmt: skip
-"""The goals of our kernel on an H100 at 16,384 tokens, random data: mask, head dim, direction, TFLOP/s, and the least ratio to cuDNN."""
+"""The goals of our kernel on an H100 at 16,384 tokens, random data: mask, head dim, direction,
+TFLOP/s, and the least ratio to cuDNN."""
 PACKED = 0.95
 """The goal for packed documents: the share of the rate of one causal document."""
 
 
-ROOF = "A bf16 matmul of random data in JAX, back to back for 4 s: the ceiling that shares below are of."
+ROOF = (
+    "A bf16 matmul of random data in JAX, back to back for 4 s: the ceiling that shares below are "
+    "of."
+)
 
 
 def torch_there() -> bool:
@@ -36,10 +44,15 @@ def torch_there() -> bool:
 
 
 def headline(lab: Lab) -> Iterator[Table]:
-    """Head dim 128, 16,384 tokens, heads x head dim = 2,048, batch 2; ours and cuDNN in turns. bwd: the backward alone, 2.5 times the
-    FLOPs. spread: (slowest - fastest) / median of five samples. norms: equal data gives equal ones."""
+    """Head dim 128, 16,384 tokens, heads x head dim = 2,048, batch 2; ours and cuDNN in turns. bwd:
+    the backward alone, 2.5 times the FLOPs. spread: (slowest - fastest) / median of five samples.
+    norms: equal data gives equal ones."""
     names = [OURS, "xla" if lab.dry_run else "cudnn"]
-    options: Row = {"size": 128 if lab.dry_run else 8192, "shapes": HEADLINE if not lab.dry_run else TINY_SHAPES[:1], "names": names}
+    options: Row = {
+        "size": 128 if lab.dry_run else 8192,
+        "shapes": HEADLINE if not lab.dry_run else TINY_SHAPES[:1],
+        "names": names,
+    }
     rows = lab.run("headline", worker=WORKER, **options, dry_run=lab.dry_run)
     roof = [row for row in rows if "matmul" in row]
     lab.found["roof"] = roof[0]["tflops"] if roof else None
@@ -52,16 +65,30 @@ def headline(lab: Lab) -> Iterator[Table]:
 
 
 def changed(lab: Lab) -> Iterator[Table]:
-    """Attention whose tiles changed since it was last timed, or that never was: head dim 64 and 2,048 tokens, 32,768 tokens in all. Ours
-    and cuDNN in turns. bwd: the backward alone, 2.5 times the FLOPs. spread: (slowest - fastest) / median of five samples."""
+    """Attention whose tiles changed since it was last timed, or that never was: head dim 64 and
+    2,048 tokens, 32,768 tokens in all. Ours and cuDNN in turns. bwd: the backward alone, 2.5 times
+    the FLOPs. spread: (slowest - fastest) / median of five samples."""
     title = "Attention that changed"
     names = [OURS, "xla" if lab.dry_run else "cudnn"]
     wanted = CHANGED if not lab.dry_run else TINY_SHAPES[:1]
-    earlier = [row for row in (lab.known(title, shape | {"peer": name}) for shape in wanted for name in names) if row is not None]
-    missing = [shape for shape in wanted if sum(shape.items() <= row.items() for row in earlier) < len(names)]
+    earlier = [
+        row
+        for row in (lab.known(title, shape | {"peer": name}) for shape in wanted for name in names)
+        if row is not None
+    ]
+    missing = [
+        shape
+        for shape in wanted
+        if sum(shape.items() <= row.items() for row in earlier) < len(names)
+    ]
     rows = list(earlier)
     if missing:
-        options: Row = {"size": 128 if lab.dry_run else 8192, "shapes": missing, "names": names, "dry_run": lab.dry_run}
+        options: Row = {
+            "size": 128 if lab.dry_run else 8192,
+            "shapes": missing,
+            "names": names,
+            "dry_run": lab.dry_run,
+        }
 
         def tell(rows: list[Row]) -> None:
             lab.progress(title, earlier + _attention(rows), note_of(changed))
@@ -81,43 +108,88 @@ def _attention(rows: Sequence[Row]) -> list[Row]:
 
 
 def peers(lab: Lab) -> Iterator[Table]:
-    """32,768 tokens in all, heads x head dim = 2,048. window: 1,024. packed: causal documents of 4,096 tokens on average. mgpu: jax's
-    example, fp16. Backward alone. unserved: a peer's error message."""
-    options: Row = {"headline": HEADLINE, "shapes": SHAPES} if not lab.dry_run else {"headline": TINY_SHAPES[:1], "shapes": TINY_SHAPES[1:]}
+    """32,768 tokens in all, heads x head dim = 2,048. window: 1,024. packed: causal documents of
+    4,096 tokens on average. mgpu: jax's example, fp16. Backward alone. unserved: a peer's error
+    message."""
+    options: Row = (
+        {"headline": HEADLINE, "shapes": SHAPES}
+        if not lab.dry_run
+        else {"headline": TINY_SHAPES[:1], "shapes": TINY_SHAPES[1:]}
+    )
     plan = lab.run("plan", worker=WORKER, platform="cpu", **options, dry_run=lab.dry_run)
     ours = [row["shape"] | {"peer": peer} for row in plan for peer in row["peers"]]
-    theirs = [variant for row in plan for variant in torch_variants(row, lab.dry_run)] if torch_there() else []
+    theirs = (
+        [variant for row in plan for variant in torch_variants(row, lab.dry_run)]
+        if torch_there()
+        else []
+    )
     if not theirs:
         lab.left_out.append("torch is not installed")
     how: dict[str, Any] = {"patience": 120, "needed": False, "dry_run": lab.dry_run}
     with ThreadPoolExecutor(2) as pool:
         title = "Attention, PyTorch"
-        torch = pool.submit(lab.spread, "attention", theirs, worker=TORCH, lanes=1, title=title, note=note_of(peers), **how)
-        rows = lab.spread("speed", ours, worker=WORKER, lanes=lanes(lab), title="Attention, JAX", note=note_of(peers), **how)
+        torch = pool.submit(
+            lab.spread,
+            "attention",
+            theirs,
+            worker=TORCH,
+            lanes=1,
+            title=title,
+            note=note_of(peers),
+            **how,
+        )
+        rows = lab.spread(
+            "speed",
+            ours,
+            worker=WORKER,
+            lanes=lanes(lab),
+            title="Attention, JAX",
+            note=note_of(peers),
+            **how,
+        )
         found = torch.result()
     yield "Attention, JAX", rows, note_of(peers)
     yield "Attention, PyTorch", found, note_of(peers)
     both = [*lab.found.get("headline", ()), *rows, *found]
     yield "Attention, compared", compared(lab, both), COMPARED
     lab.problems += unlike(both)
-    yield "Goals", goals(both), "In TFLOP/s, of ours on an H100; vs_cudnn: ours / cuDNN, least_vs_cudnn: the goal."
+    yield (
+        "Goals",
+        goals(both),
+        "In TFLOP/s, of ours on an H100; vs_cudnn: ours / cuDNN, least_vs_cudnn: the goal.",
+    )
 
 
 def correct(lab: Lab) -> Iterator[Table]:
-    """Compares our attention with the formula in fp32 on random data: rel_x is |x - reference| / |reference| of result and gradients.
-    cudnn: the largest ratio of our error to cuDNN's on the same data, which must not exceed 1.1. The error is the larger
-    of those with and without deterministic=True. reruns_differ: the number of results that differ in any bit in three more runs with
-    deterministic=True."""
-    names = CASES_TINY if lab.dry_run else lab.run("cases", worker=WORKER, platform="cpu")[0]["names"]
-    how: dict[str, Any] = {"patience": 120, "dry_run": lab.dry_run, "reruns": 1 if lab.dry_run else 3}
+    """Compares our attention with the formula in fp32 on random data: rel_x is |x - reference| /
+    |reference| of result and gradients. cudnn: the largest ratio of our error to cuDNN's on the
+    same data, which must not exceed 1.1. The error is the larger of those with and without
+    deterministic=True. reruns_differ: the number of results that differ in any bit in three more
+    runs with deterministic=True."""
+    names = (
+        CASES_TINY if lab.dry_run else lab.run("cases", worker=WORKER, platform="cpu")[0]["names"]
+    )
+    how: dict[str, Any] = {
+        "patience": 120,
+        "dry_run": lab.dry_run,
+        "reruns": 1 if lab.dry_run else 3,
+    }
     table = {"title": "Correctness", "note": note_of(correct)}
-    rows = lab.spread("correct", [{"case": name} for name in names], worker=WORKER, lanes=lanes(lab), **table, **how)
+    rows = lab.spread(
+        "correct",
+        [{"case": name} for name in names],
+        worker=WORKER,
+        lanes=lanes(lab),
+        **table,
+        **how,
+    )
     yield table["title"], rows, table["note"]
 
 
 def deviceless(lab: Lab) -> Iterator[Table]:
-    """Forward and backward of an attention block with our kernel, compiled and serialised by a process that sees no GPU, then loaded and
-    run by one that does. rel_difference: to the same program compiled there, whose matmul algorithms differ."""
+    """Forward and backward of an attention block with our kernel, compiled and serialised by a
+    process that sees no GPU, then loaded and run by one that does. rel_difference: to the same
+    program compiled there, whose matmul algorithms differ."""
     target = "h200" if "H200" in lab.device["device_kind"] else "h100"
     path, made = str(lab.directory / "program"), []
     options: Row = {"worker": WORKER, "path": path, "tiny": lab.dry_run}
@@ -130,7 +202,11 @@ def deviceless(lab: Lab) -> Iterator[Table]:
         made = lab.run("deviceless", target="cpu", **options)
     if made:
         rows = lab.run("load", **options)
-        yield "Loaded and run", rows, "The program above." if not lab.dry_run else "One compiled for a CPU: a rehearsal."
+        yield (
+            "Loaded and run",
+            rows,
+            "The program above." if not lab.dry_run else "One compiled for a CPU: a rehearsal.",
+        )
 
 
 def lanes(lab: Lab) -> int:
@@ -140,7 +216,8 @@ def lanes(lab: Lab) -> int:
 
 def torch_variants(row: Row, dry_run: bool) -> list[Row]:
     names = TORCH_PEERS[row["shape"]["mask"]]
-    names = [name for name in names if name == "torch flash"] if dry_run else names  # the others need a GPU
+    # the others need a GPU
+    names = [name for name in names if name == "torch flash"] if dry_run else names
     if row["shape"]["head_dim"] > 256:
         return []
     more = {"flops": row["flops"], "window": row["window"], "lengths": row["lengths"]}
@@ -155,7 +232,8 @@ COMPARED = "TFLOP/s. ratio: ours to the best peer. roof: ours, as a share of the
 
 
 def compared(lab: Lab, rows: Sequence[Row]) -> list[Row]:
-    """Returns a row for each shape and direction: TFLOP/s of each implementation, ratio to the best peer, share of the roof."""
+    """Returns a row for each shape and direction: TFLOP/s of each implementation, ratio to the best
+    peer, share of the roof."""
     shapes: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         if not {"error", "unserved"} & row.keys():
@@ -165,7 +243,10 @@ def compared(lab: Lab, rows: Sequence[Row]) -> list[Row]:
     for shape, found in shapes.items():
         for way in ("fwd", "bwd"):
             rates = {peer: row.get(f"{way}_tflops") for peer, row in found.items()}
-            ours, others = rates.pop(OURS, None), {peer: rate for peer, rate in rates.items() if rate}
+            ours, others = (
+                rates.pop(OURS, None),
+                {peer: rate for peer, rate in rates.items() if rate},
+            )
             best = max(others, key=lambda peer: others[peer]) if others else None
             quotients = {
                 "best_peer": best,
@@ -173,12 +254,21 @@ def compared(lab: Lab, rows: Sequence[Row]) -> list[Row]:
                 "roof": ours / lab.found["roof"] if ours and lab.found.get("roof") else None,
             }
             columns = {peer: others.get(peer) for peer in order}
-            table.append({**dict(zip(SHAPE, shape, strict=True)), "way": way, "ours": ours, **columns, **quotients})
+            table.append(
+                {
+                    **dict(zip(SHAPE, shape, strict=True)),
+                    "way": way,
+                    "ours": ours,
+                    **columns,
+                    **quotients,
+                }
+            )
     return table
 
 
 def unlike(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each norm in which our kernel differs from cuDNN (or xla) on the same data."""
+    """Returns a line for each norm in which our kernel differs from cuDNN (or xla) on the same
+    data."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         if row["peer"] in (OURS, "cudnn", "xla") and "fwd_ms" in row:
@@ -190,7 +280,11 @@ def unlike(rows: Sequence[Row]) -> list[str]:
             continue
         for name in (name for name in ours if name.endswith("_norm")):
             if not abs(ours[name] / other[name] - 1) <= ALIKE:
-                wrong.append(f"{' '.join(map(str, shape))}: {name} is {ours[name]:.6g}, of {other['peer']} {other[name]:.6g}")
+                wrong.append(
+                    f"{' '.join(map(str, shape))}: {name} is {ours[name]:.6g}, of "
+                    f"{other['peer']} "
+                    f"{other[name]:.6g}"
+                )
     return wrong
 
 
@@ -202,39 +296,70 @@ def goals(rows: Sequence[Row]) -> list[Row]:
             at[row["mask"], row["head_dim"], row["peer"]] = row
     found = []
     for mask, dim, way, least, ratio in GOALS:
-        ours, cudnn = (at.get((mask, dim, peer), {}).get(f"{way}_tflops") for peer in (OURS, "cudnn"))
+        ours, cudnn = (
+            at.get((mask, dim, peer), {}).get(f"{way}_tflops") for peer in (OURS, "cudnn")
+        )
         met = ours >= max(least, ratio * (cudnn or 0.0)) if ours and (cudnn or not ratio) else None
         versus = ours / cudnn if ours and cudnn else None
         about = {"goal": f"{mask} {way} d{dim}", "least": least, "ours": ours, "cudnn": cudnn}
         found.append(about | {"vs_cudnn": versus, "least_vs_cudnn": ratio or None, "met": met})
     for way in ("fwd", "bwd"):
-        packed, causal = (at.get((mask, 128, OURS), {}).get(f"{way}_tflops") for mask in ("packed", "causal"))
+        packed, causal = (
+            at.get((mask, 128, OURS), {}).get(f"{way}_tflops") for mask in ("packed", "causal")
+        )
         least = PACKED * causal if causal else None
-        found.append({"goal": f"packed {way} d128", "least": least, "ours": packed, "met": packed >= least if packed and least else None})
+        found.append(
+            {
+                "goal": f"packed {way} d128",
+                "least": least,
+                "ours": packed,
+                "met": packed >= least if packed and least else None,
+            }
+        )
     return found
 
 
-def shape(mask: str, head_dim: int, seq: int, *, tokens: int = 32_768, width: int = 2048, group: int = 1) -> Row:
-    """Returns a shape to time. mask: causal, full, window or packed; tokens: in all; width: heads x head dim; group: heads per kv head."""
+def shape(
+    mask: str, head_dim: int, seq: int, *, tokens: int = 32_768, width: int = 2048, group: int = 1
+) -> Row:
+    """Returns a shape to time. mask: causal, full, window or packed; tokens: in all; width: heads x
+    head dim; group: heads per kv head."""
     heads = width // head_dim
-    return {"mask": mask, "head_dim": head_dim, "seq": seq, "batch": tokens // seq, "heads": heads, "kv_heads": heads // group}
+    return {
+        "mask": mask,
+        "head_dim": head_dim,
+        "seq": seq,
+        "batch": tokens // seq,
+        "heads": heads,
+        "kv_heads": heads // group,
+    }
 
 
 HEADLINE = [shape("causal", 128, 16_384), shape("full", 128, 16_384)]
 SHAPES = [
-    shape("packed", 128, 16_384), shape("window", 128, 16_384), shape("causal", 128, 16_384, group=8),
-    shape("causal", 128, 4096), shape("causal", 64, 16_384), shape("causal", 256, 16_384), shape("causal", 128, 1024),
-    shape("full", 64, 16_384), shape("full", 256, 16_384), shape("full", 128, 4096), shape("causal", 128, 32_768),
-    shape("causal", 64, 4096), shape("causal", 256, 4096), shape("causal", 128, 8192), shape("causal", 128, 2048),
-    shape("causal", 64, 1024), shape("causal", 256, 1024), shape("full", 128, 1024), shape("packed", 128, 4096),
-    shape("full", 128, 32_768), shape("full", 128, 8192), shape("full", 64, 4096), shape("full", 256, 4096),
+    shape("packed", 128, 16_384), shape("window", 128, 16_384),
+    shape("causal", 128, 16_384, group=8),
+    shape("causal", 128, 4096), shape("causal", 64, 16_384), shape("causal", 256, 16_384),
+    shape("causal", 128, 1024),
+    shape("full", 64, 16_384), shape("full", 256, 16_384), shape("full", 128, 4096),
+    shape("causal", 128, 32_768),
+    shape("causal", 64, 4096), shape("causal", 256, 4096), shape("causal", 128, 8192),
+    shape("causal", 128, 2048),
+    shape("causal", 64, 1024), shape("causal", 256, 1024), shape("full", 128, 1024),
+    shape("packed", 128, 4096),
+    shape("full", 128, 32_768), shape("full", 128, 8192), shape("full", 64, 4096),
+    shape("full", 256, 4096),
     shape("causal", 64, 32_768), shape("causal", 256, 32_768), shape("full", 128, 2048),
 ]  # fmt: skip
 """The most important first."""
 CHANGED = [
-    shape("causal", 64, 2048), shape("causal", 128, 2048), shape("full", 64, 2048), shape("causal", 64, 16_384), shape("full", 64, 16_384),
+    shape("causal", 64, 2048), shape("causal", 128, 2048), shape("full", 64, 2048),
+    shape("causal", 64, 16_384), shape("full", 64, 16_384),
     shape("causal", 64, 1024), shape("full", 128, 2048),
 ]  # fmt: skip
-TINY_SHAPES = [shape(mask, 64, 128, tokens=128, width=128, group=group) for mask, group in (("causal", 1), ("packed", 2))]
+TINY_SHAPES = [
+    shape(mask, 64, 128, tokens=128, width=128, group=group)
+    for mask, group in (("causal", 1), ("packed", 2))
+]
 CASES_TINY = ("head dim 64",)
 """The cases of attention_cases.py in a dry run."""

@@ -8,10 +8,23 @@ from typing import Any
 from record import Record, Row
 
 COLOURS = {
-    "ours": "#c2452d", "cudnn": "#3f7a34", "mgpu": "#86b1de", "tokamax": "#2f6db3", "torch flash": "#e0a02b", "torch cudnn": "#8fbf87",
-    "torch varlen": "#8a63b8", "torch flex": "#b9a0d6", "xla": "#9aa3ab", "mosaic": "#c2452d", "torch": "#e0a02b",
+    "ours": "#c2452d", "cudnn": "#3f7a34", "mgpu": "#86b1de", "tokamax": "#2f6db3",
+    "torch flash": "#e0a02b", "torch cudnn": "#8fbf87",
+    "torch varlen": "#8a63b8", "torch flex": "#b9a0d6", "xla": "#9aa3ab", "mosaic": "#c2452d",
+    "torch": "#e0a02b",
 }  # fmt: skip
-NOT_PEERS = {"mask", "head_dim", "seq", "batch", "heads", "kv_heads", "way", "best_peer", "ratio", "roof"}
+NOT_PEERS = {
+    "mask",
+    "head_dim",
+    "seq",
+    "batch",
+    "heads",
+    "kv_heads",
+    "way",
+    "best_peer",
+    "ratio",
+    "roof",
+}
 
 
 def draw(record: Record) -> None:
@@ -19,8 +32,12 @@ def draw(record: Record) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         return
     tables = record.data["tables"]
-    lines = tables.get("Attention, compared", tables.get("Headline, compared", {"rows": []}))["rows"]
-    steps = [row for row in tables.get("Train step", {"rows": []})["rows"] if row.get("tokens_per_s")]
+    lines = tables.get("Attention, compared", tables.get("Headline, compared", {"rows": []}))[
+        "rows"
+    ]
+    steps = [
+        row for row in tables.get("Train step", {"rows": []})["rows"] if row.get("tokens_per_s")
+    ]
     record.directory.mkdir(parents=True, exist_ok=True)
     charts = record.data["charts"] = []
     for name, figure in (("attention", _attention(lines)), ("train-step", _steps(steps))):
@@ -39,7 +56,8 @@ def _figure(**how: Any) -> Any:
 
 
 def _attention(rows: list[Row]) -> Any:
-    """Plots TFLOP/s over length: a column for each head dim, a row for each mask and direction with at least two lengths."""
+    """Plots TFLOP/s over length: a column for each head dim, a row for each mask and direction with
+    at least two lengths."""
     plain = [row for row in rows if row["heads"] == row["kv_heads"]]
     dims = sorted({row["head_dim"] for row in plain})
     masks = [mask for mask in ("causal", "full") if any(row["mask"] == mask for row in plain)]
@@ -50,13 +68,32 @@ def _attention(rows: list[Row]) -> Any:
     axes = figure.subplots(len(ways), len(dims), squeeze=False, sharey="row")
     for i, (mask, way) in enumerate(ways):
         for j, dim in enumerate(dims):
-            _lines(axes[i][j], [row for row in plain if (row["mask"], row["way"], row["head_dim"]) == (mask, way, dim)])
+            _lines(
+                axes[i][j],
+                [
+                    row
+                    for row in plain
+                    if (row["mask"], row["way"], row["head_dim"]) == (mask, way, dim)
+                ],
+            )
             axes[i][j].margins(y=0.08)
-            axes[i][j].set_title(f"{mask}, {'forward' if way == 'fwd' else 'backward'}, head dim {dim}", fontsize=9)
+            axes[i][j].set_title(
+                f"{mask}, {'forward' if way == 'fwd' else 'backward'}, head dim {dim}", fontsize=9
+            )
     for line in axes.flat:
         line.set_ylim(bottom=0)  # after all plots of a row, which share the axis
-    handles = {label: line for line_of in axes.flat for line, label in zip(*line_of.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=max(1, min(len(handles), 8)), frameon=False)
+    handles = {
+        label: line
+        for line_of in axes.flat
+        for line, label in zip(*line_of.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=max(1, min(len(handles), 8)),
+        frameon=False,
+    )
     figure.supylabel("TFLOP/s", fontsize=9)
     return figure
 
@@ -66,10 +103,19 @@ def _lines(axes: Any, rows: list[Row]) -> None:
         points = sorted((row["seq"], row[peer]) for row in rows if row.get(peer))
         if points and peer not in axes.get_legend_handles_labels()[1]:
             width = 2 if peer == "ours" else 1
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=peer, color=COLOURS.get(peer), linewidth=width)
+            axes.plot(
+                *zip(*points, strict=True),
+                marker="o",
+                markersize=3,
+                label=peer,
+                color=COLOURS.get(peer),
+                linewidth=width,
+            )
     lengths = sorted({row["seq"] for row in rows})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths])
+    axes.set_xticks(
+        lengths, [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths]
+    )
     axes.grid(color="#e6e8e7")
 
 
@@ -85,12 +131,32 @@ def _steps(rows: list[Row]) -> Any:
         for row in (row for row in rows if row["attention"] == name):
             best = max(other["tokens_per_s"] for other in rows if other["model"] == row["model"])
             at = models.index(row["model"]) + (i - (len(names) - 1) / 2) * 0.8 / len(names)
-            axes.bar(at, row["tokens_per_s"] / best, 0.75 / len(names), color=COLOURS.get(name), label=name)
+            axes.bar(
+                at,
+                row["tokens_per_s"] / best,
+                0.75 / len(names),
+                color=COLOURS.get(name),
+                label=name,
+            )
             text = f"{row['mfu']:.1%}" if row.get("mfu") else f"{row['tokens_per_s']:,.0f}/s"
-            axes.annotate(text, (at, row["tokens_per_s"] / best), (0, 2), textcoords="offset points", ha="center", fontsize=7)
+            axes.annotate(
+                text,
+                (at, row["tokens_per_s"] / best),
+                (0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7,
+            )
     axes.set_xticks(range(len(models)), models)
     axes.set_ylim(0, 1.1)
     axes.set_title("Train step: tokens a second, of the best; above the bars MFU", fontsize=9)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8,
+    )
     return figure

@@ -1,7 +1,9 @@
-"""A lock between processes of which several compile for one GPU in parallel and one measures. Standard library only.
+"""A lock between processes of which several compile for one GPU in parallel and one measures.
+Standard library only.
 
-Several processes may hold `compiling()`, and only one `measuring()`. Compiling also uses the GPU (XLA times matmul kernels), which would
-distort measurements. While a process waits to measure, no other starts compiling. Without the variable GPU_LOCK nothing is locked.
+Several processes may hold `compiling()`, and only one `measuring()`. Compiling also uses the GPU
+(XLA times matmul kernels), which would distort measurements. While a process waits to measure, no
+other starts compiling. Without the variable GPU_LOCK nothing is locked.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _windows: list[tuple[float, float]] = []
 
 
 def last_window() -> dict[str, float]:
-    """Returns "began" and "ended" of this process's last measurement, and forgets it; empty if there was none since the last call."""
+    """Returns "began" and "ended" of this process's last measurement, and forgets it; empty if
+    there was none since the last call."""
     window = dict(zip(("began", "ended"), _windows[-1], strict=True)) if _windows else {}
     _windows.clear()
     return window

@@ -1,10 +1,12 @@
-"""As many measurements on one GPU as fit into some seconds, the most important first: python benchmarks/gpu_minutes.py --seconds=330
+"""As many measurements on one GPU as fit into some seconds, the most important first: python
+benchmarks/gpu_minutes.py --seconds=330
 
-gpu_minutes.md has the blocks, with what each needs and shows. Each runs in a process group of its own, with a time limit; one that hangs
-or crashes costs itself alone. One whose least time is not left is skipped, and a shorter one after it may still run. Results are written
-after each row, and each row is also a line of JSON on the standard output. `--resume` with the same --output takes over the blocks and rows
-that an earlier command has measured, on the same kind of device and with the same kernels. `--dry-run` does all of it on a CPU, with tiny
-shapes.
+gpu_minutes.md has the blocks, with what each needs and shows. Each runs in a process group of its
+own, with a time limit; one that hangs or crashes costs itself alone. One whose least time is not
+left is skipped, and a shorter one after it may still run. Results are written after each row, and
+each row is also a line of JSON on the standard output. `--resume` with the same --output takes over
+the blocks and rows that an earlier command has measured, on the same kind of device and with the
+same kernels. `--dry-run` does all of it on a CPU, with tiny shapes.
 """
 
 from __future__ import annotations
@@ -27,21 +29,38 @@ import gpu_twins
 from forked import Forked, preload
 from gpu_lab import Lab, kind_of_device, nvidia_driver
 from gpu_resume import Earlier
-from gpu_session import Block, Results, Session, end_with_parent, interrupted_by_sigterm, locked, say, seconds_of, tell
+from gpu_session import (
+    Block,
+    Results,
+    Session,
+    end_with_parent,
+    interrupted_by_sigterm,
+    locked,
+    say,
+    seconds_of,
+    tell,
+)
 from record import Record, Row, options
 
 NAME = "gpu_minutes"
 BLOCKS = (
     Block(gpu_training.training, 110, 220),
-    Block(gpu_twins.steps_124m, 70, 130), Block(gpu_twins.steps_1_3b, 110, 240),
+    Block(gpu_twins.steps_124m, 70, 130),
+    Block(gpu_twins.steps_1_3b, 110, 240),
     Block(gpu_twins.trace, 90, 180),
     Block(gpu_kernels.grouped_repaired, 35, 80),
     Block(gpu_attention.changed, 45, 120),
     Block(gpu_kernels.autotune, 60, 160),
-    Block(gpu_kernels.smoke, 60, 120), Block(gpu_truth.matmul, 30, 110), Block(gpu_truth.elementwise, 20, 60),
-    Block(gpu_attention.headline, 45, 90), Block(gpu_attention.correct, 60, 240), Block(gpu_kernels.variants, 60, 120),
-    Block(gpu_kernels.stacked, 40, 90), Block(gpu_attention.peers, 90, 240), Block(gpu_attention.deviceless, 30, 60),
-)  # fmt: skip
+    Block(gpu_kernels.smoke, 60, 120),
+    Block(gpu_truth.matmul, 30, 110),
+    Block(gpu_truth.elementwise, 20, 60),
+    Block(gpu_attention.headline, 45, 90),
+    Block(gpu_attention.correct, 60, 240),
+    Block(gpu_kernels.variants, 60, 120),
+    Block(gpu_kernels.stacked, 40, 90),
+    Block(gpu_attention.peers, 90, 240),
+    Block(gpu_attention.deviceless, 30, 60),
+)
 """In the order in which they run."""
 MARGIN = 4.0
 """Seconds before a block's limit at which it stops starting anything, so that it ends by itself."""
@@ -51,13 +70,29 @@ SLOW = 4
 
 
 def main() -> int:
-    """Runs the command line. Returns the exit status: 1 if a block failed, or nothing could be measured for a fault of the machine."""
+    """Runs the command line. Returns the exit status: 1 if a block failed, or nothing could be
+    measured for a fault of the machine."""
     began = time.monotonic()
-    parser = options(__doc__ or "", quick="--dry-run", quick_help="the same on a CPU, with tiny shapes, as a rehearsal")
+    parser = options(
+        __doc__ or "",
+        quick="--dry-run",
+        quick_help="the same on a CPU, with tiny shapes, as a rehearsal",
+    )
     names = [block.name for block in BLOCKS]
-    parser.add_argument("--seconds", type=seconds_of, default=SECONDS, help="for everything, the start included (default: %(default)g)")
-    parser.add_argument("--blocks", default="", help=f"which, with commas: {', '.join(names)} (default: all)")
-    parser.add_argument("--resume", action="store_true", help="take over what an earlier command measured with the same --output")
+    parser.add_argument(
+        "--seconds",
+        type=seconds_of,
+        default=SECONDS,
+        help="for everything, the start included (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--blocks", default="", help=f"which, with commas: {', '.join(names)} (default: all)"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="take over what an earlier command measured with the same --output",
+    )
     parser.add_argument("--block", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.block:
@@ -67,13 +102,17 @@ def main() -> int:
         parser.error(f"no block {unknown[0]!r}; there are {', '.join(names)}")
     interrupted_by_sigterm()
     try:
-        with locked(arguments.output) as held, tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory:
+        with (
+            locked(arguments.output) as held,
+            tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory,
+        ):
             if held:
                 say(f"not started: {held}")
                 return 1
             blocks = [block for block in BLOCKS if block.name in chosen]
             if arguments.dry_run:
-                blocks = [block._replace(least=5.0, most=SLOW * block.most) for block in blocks]  # tiny shapes, but perhaps a busy CPU
+                # tiny shapes, but perhaps a busy CPU
+                blocks = [block._replace(least=5.0, most=SLOW * block.most) for block in blocks]
             return measure(arguments, blocks, Path(directory), began)
     except KeyboardInterrupt:
         say("interrupted; the rows so far are kept")
@@ -83,7 +122,9 @@ def main() -> int:
         return 1
 
 
-def measure(arguments: argparse.Namespace, blocks: list[Block], directory: Path, began: float) -> int:
+def measure(
+    arguments: argparse.Namespace, blocks: list[Block], directory: Path, began: float
+) -> int:
     """Probes the device, and runs the blocks. Returns the exit status."""
     if arguments.dry_run:
         preload(directory)
@@ -96,20 +137,45 @@ def measure(arguments: argparse.Namespace, blocks: list[Block], directory: Path,
     name = f"{NAME}{'-dry-run' * arguments.dry_run}"
     record = Record(name, arguments.output, kind=kind, device=device, driver=driver)
     results = Results(record, earlier_of(arguments.output, name, kind, arguments.resume))
-    given: Row = {"output": str(arguments.output.resolve()), "kind": kind, "device": device, "dry_run": arguments.dry_run}
+    given: Row = {
+        "output": str(arguments.output.resolve()),
+        "kind": kind,
+        "device": device,
+        "dry_run": arguments.dry_run,
+    }
     given |= {"resume": arguments.resume, "file": name, "caches": str(directory)}
 
     def start(block: Block, seconds: float, found: Row, stderr: IO[str]) -> subprocess.Popen[bytes]:
-        words = given | {"name": block.name, "seconds": seconds, "found": found, "directory": str(directory / block.name)}
-        streams: Row = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr, "start_new_session": True}
+        words = given | {
+            "name": block.name,
+            "seconds": seconds,
+            "found": found,
+            "directory": str(directory / block.name),
+        }
+        streams: Row = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": stderr,
+            "start_new_session": True,
+        }
         if arguments.dry_run:
             return Forked(partial(run_block, **words), **streams)  # type: ignore[return-value]
-        return subprocess.Popen([sys.executable, str(Path(__file__).resolve()), f"--block={json.dumps(words)}"], **streams)
+        return subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), f"--block={json.dumps(words)}"],
+            **streams,
+        )
 
     session = Session(results, began + arguments.seconds, start, directory / "log")
     status = session.run(blocks, lanes=2 if arguments.dry_run else 1)
-    say(f"imported though a GPU machine may lack it: {', '.join(sorted(session.modules)) or 'nothing'}")
-    say(f"{time.monotonic() - began:.0f} s of {arguments.seconds:g}; results: {record.stem}.json and .md in {arguments.output.name}/")
+    say(
+        "imported though a GPU machine may lack it: "
+        f"{', '.join(sorted(session.modules)) or 'nothing'}"
+    )
+    say(
+        f"{time.monotonic() - began:.0f} s of {arguments.seconds:g}; results: "
+        f"{record.stem}.json "
+        f"and .md in {arguments.output.name}/"
+    )
     return status
 
 
@@ -132,14 +198,26 @@ def probed(directory: Path, dry_run: bool) -> Row | str:
         reason = " ".join("; ".join(lab.problems).split())
         return f"JAX cannot use the device: {reason[:400]}"
     if device["platform"] != "gpu" and not dry_run:
-        return f"no GPU that JAX can use here (platform {device['platform']}): nothing measured; --dry-run rehearses on the CPU"
+        return (
+            f"no GPU that JAX can use here (platform {device['platform']}): nothing measured; "
+            "--dry-run rehearses on the CPU"
+        )
     return device
 
 
 def run_block(
-    name: str, seconds: float, output: str, directory: str, caches: str, device: Row, kind: str, dry_run: bool, resume: bool, file: str,
+    name: str,
+    seconds: float,
+    output: str,
+    directory: str,
+    caches: str,
+    device: Row,
+    kind: str,
+    dry_run: bool,
+    resume: bool,
+    file: str,
     found: dict[str, Any],
-) -> int:  # fmt: skip
+) -> int:
     """Runs one block in this process. Returns the exit status."""
     end_with_parent()
     block = next(block for block in BLOCKS if block.name == name)
@@ -150,7 +228,9 @@ def run_block(
     lab.output, lab.caches, lab.device, lab.found = Path(output), Path(caches), device, found
     lab.environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes share the GPU
     if not dry_run:
-        lab.implementations = sorted(device["implementations"], key=lambda name: ("xla", "cudnn", name).index(name))
+        lab.implementations = sorted(
+            device["implementations"], key=lambda name: ("xla", "cudnn", name).index(name)
+        )
     lab.known = earlier_of(Path(output), file, kind, resume).row
     lab.progress = lambda title, rows, note: tell("TABLE", title=title, rows=rows, note=note)
     with lab.power:
@@ -160,7 +240,14 @@ def run_block(
         except Exception as error:
             lab.problems.append(f"{type(error).__name__}: {error}")
     problems = [" ".join(problem.split()) for problem in lab.problems]
-    tell("DONE", problems=problems, left_out=lab.left_out, found=lab.found, modules=sorted(lab.modules), logs=lab.logs)
+    tell(
+        "DONE",
+        problems=problems,
+        left_out=lab.left_out,
+        found=lab.found,
+        modules=sorted(lab.modules),
+        logs=lab.logs,
+    )
     return 0
 
 

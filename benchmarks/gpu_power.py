@@ -1,4 +1,5 @@
-"""Samples the GPU's power during the suite in the background, from NVML: through pynvml if installed, else through nvidia-smi."""
+"""Samples the GPU's power during the suite in the background, from NVML: through pynvml if
+installed, else through nvidia-smi."""
 
 from __future__ import annotations
 
@@ -11,14 +12,22 @@ from types import TracebackType
 from typing import Any
 
 EVERY = 0.1
-"""Seconds between samples. On Hopper power.draw is a mean over one second, so the instantaneous value is used."""
-QUERY = ("nvidia-smi", "--query-gpu=power.draw.instant,clocks.sm,temperature.gpu", "--format=csv,noheader,nounits", "-i", "0")
+"""Seconds between samples. On Hopper power.draw is a mean over one second, so the instantaneous
+value is used."""
+QUERY = (
+    "nvidia-smi",
+    "--query-gpu=power.draw.instant,clocks.sm,temperature.gpu",
+    "--format=csv,noheader,nounits",
+    "-i",
+    "0",
+)
 Sample = tuple[float, float, float]
 """Watts, MHz of the multiprocessors, degrees Celsius."""
 
 
 class Power:
-    """A context manager that collects samples. Without an NVIDIA driver it has none, and nothing fails."""
+    """A context manager that collects samples. Without an NVIDIA driver it has none, and nothing
+    fails."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[float, Sample]] = []
@@ -39,11 +48,17 @@ class Power:
         except Exception:  # no driver, or one without power readings
             return
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._over.set()
 
     def during(self, began: float, ended: float) -> dict[str, Any]:
-        """Returns the means between two times of time.time(): watts, sm_mhz, celsius. Empty without three samples.
+        """Returns the means between two times of time.time(): watts, sm_mhz, celsius. Empty without
+        three samples.
 
         The first 0.3 s are left out if three samples remain, because nvidia-smi's values lag.
         """
@@ -57,7 +72,8 @@ class Power:
 
 
 def _pynvml() -> Callable[[], Sample] | None:
-    """Returns a reader through pynvml; None if it is not installed. Raises as NVML does without a GPU."""
+    """Returns a reader through pynvml; None if it is not installed. Raises as NVML does without a
+    GPU."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -68,15 +84,22 @@ def _pynvml() -> Callable[[], Sample] | None:
 
     def read() -> Sample:
         (instant,) = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_POWER_INSTANT])
-        milliwatts = nvml.nvmlDeviceGetPowerUsage(gpu) if instant.nvmlReturn else instant.value.uiVal
+        milliwatts = (
+            nvml.nvmlDeviceGetPowerUsage(gpu) if instant.nvmlReturn else instant.value.uiVal
+        )
         clock = nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
-        return milliwatts / 1e3, clock, nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+        return (
+            milliwatts / 1e3,
+            clock,
+            nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+        )
 
     return read
 
 
 def _nvidia_smi() -> Sample:
-    """Returns a sample from a new nvidia-smi process, because the output of a looping one may be buffered."""
+    """Returns a sample from a new nvidia-smi process, because the output of a looping one may be
+    buffered."""
     sample = subprocess.run(QUERY, capture_output=True, text=True, timeout=10, check=True).stdout
     watts, clock, heat = map(float, sample.split(","))
     return watts, clock, heat

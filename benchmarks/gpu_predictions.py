@@ -1,8 +1,10 @@
-"""Predicts the steps that gpu_minutes.py measures, where there is no GPU: python benchmarks/gpu_predictions.py --target=h200
+"""Predicts the steps that gpu_minutes.py measures, where there is no GPU: python
+benchmarks/gpu_predictions.py --target=h200
 
-A prediction compiles the whole step for the absent GPU, minutes on a small CPU. Made in advance it costs none of a session's time on a
-GPU, and cannot know what the session will measure. gpu_minutes.py takes the newest file for its kind of GPU, and leaves the columns empty
-if there is none, or if the step has changed since. `--dry-run` predicts one tiny step.
+A prediction compiles the whole step for the absent GPU, minutes on a small CPU. Made in advance it
+costs none of a session's time on a GPU, and cannot know what the session will measure.
+gpu_minutes.py takes the newest file for its kind of GPU, and leaves the columns empty if there is
+none, or if the step has changed since. `--dry-run` predicts one tiny step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ LIMIT = 1800.0
 
 
 def twin(lab: Lab, name: str) -> Row:
-    """Returns the worker's arguments for our side of the twins: no rematerialisation, one microbatch."""
+    """Returns the worker's arguments for our side of the twins: no rematerialisation, one
+    microbatch."""
     fields = {**TINY, **TINY_TIMED} if lab.dry_run else TIMED[name][1]
     ours = variant(lab, {"model": fields}, name, "mosaic" if lab.dry_run else "auto")
     if lab.dry_run:
@@ -35,15 +38,22 @@ def twin(lab: Lab, name: str) -> Row:
 
 
 def traced(lab: Lab) -> Row:
-    """Returns the worker's arguments for the traced step of gpt_1_3b: 64 sequences in 8 microbatches, as shipped."""
+    """Returns the worker's arguments for the traced step of gpt_1_3b: 64 sequences in 8
+    microbatches, as shipped."""
     model = {**TINY, **TINY_TIMED, "remat": "save_names"} if lab.dry_run else {"attention": "auto"}
     train = {"global_batch": 8, "microbatches": 2} if lab.dry_run else SHARE
-    changes = {"model": model, "train": train, "optimizer": {"warmup_steps": 2}, "launch": {"compile_cache": ""}}
+    changes = {
+        "model": model,
+        "train": train,
+        "optimizer": {"warmup_steps": 2},
+        "launch": {"compile_cache": ""},
+    }
     return {"changes": changes, "name": CONFIG, "rules": RULES}
 
 
 def programs(lab: Lab) -> dict[str, Row]:
-    """Returns the programs that are measured and predicted: block -> the config's name, its changed fields, and the rules."""
+    """Returns the programs that are measured and predicted: block -> the config's name, its changed
+    fields, and the rules."""
     found = {"trace": traced(lab)}
     for block, name in (("steps_124m", "gpt2_124m"), ("steps_1_3b", "gpt_1_3b")):
         changes = twin(lab, name)["changes"] | {"launch": {"compile_cache": ""}}
@@ -52,7 +62,8 @@ def programs(lab: Lab) -> dict[str, Row]:
 
 
 def predicted(lab: Lab, block: str) -> Row:
-    """Returns the prediction for a block on the lab's kind of GPU; empty, with the reason in `left_out`, if none was made."""
+    """Returns the prediction for a block on the lab's kind of GPU; empty, with the reason in
+    `left_out`, if none was made."""
     target = target_of(lab)
     command = f"python benchmarks/{NAME}.py --target={target}"
     if lab.dry_run:
@@ -63,7 +74,9 @@ def predicted(lab: Lab, block: str) -> Row:
         return {}
     made = json.loads(files[-1].read_text(encoding="utf-8"))["predictions"].get(block)
     if made is None or made["program"] != json.loads(json.dumps(programs(lab)[block])):
-        lab.left_out.append(f"the step of {block} has changed since it was predicted for {target}: {command}")
+        lab.left_out.append(
+            f"the step of {block} has changed since it was predicted for {target}: {command}"
+        )
         return {}
     return made["prediction"]
 
@@ -71,7 +84,9 @@ def predicted(lab: Lab, block: str) -> Row:
 def main() -> int:
     """Runs the command line. Returns the exit status: 1 if a step could not be predicted."""
     parser = options(__doc__ or "", quick="--dry-run", quick_help="one tiny step")
-    parser.add_argument("--target", choices=TARGETS, default="h100", help="the kind of GPU (default: %(default)s)")
+    parser.add_argument(
+        "--target", choices=TARGETS, default="h100", help="the kind of GPU (default: %(default)s)"
+    )
     parser.add_argument("--blocks", default="", help="which, with commas (default: all)")
     arguments = parser.parse_args()
     if not compiler_there():
@@ -91,14 +106,27 @@ def main() -> int:
             chosen = {"trace": chosen["trace"]}
         for block, program in chosen.items():
             lab.deadline = time.monotonic() + LIMIT
-            made = lab.run("predicted", platform="cpu", hidden=True, directory=directory, target=arguments.target, **program)
+            made = lab.run(
+                "predicted",
+                platform="cpu",
+                hidden=True,
+                directory=directory,
+                target=arguments.target,
+                **program,
+            )
             if not made or "error" in made[0]:
                 continue
             prediction = made[0]
             predictions[block] = {"program": program, "prediction": prediction}
             shown = {column: value for column, value in prediction.items() if column != "kinds"}
-            rows.append({"block": block, "config": program["name"], "rules": program["rules"]} | shown)
-            record.table("Predicted steps", rows, "Times are predicted, never measured. lab_s: seconds that the prediction took.")
+            rows.append(
+                {"block": block, "config": program["name"], "rules": program["rules"]} | shown
+            )
+            record.table(
+                "Predicted steps",
+                rows,
+                "Times are predicted, never measured. lab_s: seconds that the prediction took.",
+            )
             record.write()
     for problem in lab.problems:
         print(problem)

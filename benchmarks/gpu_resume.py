@@ -1,7 +1,8 @@
-"""What an earlier run of a GPU suite measured in the same directory, so that a later run need not measure it again.
+"""What an earlier run of a GPU suite measured in the same directory, so that a later run need not
+measure it again.
 
-Complete parts are taken over with their tables, incomplete parts with their rows that have no error. Both require that the device, the
-versions and the kernels' source are the same.
+Complete parts are taken over with their tables, incomplete parts with their rows that have no
+error. Both require that the device, the versions and the kernels' source are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Earlier:
     """The parts and rows of earlier runs, in a file that is written after each row."""
 
     def __init__(self, path: Path, kind: str, use: bool) -> None:
-        """kind: what measured, such as device and versions. use: whether to take over what the file has; else it is replaced."""
+        """kind: what measured, such as device and versions. use: whether to take over what the file
+        has; else it is replaced."""
         self.path, identity = path, {"kind": kind, "kernels": kernels_digest()}
         self.data: dict[str, Any] = {"identity": identity, "parts": {}, "rows": {}}
         if use and path.exists():
@@ -30,16 +32,25 @@ class Earlier:
             if found["identity"] == identity:
                 self.data = found
             else:
-                print(f"{path.name} is of another device, of other versions or of other kernels: everything is measured again")
+                print(
+                    f"{path.name} is of another device, of other versions or of other kernels: "
+                    "everything is measured again"
+                )
 
     @property
     def parts(self) -> dict[str, Any]:
         """Name of a complete part -> its summary, tables, and values for later parts."""
         return self.data["parts"]
 
-    def complete(self, name: str, summary: Row, tables: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    def complete(
+        self, name: str, summary: Row, tables: Mapping[str, Any], found: Mapping[str, Any]
+    ) -> None:
         """Keeps a part that had no problem."""
-        self.data["parts"][name] = {"summary": summary, "tables": dict(tables), "found": dict(found)}
+        self.data["parts"][name] = {
+            "summary": summary,
+            "tables": dict(tables),
+            "found": dict(found),
+        }
         self.write()
 
     def progress(self, title: str, rows: list[Row]) -> None:
@@ -49,7 +60,11 @@ class Earlier:
 
     def row(self, title: str, variant: Row) -> Row | None:
         """Returns the row of a variant in a table; None if there is none without an error."""
-        wanted = {name: x for name, x in variant.items() if name not in NOT_IN_ROWS and not isinstance(x, dict | list)}
+        wanted = {
+            name: x
+            for name, x in variant.items()
+            if name not in NOT_IN_ROWS and not isinstance(x, dict | list)
+        }
         for row in self.data["rows"].get(title, ()):
             if wanted.items() <= row.items() and "error" not in row:
                 return row

@@ -1,7 +1,9 @@
-"""A session on a machine that is lent for minutes: as many blocks as fit, each in a process group of its own. Standard library only.
+"""A session on a machine that is lent for minutes: as many blocks as fit, each in a process group
+of its own. Standard library only.
 
-A block is a process that prints lines: "TABLE {json}" whenever a table has grown, and at its end "DONE {json}". It is killed with all of
-its processes at its limit. What it has printed until then is kept: in files, and as lines of JSON on the standard output.
+A block is a process that prints lines: "TABLE {json}" whenever a table has grown, and at its end
+"DONE {json}". It is killed with all of its processes at its limit. What it has printed until then
+is kept: in files, and as lines of JSON on the standard output.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ class Block(NamedTuple):
 
 
 Start = Callable[[Block, float, Row, IO[str]], "subprocess.Popen[bytes]"]
-"""Starts a block's process from its seconds, values that earlier blocks have found, and a file for its standard error. The process leads a
-group of its own. Its standard input is a pipe that nobody writes to, and that ends when the session does (see `end_with_parent`)."""
+"""Starts a block's process from its seconds, values that earlier blocks have found, and a file for
+its standard error. The process leads a group of its own. Its standard input is a pipe that nobody
+writes to, and that ends when the session does (see `end_with_parent`)."""
 
 
 class Ended(NamedTuple):
@@ -68,7 +71,8 @@ class Ended(NamedTuple):
 
 
 def say(text: str) -> None:
-    """Prints a line. A standard output on a full disk, or that nobody reads any more, is no reason to stop."""
+    """Prints a line. A standard output on a full disk, or that nobody reads any more, is no reason
+    to stop."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
 
@@ -77,7 +81,8 @@ def say(text: str) -> None:
 def locked(directory: Path) -> Iterator[str]:
     """Holds the directory's lock. Yields the reason why it cannot be held, else an empty text.
 
-    Without a place for the lock file, as on a full disk, nothing is locked. The lock ends with the process, however it ends.
+    Without a place for the lock file, as on a full disk, nothing is locked. The lock ends with the
+    process, however it ends.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -90,7 +95,10 @@ def locked(directory: Path) -> Iterator[str]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            yield f"process {file.read().strip() or 'of another machine'} is measuring with this --output; wait for it, or name another"
+            yield (
+                f"process {file.read().strip() or 'of another machine'} is measuring with this "
+                "--output; wait for it, or name another"
+            )
             return
         with contextlib.suppress(OSError):
             file.truncate(0)
@@ -100,7 +108,8 @@ def locked(directory: Path) -> Iterator[str]:
 
 
 class Results:
-    """The rows of a session. Each is printed, and the files are written after each; a disk on which they cannot be is reported once."""
+    """The rows of a session. Each is printed, and the files are written after each; a disk on which
+    they cannot be is reported once."""
 
     def __init__(self, record: Record, earlier: Earlier) -> None:
         self.record, self.earlier = record, earlier
@@ -136,7 +145,11 @@ class Results:
             reason = error.strerror or str(error)
             if reason not in self._reported:
                 self._reported.add(reason)
-                say(f"cannot write results to {self.record.directory.name}/: {reason}; the rows are here, on the standard output")
+                say(
+                    f"cannot write results to {self.record.directory.name}/: {reason}; the "
+                    "rows "
+                    "are here, on the standard output"
+                )
 
 
 class Session:
@@ -179,9 +192,15 @@ class Session:
     def _finish(self, row: Row) -> None:
         self.summary.append(row)
         reasons = "; ".join(filter(None, (row.get("problems"), row.get("left_out"))))
-        say(f"{row['block']}: {row['status']}{f', {reasons}' if reasons else ''} ({row['seconds']:.0f} s)")
+        say(
+            f"{row['block']}: {row['status']}{f', {reasons}' if reasons else ''} "
+            f"({row['seconds']:.0f} s)"
+        )
         self.results.record.table("Blocks", self.summary, show=False)
-        self.results.record.data |= {"not_needed_but_imported": sorted(self.modules), "logs": self.logs}
+        self.results.record.data |= {
+            "not_needed_but_imported": sorted(self.modules),
+            "logs": self.logs,
+        }
         self.results.write()
 
     def _run(self, block: Block) -> Row:
@@ -189,7 +208,13 @@ class Session:
         left = self.deadline - time.monotonic()
         if left < block.least:
             reason = f"it needs {block.least:.0f} s, and {max(0.0, left):.0f} s are left"
-            return {"block": block.name, "status": Status.SKIPPED, "seconds": 0.0, "problems": "", "left_out": reason}
+            return {
+                "block": block.name,
+                "status": Status.SKIPPED,
+                "seconds": 0.0,
+                "problems": "",
+                "left_out": reason,
+            }
         limit = min(block.most, left)
         tables: dict[str, Any] = {}
         done: list[Row] = []
@@ -213,8 +238,19 @@ class Session:
             problem = _problem(ended, limit, done, log)
         report = done[0] if done else {}
         problems = [*report.get("problems", ()), *([problem] if problem else [])]
-        status = Status.STOPPED if ended and ended.status is None else Status.FAILED if problems else Status.OK
-        row: Row = {"block": block.name, "status": status, "seconds": ended.seconds if ended else 0.0, "problems": "; ".join(problems)}
+        status = (
+            Status.STOPPED
+            if ended and ended.status is None
+            else Status.FAILED
+            if problems
+            else Status.OK
+        )
+        row: Row = {
+            "block": block.name,
+            "status": status,
+            "seconds": ended.seconds if ended else 0.0,
+            "problems": "; ".join(problems),
+        }
         if left_out := report.get("left_out"):
             row["left_out"] = "; ".join(left_out)
         self.logs |= report.get("logs", {})
@@ -237,8 +273,14 @@ def _problem(ended: Ended, limit: float, done: list[Row], log: Path) -> str:
     return f"exit status {ended.status}"
 
 
-def run_group(start: Callable[[IO[str]], subprocess.Popen[bytes]], limit: float, take: Callable[[str], None], log: Path) -> Ended:
-    """Runs a process that leads a group of its own. The group is killed at the limit, and when the process has ended.
+def run_group(
+    start: Callable[[IO[str]], subprocess.Popen[bytes]],
+    limit: float,
+    take: Callable[[str], None],
+    log: Path,
+) -> Ended:
+    """Runs a process that leads a group of its own. The group is killed at the limit, and when the
+    process has ended.
 
     start: takes a file for the standard error. take: gets the process's lines.
     """
@@ -256,7 +298,12 @@ def run_group(start: Callable[[IO[str]], subprocess.Popen[bytes]], limit: float,
     return Ended(time.monotonic() - began, None if late else process.returncode)
 
 
-def _read(process: subprocess.Popen[bytes], stdout: IO[bytes], deadline: float, take: Callable[[str], None]) -> bool:
+def _read(
+    process: subprocess.Popen[bytes],
+    stdout: IO[bytes],
+    deadline: float,
+    take: Callable[[str], None],
+) -> bool:
     """Takes lines until the process has ended. Returns False if that is after the deadline."""
     text = b""
     with selectors.DefaultSelector() as selector:
@@ -278,7 +325,8 @@ def _read(process: subprocess.Popen[bytes], stdout: IO[bytes], deadline: float, 
 
 
 def end_with_parent() -> None:
-    """Makes this process group end with the session, however that ends: it waits in a thread for the end of the standard input."""
+    """Makes this process group end with the session, however that ends: it waits in a thread for
+    the end of the standard input."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):

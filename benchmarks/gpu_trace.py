@@ -1,4 +1,5 @@
-"""One step's trace, as jax.profiler writes it, summed by the kinds of the lab's timeline. Standard library only."""
+"""One step's trace, as jax.profiler writes it, summed by the kinds of the lab's timeline. Standard
+library only."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("matmul", r"gemm|nvjet|cublas|cutlass|xmma|splitk|matmul|\bdot\b|_dot\b|\bdot_"),
     ("copy", r"memcpy|memset|copy|transpose"),
 )
-"""Kind of the lab's timeline -> what the names of its kernels have, or else those of their HLO operations. The first that matches counts;
-all others are elementwise."""
+"""Kind of the lab's timeline -> what the names of its kernels have, or else those of their HLO
+operations. The first that matches counts; all others are elementwise."""
 ELEMENTWISE = "elementwise"
 
 
@@ -50,18 +51,27 @@ class Kernel(NamedTuple):
 
 
 def kernels(directory: Path) -> list[Kernel]:
-    """Returns what ran on the device, from the newest trace below a directory; empty if there is none.
+    """Returns what ran on the device, from the newest trace below a directory; empty if there is
+    none.
 
-    On a GPU these are the events of its streams; lines that group them by operation, module or step are left out. On a CPU, which has no
-    streams, they are the events that name an HLO operation.
+    On a GPU these are the events of its streams; lines that group them by operation, module or step
+    are left out. On a CPU, which has no streams, they are the events that name an HLO operation.
     """
     files = sorted(directory.glob("**/*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     if not files:
         return []
     with gzip.open(files[-1], "rt") as file:
         events = json.load(file)["traceEvents"]
-    processes = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
-    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    processes = {
+        event["pid"]: event["args"]["name"]
+        for event in events
+        if event.get("name") == "process_name"
+    }
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event.get("name") == "thread_name"
+    }
     ran = [event for event in events if event.get("ph") == "X"]
     on_gpu = [
         event for event in ran
@@ -72,7 +82,9 @@ def kernels(directory: Path) -> list[Kernel]:
 
 
 def _kernel(event: dict[str, Any]) -> Kernel:
-    return Kernel(event["name"], event.get("args", {}).get("hlo_op", ""), event["ts"], event.get("dur", 0.0))
+    return Kernel(
+        event["name"], event.get("args", {}).get("hlo_op", ""), event["ts"], event.get("dur", 0.0)
+    )
 
 
 def busy_ms(ran: Iterable[Kernel]) -> float:
@@ -86,9 +98,11 @@ def busy_ms(ran: Iterable[Kernel]) -> float:
 
 
 def by_kind(ran: list[Kernel], predicted: dict[str, Row], step_ms: float) -> Iterator[Row]:
-    """Yields a row for each kind, the longest first, beside the lab's prediction, and a row for the time in which no kernel runs.
+    """Yields a row for each kind, the longest first, beside the lab's prediction, and a row for the
+    time in which no kernel runs.
 
-    predicted: kind -> its "ms" and "kernels" in the lab's timeline. step_ms: the step's time without the profiler.
+    predicted: kind -> its "ms" and "kernels" in the lab's timeline. step_ms: the step's time
+    without the profiler.
     """
     traced: dict[str, list[float]] = {}
     for kernel in ran:
@@ -98,7 +112,11 @@ def by_kind(ran: list[Kernel], predicted: dict[str, Row], step_ms: float) -> Ite
         lab = predicted.get(kind, {})
         row = {"kind": kind, "kernels": len(traced.get(kind, ())), "ms": ms, "share": ms / step_ms}
         ratio = ms / lab["ms"] if lab.get("ms") else None
-        yield row | {"predicted_kernels": lab.get("kernels"), "predicted_ms": lab.get("ms"), "ratio": ratio}
+        yield row | {
+            "predicted_kernels": lab.get("kernels"),
+            "predicted_ms": lab.get("ms"),
+            "ratio": ratio,
+        }
     idle = step_ms - busy_ms(ran)
     yield {"kind": "no kernel", "ms": idle, "share": idle / step_ms}
 
@@ -111,7 +129,8 @@ def longest(ran: list[Kernel], n: int = 25) -> list[Row]:
     names = sorted(durations, key=lambda key: -sum(durations[key]))[:n]
     return [
         {
-            "kernel": name[:100], "kind": kind, "times": len(durations[name, kind]), "ms": sum(durations[name, kind]) / 1e3,
+            "kernel": name[:100], "kind": kind, "times": len(durations[name, kind]),
+            "ms": sum(durations[name, kind]) / 1e3,
             "longest_us": max(durations[name, kind]),
         }
         for name, kind in names

@@ -28,10 +28,21 @@ TIMED: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt_1_3b": (8, {"remat": "none"}),
     "llama3_8b": (1, {"remat": "none", "n_layers": 8}),
 }
-"""Config -> sequences in a step, and changed fields, so that the step fits 78 GiB without rematerialisation (the lab plans at most 52)."""
+"""Config -> sequences in a step, and changed fields, so that the step fits 78 GiB without
+rematerialisation (the lab plans at most 52)."""
 ROOMY = 90
-"""GiB that a process may take on a GPU on which two models fit beside each other: an H200's 139, of which JAX takes three quarters."""
-TINY_TIMED = {"d_model": 64, "n_heads": 1, "n_kv_heads": 0, "d_ff": 0, "rope_theta": 1e4, "n_layers": 1, "remat": "none", "seq_len": 128}
+"""GiB that a process may take on a GPU on which two models fit beside each other: an H200's 139, of
+which JAX takes three quarters."""
+TINY_TIMED = {
+    "d_model": 64,
+    "n_heads": 1,
+    "n_kv_heads": 0,
+    "d_ff": 0,
+    "rope_theta": 1e4,
+    "n_layers": 1,
+    "remat": "none",
+    "seq_len": 128,
+}
 """Changes of TINY: a head dim of 64, which our kernel supports."""
 NEEDED_BY_TRAIN = ("grain", "tyro", "tensorboardX", "tokenizers", "matplotlib")
 AGREE = 5e-3
@@ -39,25 +50,57 @@ AGREE = 5e-3
 
 
 def end_to_end(lab: Lab) -> Iterator[Table]:
-    """Train steps in bf16 with fp32 weights and moments, no rematerialisation; gpt2_124m: 32 sequences of 1,024, gpt_1_3b: 8 of 2,048,
-    llama3_8b with only 8 layers: 1 of 8,192. torch: torch.compile and SDPA, the same shapes. mfu: of the dense bf16 peak; joules: of the
-    GPU alone. Medians."""
+    """Train steps in bf16 with fp32 weights and moments, no rematerialisation; gpt2_124m: 32
+    sequences of 1,024, gpt_1_3b: 8 of 2,048, llama3_8b with only 8 layers: 1 of 8,192. torch:
+    torch.compile and SDPA, the same shapes. mfu: of the dense bf16 peak; joules: of the GPU alone.
+    Medians."""
     names = ["mosaic", "xla"] if lab.dry_run else ["mosaic", "cudnn", "xla"]
-    changes = {name: {"model": {**TINY, **TINY_TIMED} if lab.dry_run else fields} for name, (_, fields) in TIMED.items()}
+    changes = {
+        name: {"model": {**TINY, **TINY_TIMED} if lab.dry_run else fields}
+        for name, (_, fields) in TIMED.items()
+    }
     models = {name: one["model"] for name, one in changes.items()}
-    shapes = {row["model"]: row for row in lab.run("shapes", platform="cpu", models=models, device_kind=lab.device["device_kind"])}
+    shapes = {
+        row["model"]: row
+        for row in lab.run(
+            "shapes", platform="cpu", models=models, device_kind=lab.device["device_kind"]
+        )
+    }
     rows: list[Row] = []
-    # The largest models of the two frameworks run one after the other, because both do not fit together; so do all on a smaller GPU.
+    # The largest models of the two frameworks run one after the other, because both do not fit
+    # together; so do all on a smaller GPU.
     roomy = lab.dry_run or lab.device.get("memory_limit_gib", 0) >= ROOMY
-    for group, together in ((list(TIMED)[: 1 if lab.dry_run else 2], roomy), (list(TIMED)[2:], False)):
-        ours = [variant(lab, changes[name], name, attention) for name in group for attention in names]
+    for group, together in (
+        (list(TIMED)[: 1 if lab.dry_run else 2], roomy),
+        (list(TIMED)[2:], False),
+    ):
+        ours = [
+            variant(lab, changes[name], name, attention) for name in group for attention in names
+        ]
         ours.sort(key=lambda variant: variant["attention"] == "xla")
-        twins = [shapes[name] | {"batch": batch_of(lab, name)} for name in group if name in shapes] if torch_there() else []
+        twins = (
+            [shapes[name] | {"batch": batch_of(lab, name)} for name in group if name in shapes]
+            if torch_there()
+            else []
+        )
         how: dict[str, Any] = {"patience": 150, "needed": False, "steps": 1 if lab.dry_run else 15}
-        here = {"directory": str(lab.directory), "changes": {}, "interpret": lab.dry_run, "cache": "tuned"}
+        here = {
+            "directory": str(lab.directory),
+            "changes": {},
+            "interpret": lab.dry_run,
+            "cache": "tuned",
+        }
         with ThreadPoolExecutor(2 if together else 1) as pool:
             first = pool.submit(
-                lab.spread, "speed", ours, lanes=1, title="Train step", note=note_of(end_to_end), before=rows, **here, **how
+                lab.spread,
+                "speed",
+                ours,
+                lanes=1,
+                title="Train step",
+                note=note_of(end_to_end),
+                before=rows,
+                **here,
+                **how,
             )
             second = pool.submit(lab.each, "train", twins, worker=TORCH, dry_run=lab.dry_run, **how)
         rows += [finished(lab, row, shapes) for row in first.result() + second.result()]
@@ -69,7 +112,11 @@ def variant(lab: Lab, changes: dict[str, Any], name: str, attention: str) -> Row
     """Returns the arguments of the worker's task speed."""
     train = {"global_batch": batch_of(lab, name), "microbatches": 1, "steps": 1000}
     optimizer = {"warmup_steps": 2, "learning_rate": 1e-2 if lab.dry_run else 3e-4}
-    return {"config": name, "attention": attention, "changes": {**changes, "train": train, "optimizer": optimizer}}
+    return {
+        "config": name,
+        "attention": attention,
+        "changes": {**changes, "train": train, "optimizer": optimizer},
+    }
 
 
 def batch_of(lab: Lab, name: str) -> int:
@@ -98,16 +145,26 @@ def disagreeing(rows: list[Row]) -> Iterator[tuple[str, str]]:
         for attention, loss in first.items():
             wanted = next(iter(first.values()))
             if not abs(loss - wanted) <= AGREE * abs(wanted):
-                yield name, f"the first loss with {attention} is {loss:.5f}, with {next(iter(first))} {wanted:.5f}"
+                yield (
+                    name,
+                    (
+                        f"the first loss with {attention} is {loss:.5f}, with {next(iter(first))} "
+                        f"{wanted:.5f}"
+                    ),
+                )
 
 
 def training(lab: Lab) -> Iterator[Table]:
-    """train.py on gpt2_124m and the source of Python's standard library: trains for a minute, saves, is killed by SIGKILL, and resumes by
-    the same command. The newest checkpoint was set aside, so that it resumes from the one before. The steps that are made twice must have
-    the same losses, and the checkpoint that is written twice the same bits in every array. SIGTERM then ends the run (status 99), and
-    generate.py continues a prompt. joules: of the GPU alone."""
+    """train.py on gpt2_124m and the source of Python's standard library: trains for a minute,
+    saves, is killed by SIGKILL, and resumes by the same command. The newest checkpoint was set
+    aside, so that it resumes from the one before. The steps that are made twice must have the same
+    losses, and the checkpoint that is written twice the same bits in every array. SIGTERM then ends
+    the run (status 99), and generate.py continues a prompt. joules: of the GPU alone."""
     if missing := [name for name in NEEDED_BY_TRAIN if importlib.util.find_spec(name) is None]:
-        lab.left_out.append(f"train.py needs {', '.join(missing)}, which are not installed; its parts are run instead, on synthetic text")
+        lab.left_out.append(
+            f"train.py needs {', '.join(missing)}, which are not installed; its parts are run "
+            "instead, on synthetic text"
+        )
         yield from resume(lab)
         return
     yield from TrainRun(lab).tables()
@@ -129,23 +186,53 @@ class TrainRun:
         if self.lab.dry_run:  # a small part of the same
             path = self.lab.directory / "text.txt"
             path.write_text(
-                Path(json.__file__).read_text(encoding="utf-8") + Path(subprocess.__file__).read_text(encoding="utf-8"), encoding="utf-8"
+                Path(json.__file__).read_text(encoding="utf-8")
+                + Path(subprocess.__file__).read_text(encoding="utf-8"),
+                encoding="utf-8",
             )
             text = str(path)
-        options = {f"{section}.{name}": value for section, values in self.fields().items() for name, value in values.items()}
-        options |= {"train.log_every": 1, "train.sample_tokens": 0, "train.eval_every": 0, "checkpoint.every": self.every}
-        options["checkpoint.keep"] = 100  # the checkpoint that is written twice is still there after the save on SIGTERM
-        options |= {"data.path": text, "data.cache": self.lab.directory / "data-cache", "data.max_epochs": 0, "output": self.output}
+        options = {
+            f"{section}.{name}": value
+            for section, values in self.fields().items()
+            for name, value in values.items()
+        }
+        options |= {
+            "train.log_every": 1,
+            "train.sample_tokens": 0,
+            "train.eval_every": 0,
+            "checkpoint.every": self.every,
+        }
+        # the checkpoint that is written twice is still there after the save on SIGTERM
+        options["checkpoint.keep"] = 100
+        options |= {
+            "data.path": text,
+            "data.cache": self.lab.directory / "data-cache",
+            "data.max_epochs": 0,
+            "output": self.output,
+        }
         options["launch.compile_cache"] = self.lab.directory / "train-cache"
-        return ["train.py", "--config=configs/gpt2_124m.py", *(f"--config.{name}={x}" for name, x in options.items())]
+        return [
+            "train.py",
+            "--config=configs/gpt2_124m.py",
+            *(f"--config.{name}={x}" for name, x in options.items()),
+        ]
 
     def fields(self) -> dict[str, Row]:
-        """Returns the changed fields of the config: it runs for a minute on one GPU, or for seconds on a CPU."""
+        """Returns the changed fields of the config: it runs for a minute on one GPU, or for seconds
+        on a CPU."""
         if self.lab.dry_run:
             changes = self.lab.gpt2(8)["changes"]
-            return {**changes, "model": {**TINY, "vocab_size": 320, "n_layers": 1}, "data": {"tokenizer_vocab": 320}}
+            return {
+                **changes,
+                "model": {**TINY, "vocab_size": 320, "n_layers": 1},
+                "data": {"tokenizer_vocab": 320},
+            }
         train = {"global_batch": 64, "microbatches": 1, "steps": 2000}
-        return {"train": train, "optimizer": {"warmup_steps": 50}, "data": {"tokenizer_vocab": 4096}}
+        return {
+            "train": train,
+            "optimizer": {"warmup_steps": 50},
+            "data": {"tokenizer_vocab": 4096},
+        }
 
     def tables(self) -> Iterator[Table]:
         """Yields the table, whose row grows."""
@@ -183,8 +270,16 @@ class TrainRun:
         aside.mkdir()
         (self.output / "checkpoints" / str(self.twice)).rename(aside / str(self.twice))
         losses = [self.before[step]["loss"] for step in (min(self.before), max(self.before))]
-        self.row |= {"first_step_s": first - began, "trained_s": ended - first, "steps": len(self.before), "loss_first": losses[0]}
-        self.row |= {"loss_last": losses[1], **drawn_per_token(self.lab.power.during(first, ended), self.before)}
+        self.row |= {
+            "first_step_s": first - began,
+            "trained_s": ended - first,
+            "steps": len(self.before),
+            "loss_first": losses[0],
+        }
+        self.row |= {
+            "loss_last": losses[1],
+            **drawn_per_token(self.lab.power.during(first, ended), self.before),
+        }
         return "" if losses[1] < losses[0] else f"the loss does not fall: {losses}"
 
     def _is_past_two_checkpoints(self) -> bool:
@@ -192,10 +287,15 @@ class TrainRun:
         return len(saved) >= 2 and max(metrics(self.output), default=0) >= saved[-1] + 1
 
     def resume(self) -> str:
-        """Resumes the run, and ends it by SIGTERM when it has written the checkpoint that was set aside. Returns the problem, if any."""
+        """Resumes the run, and ends it by SIGTERM when it has written the checkpoint that was set
+        aside. Returns the problem, if any."""
         began = time.time()
         process, log = spawned(self.lab, self.command())
-        while process.poll() is None and self.lab.left() > 0 and self.twice not in steps_saved(self.output):
+        while (
+            process.poll() is None
+            and self.lab.left() > 0
+            and self.twice not in steps_saved(self.output)
+        ):
             time.sleep(0.05)
         written_s = time.time() - began
         status = process.poll()
@@ -211,7 +311,11 @@ class TrainRun:
         after = metrics(self.output)
         repeated = [step for step in self.before if step > self.resumed_at and step in after]
         differ = [step for step in repeated if self.before[step]["loss"] != after[step]["loss"]]
-        self.row |= {"resumed_at": self.resumed_at, "written_again_s": written_s, "steps_made_twice": len(repeated)}
+        self.row |= {
+            "resumed_at": self.resumed_at,
+            "written_again_s": written_s,
+            "steps_made_twice": len(repeated),
+        }
         self.row |= {"losses_that_differ": len(differ), "status_of_sigterm": ended}
         if f"resumed at step {self.resumed_at}" not in log.read_text(encoding="utf-8"):
             return f"it did not resume at step {self.resumed_at}"
@@ -221,22 +325,43 @@ class TrainRun:
 
     def compare(self) -> str:
         """Compares the checkpoint that was written twice. Returns the problem, if any."""
-        pair = [str(path / str(self.twice)) for path in (self.lab.directory / "set-aside", self.output / "checkpoints")]
+        pair = [
+            str(path / str(self.twice))
+            for path in (self.lab.directory / "set-aside", self.output / "checkpoints")
+        ]
         status, text = self._run("-m", "mesh_lm.checkpoint", "diff", *pair)
         differing = re.search(r"(\d+) arrays differ", text)
-        self.row |= {"compared_step": self.twice, "arrays_that_differ": int(differing[1]) if differing else None if status else 0}
-        return f"step {self.twice} was written twice, and differs: {' '.join(text.split())[-200:]}" if status else ""
+        self.row |= {
+            "compared_step": self.twice,
+            "arrays_that_differ": int(differing[1]) if differing else None if status else 0,
+        }
+        return (
+            f"step {self.twice} was written twice, and differs: {' '.join(text.split())[-200:]}"
+            if status
+            else ""
+        )
 
     def generate(self) -> str:
         """Continues a prompt. Returns the problem, if any."""
         began = time.time()
-        status, text = self._run("-m", "mesh_lm.generate", f"--checkpoint={self.output}", f"--prompt={PROMPT}", "--tokens=16")
+        status, text = self._run(
+            "-m",
+            "mesh_lm.generate",
+            f"--checkpoint={self.output}",
+            f"--prompt={PROMPT}",
+            "--tokens=16",
+        )
         generated = " ".join(text[text.find(PROMPT) :].split())
         self.row |= {"generate_s": time.time() - began, "generated": generated[:100]}
-        return f"generate.py: exit status {status}: {generated[-200:]}" if status or len(generated) <= len(PROMPT) else ""
+        return (
+            f"generate.py: exit status {status}: {generated[-200:]}"
+            if status or len(generated) <= len(PROMPT)
+            else ""
+        )
 
     def _run(self, *words: str) -> tuple[int | None, str]:
-        """Runs Python with these words. Returns the exit status, None if there was no time left, and the output."""
+        """Runs Python with these words. Returns the exit status, None if there was no time left,
+        and the output."""
         process, log = spawned(self.lab, [*words])
         try:
             status: int | None = process.wait(max(1.0, self.lab.left()))
@@ -253,9 +378,12 @@ SAVED_ON_SIGTERM = 99
 
 
 def train_environment(lab: Lab) -> dict[str, str]:
-    """Returns the environment of train.py: with deterministic operations, and on a CPU with fast compilations in a dry run."""
+    """Returns the environment of train.py: with deterministic operations, and on a CPU with fast
+    compilations in a dry run."""
     dry = {"JAX_PLATFORMS": "cpu"} if lab.dry_run else {}
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILES if lab.dry_run else ''} {DETERMINISTIC}".strip()
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILES if lab.dry_run else ''} {DETERMINISTIC}"
+    ).strip()
     return {**os.environ, "XLA_FLAGS": flags, **dry}
 
 
@@ -266,9 +394,13 @@ def spawned(lab: Lab, command: list[str]) -> tuple[subprocess.Popen[bytes], Path
     with log.open("w", encoding="utf-8") as out:
         if lab.forks:
             run = partial(script, *command)
-            return Forked(run, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment), log  # type: ignore[return-value]
+            return Forked(
+                run, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment
+            ), log  # type: ignore[return-value]
         command = [sys.executable, *command]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT, env=environment), log
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=ROOT, env=environment
+        ), log
 
 
 def last_line(log: Path) -> str:
@@ -285,7 +417,9 @@ def steps_saved(output: Path) -> list[int]:
 def metrics(output: Path) -> dict[int, Row]:
     """Returns step -> the row of metrics.jsonl that has its loss."""
     path = output / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines() if path.exists() else []
+    lines = (
+        path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines() if path.exists() else []
+    )
     return {row["step"]: row for row in map(json.loads, lines) if "loss" in row}
 
 
@@ -295,43 +429,94 @@ def drawn_per_token(drawn: Row, rows: dict[int, Row]) -> Row:
     if not rates:
         return drawn
     rate = statistics.median(rates)
-    return {"tokens_per_s": rate, **drawn, **({"joules_per_token": drawn["watts"] / rate} if drawn else {})}
+    return {
+        "tokens_per_s": rate,
+        **drawn,
+        **({"joules_per_token": drawn["watts"] / rate} if drawn else {}),
+    }
 
 
-# Optional parts, if there is more time: python benchmarks/gpu_suite.py --parts losses,resume,rerun,layouts
+# Optional parts, if there is more time: python benchmarks/gpu_suite.py --parts
+# losses,resume,rerun,layouts
 
 
 def losses(lab: Lab) -> Iterator[Table]:
     """The first steps of a two-layer GPT with heads of 64."""
     run = lab.gpt2(8)
     if not lab.dry_run:
-        run["changes"]["model"] = {**TINY, "d_model": 128, "seq_len": 256, "vocab_size": 512, "loss_chunk": 1024}
+        run["changes"]["model"] = {
+            **TINY,
+            "d_model": 128,
+            "seq_len": 256,
+            "vocab_size": 512,
+            "loss_chunk": 1024,
+        }
     exact = {"dtype": "float32", "attention": "xla", "precision": "highest"}
-    bf16 = [{"dtype": "bfloat16", "attention": name, "precision": "default"} for name in lab.implementations]
+    bf16 = [
+        {"dtype": "bfloat16", "attention": name, "precision": "default"}
+        for name in lab.implementations
+    ]
     steps = 3 if lab.dry_run else 6
     wanted = lab.run("losses", **run, platform="cpu", variants=[exact], steps=steps)
-    found = lab.run("losses", **run, variants=[exact, exact | {"precision": "default"}, *bf16], steps=steps)
+    found = lab.run(
+        "losses", **run, variants=[exact, exact | {"precision": "default"}, *bf16], steps=steps
+    )
     runs = {f"{where} {row['dtype']} {row['attention']} {row['precision']}": row
             for where, rows in (("cpu", wanted), ("device", found)) for row in rows if "losses" in row}  # fmt: skip
-    rows = [{"step": i + 1, **{name: row["losses"][i] for name, row in runs.items()}} for i in range(steps)]
+    rows = [
+        {"step": i + 1, **{name: row["losses"][i] for name, row in runs.items()}}
+        for i in range(steps)
+    ]
     yield "Losses of the first steps", rows, losses.__doc__ or ""
     cpu, gpu = "cpu float32 xla highest", "device float32 xla highest"
     pairs = [(gpu, cpu, 2e-5), ("device float32 xla default", cpu, 1e-3)]
     pairs += [(f"device bfloat16 {name} default", cpu, 1e-2) for name in lab.implementations]
-    pairs += [(f"device bfloat16 {name} default", "device bfloat16 xla default", 5e-3) for name in lab.implementations if name != "xla"]
-    rows = [agreement(one, runs[one], other, runs[other], tolerance) for one, other, tolerance in pairs if {one, other} <= runs.keys()]
-    lab.problems += [f"{row['run']}: loss {row['loss_rel']:.1e} from {row['against']}" for row in rows if not row["holds"]]
-    yield "Agreement", rows, "Largest relative difference over the steps. highest: fp32 matmuls in fp32; default: in TF32 on a GPU."
+    pairs += [
+        (f"device bfloat16 {name} default", "device bfloat16 xla default", 5e-3)
+        for name in lab.implementations
+        if name != "xla"
+    ]
+    rows = [
+        agreement(one, runs[one], other, runs[other], tolerance)
+        for one, other, tolerance in pairs
+        if {one, other} <= runs.keys()
+    ]
+    lab.problems += [
+        f"{row['run']}: loss {row['loss_rel']:.1e} from {row['against']}"
+        for row in rows
+        if not row["holds"]
+    ]
+    yield (
+        "Agreement",
+        rows,
+        (
+            "Largest relative difference over the steps. highest: fp32 matmuls in fp32; default: "
+            "in "
+            "TF32 on a GPU."
+        ),
+    )
 
 
 def agreement(one: str, a: Row, other: str, b: Row, tolerance: float) -> Row:
-    """Returns a row with the differences between two runs of `losses`; `tolerance`: the largest allowed one."""
-    loss, norm = (max(abs(x - y) / abs(y) for x, y in zip(a[key], b[key], strict=True)) for key in ("losses", "grad_norms"))
-    return {"run": one, "against": other, "loss_rel": loss, "tolerance": tolerance, "holds": loss <= tolerance, "grad_norm_rel": norm}
+    """Returns a row with the differences between two runs of `losses`; `tolerance`: the largest
+    allowed one."""
+    loss, norm = (
+        max(abs(x - y) / abs(y) for x, y in zip(a[key], b[key], strict=True))
+        for key in ("losses", "grad_norms")
+    )
+    return {
+        "run": one,
+        "against": other,
+        "loss_rel": loss,
+        "tolerance": tolerance,
+        "holds": loss <= tolerance,
+        "grad_norm_rel": norm,
+    }
 
 
 def rerun(lab: Lab) -> Iterator[Table]:
-    """Counts leaves of the state (weights, optimizer) that differ in any bit between two runs of the same steps from the same seed."""
+    """Counts leaves of the state (weights, optimizer) that differ in any bit between two runs of
+    the same steps from the same seed."""
     rows: list[Row] = []
     for name in ["auto"] if lab.dry_run else ["auto", "xla"]:
         for flags in (DETERMINISTIC, ""):
@@ -339,19 +524,30 @@ def rerun(lab: Lab) -> Iterator[Table]:
                 break  # the first row matters most; the others are taken while there is time
             run = lab.gpt2(8, layers=4)
             run["changes"]["model"] = run["changes"]["model"] | {"attention": name}
-            found = [lab.run("rerun", flags=flags, **run, steps=3 if lab.dry_run else 8) for _ in range(2)]
+            found = [
+                lab.run("rerun", flags=flags, **run, steps=3 if lab.dry_run else 8)
+                for _ in range(2)
+            ]
             if [len(pair) for pair in found] == [2, 2]:
                 (a, b), (c, _) = ([row["digests"] for row in pair] for pair in found)
                 same, new = ([leaf for leaf in a if a[leaf] != other[leaf]] for other in (b, c))
                 rows.append({"attention": name, "xla_flags": flags or "(none)", "leaves": len(a), "differ_same_program": len(same),
                              "differ_new_process": len(new), "for_example": next(iter(same + new), "")})  # fmt: skip
                 if flags and same:
-                    lab.problems.append(f"attention={name} with {flags}: two runs of one program differ in {len(same)} of {len(a)} leaves")
-    yield "Bitwise reruns", rows, f"{rerun.__doc__} A new process compiles, and picks its matmul kernels, again."
+                    lab.problems.append(
+                        f"attention={name} with {flags}: two runs of one program differ in "
+                        f"{len(same)} of {len(a)} leaves"
+                    )
+    yield (
+        "Bitwise reruns",
+        rows,
+        f"{rerun.__doc__} A new process compiles, and picks its matmul kernels, again.",
+    )
 
 
 def resume(lab: Lab) -> Iterator[Table]:
-    """Compares eight uninterrupted steps with four, kill -9 in the fifth or later, and a new process that resumes from the checkpoint."""
+    """Compares eight uninterrupted steps with four, kill -9 in the fifth or later, and a new
+    process that resumes from the checkpoint."""
     half, shared = 4, {**lab.gpt2(8, layers=4), "save_at": 4}
     same = {"flags": DETERMINISTIC, "cache": "resume"}
 
@@ -360,7 +556,8 @@ def resume(lab: Lab) -> Iterator[Table]:
         return {**shared, "directory": str(directory)}
 
     straight = lab.run("train", **same, **at("straight"), steps=2 * half)
-    process, _, err = lab.start("train", **same, **at("killed"), steps=10**9)  # runs until it is killed
+    # runs until it is killed
+    process, _, err = lab.start("train", **same, **at("killed"), steps=10**9)
     saved = lab.directory / "killed" / "run" / "checkpoints" / str(half)
     while process.poll() is None and lab.left() > 0 and not saved.exists():
         time.sleep(0.05)
@@ -374,17 +571,50 @@ def resume(lab: Lab) -> Iterator[Table]:
     if straight and resumed:
         a, b = straight[0]["digests"], resumed[0]["digests"]
         different = [leaf for leaf in a if a[leaf] != b.get(leaf)]
-        row = {"resumed_at": resumed[0]["resumed_at"], "leaves": len(a), "differ": len(different), "for_example": next(iter(different), "")}
+        row = {
+            "resumed_at": resumed[0]["resumed_at"],
+            "leaves": len(a),
+            "differ": len(different),
+            "for_example": next(iter(different), ""),
+        }
         if different or row["resumed_at"] != half:
-            lab.problems.append(f"resumed at step {row['resumed_at']} (saved at {half}); {len(different)} of {len(a)} leaves differ")
-        yield "Kill -9 and resume", [{**row, "xla_flags": DETERMINISTIC}], f"{resume.__doc__} One compilation cache for all."
+            lab.problems.append(
+                f"resumed at step {row['resumed_at']} (saved at {half}); {len(different)} of "
+                f"{len(a)} leaves differ"
+            )
+        yield (
+            "Kill -9 and resume",
+            [{**row, "xla_flags": DETERMINISTIC}],
+            f"{resume.__doc__} One compilation cache for all.",
+        )
 
 
 def layouts(lab: Lab) -> Iterator[Table]:
-    """GPT-2 124M in bf16, 32 sequences of 1,024 tokens per step, attention=auto; from the smallest planned memory to the largest."""
-    variants = [{"unroll": False}, {"remat": "full"}, {"remat": "save_names"}, {"microbatches": 4}, {"microbatches": 2}, {}]
+    """GPT-2 124M in bf16, 32 sequences of 1,024 tokens per step, attention=auto; from the smallest
+    planned memory to the largest."""
+    variants = [
+        {"unroll": False},
+        {"remat": "full"},
+        {"remat": "save_names"},
+        {"microbatches": 4},
+        {"microbatches": 2},
+        {},
+    ]
     variants = [*variants[:2], *variants[4:]] if lab.dry_run else variants
-    variants = [{"microbatches": 1, "remat": "none", "unroll": True, "attention": "auto"} | variant for variant in variants]
-    rows = lab.run("speed", cache="tuned", **lab.gpt2(32), variants=variants, steps=2 if lab.dry_run else 10)
-    rows = [{key: value for key, value in row.items() if key not in ("trace_s", "compile_s")} for row in rows]  # not cold
-    yield "Microbatches and rematerialisation", rows, f"{layouts.__doc__} high_water: of the process so far; a row's own where it grew."
+    variants = [
+        {"microbatches": 1, "remat": "none", "unroll": True, "attention": "auto"} | variant
+        for variant in variants
+    ]
+    rows = lab.run(
+        "speed", cache="tuned", **lab.gpt2(32), variants=variants, steps=2 if lab.dry_run else 10
+    )
+    # not cold
+    rows = [
+        {key: value for key, value in row.items() if key not in ("trace_s", "compile_s")}
+        for row in rows
+    ]
+    yield (
+        "Microbatches and rematerialisation",
+        rows,
+        f"{layouts.__doc__} high_water: of the process so far; a row's own where it grew.",
+    )

@@ -1,4 +1,5 @@
-"""Train steps of ours and of torch.compile in turns, and one traced step: parts of gpu_minutes.py."""
+"""Train steps of ours and of torch.compile in turns, and one traced step: parts of
+gpu_minutes.py."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ SECONDS, ROUNDS = 2.0, 6
 """Seconds of a turn, and the turns of each process."""
 BLOCKS = {"gpt2_124m": "steps_124m", "gpt_1_3b": "steps_1_3b"}
 """Config -> the block that times it."""
-TURN_COLUMNS = ("steps", "step_ms", "slowest_ms", "loss_last", "watts", "sm_mhz", "celsius", "host_load")
+TURN_COLUMNS = (
+    "steps",
+    "step_ms",
+    "slowest_ms",
+    "loss_last",
+    "watts",
+    "sm_mhz",
+    "celsius",
+    "host_load",
+)
 STARTS = 2
 """Starts of each process where both do not fit beside each other."""
 
@@ -84,28 +94,44 @@ class Entrant:
 
 
 def steps_124m(lab: Lab) -> Iterator[Table]:
-    """Train steps of gpt2_124m, 32 sequences of 1,024, beside torch.compile with FlashAttention: see `twins`."""
+    """Train steps of gpt2_124m, 32 sequences of 1,024, beside torch.compile with FlashAttention:
+    see `twins`."""
     yield from twins(lab, "gpt2_124m")
 
 
 def steps_1_3b(lab: Lab) -> Iterator[Table]:
-    """Train steps of gpt_1_3b, 8 sequences of 2,048, beside torch.compile with FlashAttention: see `twins`."""
+    """Train steps of gpt_1_3b, 8 sequences of 2,048, beside torch.compile with FlashAttention: see
+    `twins`."""
     yield from twins(lab, "gpt_1_3b")
 
 
 def twins(lab: Lab, name: str) -> Iterator[Table]:
-    """Train steps beside torch.compile with FlashAttention (scaled_dot_product_attention), in turns of 2 s in random order; the first step
-    of a turn is not timed. Both: bf16 with fp32 weights and moments, clipping, (fused) AdamW, no rematerialisation, the same tokens in a
-    step. step_ms: the median of the turns; spread: (slowest - fastest turn) / median. ratio: our tokens per second over theirs, the median
-    of the rounds, with the lowest and the highest. predicted_ms: gpu_predictions.py's, for one such GPU. joules: of the GPU alone."""
+    """Train steps beside torch.compile with FlashAttention (scaled_dot_product_attention), in turns
+    of 2 s in random order; the first step of a turn is not timed. Both: bf16 with fp32 weights and
+    moments, clipping, (fused) AdamW, no rematerialisation, the same tokens in a step. step_ms: the
+    median of the turns; spread: (slowest - fastest turn) / median. ratio: our tokens per second
+    over theirs, the median of the rounds, with the lowest and the highest. predicted_ms:
+    gpu_predictions.py's, for one such GPU. joules: of the GPU alone."""
     fields = {**TINY, **TINY_TIMED} if lab.dry_run else TIMED[name][1]
     batch = 2 if lab.dry_run else batch_of(lab, name)
     ours = twin(lab, name)
-    shape = lab.run("shapes", platform="cpu", models={name: fields}, device_kind=lab.device["device_kind"])[0]
-    starts: dict[str, Any] = {OURS: lambda: Entrant(lab, OURS, "turns", variants=[ours], **_ours(lab))}
+    shape = lab.run(
+        "shapes", platform="cpu", models={name: fields}, device_kind=lab.device["device_kind"]
+    )[0]
+    starts: dict[str, Any] = {
+        OURS: lambda: Entrant(lab, OURS, "turns", variants=[ours], **_ours(lab))
+    }
     if torch_there():
         their = shape | {"batch": batch}
-        starts[THEIRS] = lambda: Entrant(lab, THEIRS, "turns", worker=TORCH, variants=[their], seconds=_seconds(lab), dry_run=lab.dry_run)
+        starts[THEIRS] = lambda: Entrant(
+            lab,
+            THEIRS,
+            "turns",
+            worker=TORCH,
+            variants=[their],
+            seconds=_seconds(lab),
+            dry_run=lab.dry_run,
+        )
     else:
         lab.left_out.append("torch is not installed: ours alone")
     together = lab.dry_run or lab.device.get("memory_limit_gib", 0) >= TOGETHER[name]
@@ -115,11 +141,20 @@ def twins(lab: Lab, name: str) -> Iterator[Table]:
         found[entrant].append(row)
         turns = [row for rows in found.values() for row in rows if "step_ms" in row]
         yield f"{name}, turns", turns, note_of(twins)
-        yield f"{name} beside torch.compile", compared(name, shape, batch, found, plan), note_of(twins)
+        yield (
+            f"{name} beside torch.compile",
+            compared(name, shape, batch, found, plan),
+            note_of(twins),
+        )
 
 
 def _ours(lab: Lab) -> Row:
-    return {"directory": str(lab.directory), "seconds": _seconds(lab), "interpret": lab.dry_run, "cache": "tuned"}
+    return {
+        "directory": str(lab.directory),
+        "seconds": _seconds(lab),
+        "interpret": lab.dry_run,
+        "cache": "tuned",
+    }
 
 
 def _seconds(lab: Lab) -> float:
@@ -132,7 +167,11 @@ def _rows(lab: Lab, starts: Mapping[str, Any], together: bool) -> Iterator[tuple
     rounds = 2 if lab.dry_run else ROUNDS
     n_starts = 1 if together else STARTS
     for start in range(n_starts):
-        groups = [[*starts]] if together else [[entrant] for entrant in order.sample([*starts], len(starts))]
+        groups = (
+            [[*starts]]
+            if together
+            else [[entrant] for entrant in order.sample([*starts], len(starts))]
+        )
         for group in groups:
             entrants = {entrant: starts[entrant]() for entrant in group}
             yield from _group(lab, entrants, order, start, rounds // n_starts)
@@ -140,7 +179,7 @@ def _rows(lab: Lab, starts: Mapping[str, Any], together: bool) -> Iterator[tuple
 
 def _group(
     lab: Lab, entrants: dict[str, Entrant], order: random.Random, start: int, rounds: int
-) -> Iterator[tuple[str, Row]]:  # fmt: skip
+) -> Iterator[tuple[str, Row]]:
     """Yields (entrant, row) of processes that are there at the same time."""
     running = dict(entrants)
 
@@ -156,15 +195,24 @@ def _group(
         for number in range(rounds):
             for entrant in order.sample([*running], len(running)):
                 for _, row in asked(entrant, running[entrant].turn):
-                    kept = {column: value for column, value in row.items() if column in TURN_COLUMNS}
-                    yield entrant, {"entrant": entrant, "start": start, "round": start * rounds + number} | kept
+                    kept = {
+                        column: value for column, value in row.items() if column in TURN_COLUMNS
+                    }
+                    yield (
+                        entrant,
+                        {"entrant": entrant, "start": start, "round": start * rounds + number}
+                        | kept,
+                    )
     finally:
         for entrant in entrants.values():
             entrant.close()
 
 
-def compared(name: str, shape: Row, batch: int, found: dict[str, list[Row]], plan: Row) -> list[Row]:
-    """Returns a row for each framework: medians and spreads of its turns, and the ratio of the two."""
+def compared(
+    name: str, shape: Row, batch: int, found: dict[str, list[Row]], plan: Row
+) -> list[Row]:
+    """Returns a row for each framework: medians and spreads of its turns, and the ratio of the
+    two."""
     tokens = batch * shape["fields"]["seq_len"]
     turns = {entrant: [row for row in rows if "step_ms" in row] for entrant, rows in found.items()}
     rows: list[Row] = []
@@ -174,9 +222,18 @@ def compared(name: str, shape: Row, batch: int, found: dict[str, list[Row]], pla
         times = [row["step_ms"] for row in each]
         ms = statistics.median(times)
         rate = 1e3 * tokens / ms
-        row: Row = {"model": name, "entrant": entrant, "sequences": batch, "tokens": tokens, "turns": len(each), "step_ms": ms}
+        row: Row = {
+            "model": name,
+            "entrant": entrant,
+            "sequences": batch,
+            "tokens": tokens,
+            "turns": len(each),
+            "step_ms": ms,
+        }
         row |= {"spread": (max(times) - min(times)) / ms, "tokens_per_s": rate}
-        row["mfu"] = rate * shape["flops_per_token"] / shape["peak_flops"] if shape["peak_flops"] else None
+        row["mfu"] = (
+            rate * shape["flops_per_token"] / shape["peak_flops"] if shape["peak_flops"] else None
+        )
         for column in ("watts", "sm_mhz", "celsius", "host_load"):
             values = [turn[column] for turn in each if column in turn]
             row |= {column: statistics.fmean(values)} if values else {}
@@ -188,7 +245,11 @@ def compared(name: str, shape: Row, batch: int, found: dict[str, list[Row]], pla
         rows.append(row)
     ratios = sorted(ratios_of(turns.get(OURS, []), turns.get(THEIRS, [])))
     if ratios:
-        rows[0] |= {"ratio": statistics.median(ratios), "lowest_ratio": ratios[0], "highest_ratio": ratios[-1]}
+        rows[0] |= {
+            "ratio": statistics.median(ratios),
+            "lowest_ratio": ratios[0],
+            "highest_ratio": ratios[-1],
+        }
     return rows
 
 
@@ -199,9 +260,10 @@ def ratios_of(ours: list[Row], theirs: list[Row]) -> list[float]:
 
 
 def trace(lab: Lab) -> Iterator[Table]:
-    """One train step of gpt_1_3b (64 sequences, 8 microbatches, as gpu_truth.py's `steps`) under jax.profiler: its kernels, summed by the
-    kinds of the lab's timeline, beside the prediction for one GPU of this kind. step_ms: the median of five steps without the profiler;
-    share: of that. no kernel: what is left of it."""
+    """One train step of gpt_1_3b (64 sequences, 8 microbatches, as gpu_truth.py's `steps`) under
+    jax.profiler: its kernels, summed by the kinds of the lab's timeline, beside the prediction for
+    one GPU of this kind. step_ms: the median of five steps without the profiler; share: of that. no
+    kernel: what is left of it."""
     directory = lab.directory / "trace"
     plan = predicted(lab, "trace")
     options: Row = {"directory": str(lab.directory), "cache": "tuned", **traced(lab)}

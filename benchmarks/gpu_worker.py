@@ -1,7 +1,9 @@
-"""One task of the GPU suite about training, in a process of its own: python benchmarks/gpu_worker.py TASK '{"key": value, ...}'
+"""One task of the GPU suite about training, in a process of its own: python
+benchmarks/gpu_worker.py TASK '{"key": value, ...}'
 
-Every result is printed immediately as a line "ROW {json}", so that a crash or a time limit loses only later results. Needs jax,
-flax, optax, orbax-checkpoint and numpy; the training text is synthetic.
+Every result is printed immediately as a line "ROW {json}", so that a crash or a time limit loses
+only later results. Needs jax, flax, optax, orbax-checkpoint and numpy; the training text is
+synthetic.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ MODELS = ("gpt2_124m", "gpt_1_3b", "llama3_8b")
 
 @contextlib.contextmanager
 def hopper(interpret: bool) -> Iterator[None]:
-    """A context in which, if requested, a model's calls of our kernel are interpreted on the CPU as if it were a Hopper GPU."""
+    """A context in which, if requested, a model's calls of our kernel are interpreted on the CPU as
+    if it were a Hopper GPU."""
     if not interpret:
         yield
         return
@@ -58,7 +61,11 @@ def hopper(interpret: bool) -> Iterator[None]:
     door = context.flash_attention
 
     def interpreted_door(*arrays: Any, **features: Any) -> Any:
-        there = {"platform": "gpu", "capability": (9, 0)} if features["implementation"] == "mosaic" else {}
+        there = (
+            {"platform": "gpu", "capability": (9, 0)}
+            if features["implementation"] == "mosaic"
+            else {}
+        )
         return door(*arrays, **{**features, **there})
 
     context.flash_attention = interpreted_door
@@ -76,7 +83,12 @@ class Run:
     """A config, ready to step on the first devices."""
 
     def __init__(
-        self, directory: str, changes: dict[str, dict[str, Any]], rules: str = "ddp", devices: int = 1, name: str = "gpt2_124m"
+        self,
+        directory: str,
+        changes: dict[str, dict[str, Any]],
+        rules: str = "ddp",
+        devices: int = 1,
+        name: str = "gpt2_124m",
     ) -> None:
         """Takes the arguments of `configured`."""
         config = configured(directory, changes, rules, name)
@@ -91,8 +103,11 @@ class Run:
         return init_state(self.layout, self.optimizer, self.config.seed)
 
     def batch(self, position: int) -> dict[str, jax.Array]:
-        """Returns the global batch that starts at a sample position, as leaves [M, B, ...], like `Loader` but without threads."""
-        return self.placed(self.sequences.rows(position + np.arange(self.config.train.global_batch)))
+        """Returns the global batch that starts at a sample position, as leaves [M, B, ...], like
+        `Loader` but without threads."""
+        return self.placed(
+            self.sequences.rows(position + np.arange(self.config.train.global_batch))
+        )
 
     def placed(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Puts the rows of a global batch, and the tokens' indices, on the devices."""
@@ -100,7 +115,10 @@ class Run:
         sharding, length = batch_sharding(self.layout), rows["tokens"].shape[1]
         shaped = {name: x.reshape(parts, size // parts, *x.shape[1:]) for name, x in rows.items()}
         shaped["indices"] = np.broadcast_to(np.arange(length, dtype=np.int32), (parts, 1, length))
-        where = {name: jax.NamedSharding(sharding.mesh, leaf_spec(sharding.spec, x.shape)) for name, x in shaped.items()}
+        where = {
+            name: jax.NamedSharding(sharding.mesh, leaf_spec(sharding.spec, x.shape))
+            for name, x in shaped.items()
+        }
         return {name: jax.device_put(x, where[name]) for name, x in shaped.items()}
 
     def steps(self, state: State, n: int, first: int = 0) -> tuple[State, list[dict[str, float]]]:
@@ -112,12 +130,22 @@ class Run:
         return state, found
 
 
-def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str, name: str = "gpt2_124m") -> TrainConfig:
-    """Returns a config. name: a file of configs/, whose mesh is dropped. changes: section of the config -> field -> value."""
+def configured(
+    directory: str, changes: dict[str, dict[str, Any]], rules: str, name: str = "gpt2_124m"
+) -> TrainConfig:
+    """Returns a config. name: a file of configs/, whose mesh is dropped. changes: section of the
+    config -> field -> value."""
     config = importlib.import_module(f"mesh_lm.configs.{name}").get_config()
-    config = dataclasses.replace(config, output=str(Path(directory) / "run"), rules=preset(rules), mesh=gpt2_124m.get_config().mesh)
+    config = dataclasses.replace(
+        config,
+        output=str(Path(directory) / "run"),
+        rules=preset(rules),
+        mesh=gpt2_124m.get_config().mesh,
+    )
     for section, fields in changes.items():
-        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **fields)}
+        )
     vocab = min(config.data.tokenizer_vocab, config.model.vocab_size)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer_vocab=vocab))
 
@@ -125,44 +153,85 @@ def configured(directory: str, changes: dict[str, dict[str, Any]], rules: str, n
 def text(directory: Path, config: TrainConfig) -> RowReader:
     """Returns sequences of the text of `text_prefix`."""
     documents = Documents(text_prefix(directory, config))
-    return RowReader(Sequences(TokenStream(documents), config.model.seq_len, eod=EOD, seed=config.seed), eod=EOD)
+    return RowReader(
+        Sequences(TokenStream(documents), config.model.seq_len, eod=EOD, seed=config.seed), eod=EOD
+    )
 
 
 def text_prefix(directory: Path, config: TrainConfig) -> Path:
-    """Returns a learnable text that is the same on all machines: of its 500 tokens, nine in ten follow from the one before."""
+    """Returns a learnable text that is the same on all machines: of its 500 tokens, nine in ten
+    follow from the one before."""
     vocab, S = config.model.vocab_size, config.model.seq_len
-    prefix, n_documents, length = directory / f"text-{vocab}-{S}", 64 if S < 256 else 256, max(1024, S)
+    prefix, n_documents, length = (
+        directory / f"text-{vocab}-{S}",
+        64 if S < 256 else 256,
+        max(1024, S),
+    )
     if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
         random, common = np.random.Generator(np.random.PCG64(0)), min(vocab - 1, 500)
         tokens = np.empty((n_documents, length), np.int64)
         tokens[:, 0] = random.integers(1, 1 + common, n_documents)
         for i in range(1, length):
             follows = (5 * tokens[:, i - 1] + 7) % common + 1
-            tokens[:, i] = np.where(random.random(n_documents) < 0.9, follows, random.integers(1, vocab, n_documents))
+            tokens[:, i] = np.where(
+                random.random(n_documents) < 0.9, follows, random.integers(1, vocab, n_documents)
+            )
         tokens[:, -1] = EOD
         starts = random.integers(0, length // 2, n_documents)
-        write_documents(prefix, (document[start:] for document, start in zip(tokens, starts, strict=True)), vocab=vocab)
+        write_documents(
+            prefix,
+            (document[start:] for document, start in zip(tokens, starts, strict=True)),
+            vocab=vocab,
+        )
     return prefix
 
 
 def digests(state: State) -> dict[str, str]:
     """Returns leaf -> the start of the SHA-256 of its bytes."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    return {jax.tree_util.keystr(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()[:16] for path, x in leaves}
+    return {
+        jax.tree_util.keystr(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()[:16]
+        for path, x in leaves
+    }
 
 
 # The tasks.
 
 
 def shapes(models: dict[str, dict[str, Any]], device_kind: str) -> None:
-    """Emits, for a twin in another framework, the shape of each config with these fields of the model changed."""
+    """Emits, for a twin in another framework, the shape of each config with these fields of the
+    model changed."""
     for name, fields in models.items():
-        model: Any = dataclasses.replace(importlib.import_module(f"mesh_lm.configs.{name}").get_config().model, **fields)
-        kept = ("seq_len", "n_layers", "d_model", "n_heads", "positions", "rope_theta", "norm", "activation", "biases", "tied", "norm_eps")
-        derived = {"vocab_size": model.padded_vocab, "n_kv_heads": model.kv_heads, "d_ff": model.d_mlp}
+        model: Any = dataclasses.replace(
+            importlib.import_module(f"mesh_lm.configs.{name}").get_config().model, **fields
+        )
+        kept = (
+            "seq_len",
+            "n_layers",
+            "d_model",
+            "n_heads",
+            "positions",
+            "rope_theta",
+            "norm",
+            "activation",
+            "biases",
+            "tied",
+            "norm_eps",
+        )
+        derived = {
+            "vocab_size": model.padded_vocab,
+            "n_kv_heads": model.kv_heads,
+            "d_ff": model.d_mlp,
+        }
         fields = {field: getattr(model, field) for field in kept} | derived
         peak = peak_flops(device_kind)
-        emit(model=name, fields=fields, n_params=model.n_params(), flops_per_token=model.flops_per_token(), peak_flops=peak)
+        emit(
+            model=name,
+            fields=fields,
+            n_params=model.n_params(),
+            flops_per_token=model.flops_per_token(),
+            peak_flops=peak,
+        )
 
 
 def prefix(directory: str, changes: dict[str, dict[str, Any]]) -> None:
@@ -171,19 +240,33 @@ def prefix(directory: str, changes: dict[str, dict[str, Any]]) -> None:
     emit(prefix=str(path))
 
 
-def speed(directory: str, changes: dict[str, dict], variants: list[dict[str, Any]], steps: int, interpret: bool = False) -> None:
+def speed(
+    directory: str,
+    changes: dict[str, dict],
+    variants: list[dict[str, Any]],
+    steps: int,
+    interpret: bool = False,
+) -> None:
     """Time, memory and compilation of the train step.
 
-    A variant has fields of the model; or "config" (a name), "microbatches" and "changes" (of that config, instead of those for all).
+    A variant has fields of the model; or "config" (a name), "microbatches" and "changes" (of that
+    config, instead of those for all).
     """
     for variant in variants:
         shown = {name: value for name, value in variant.items() if name != "changes"}
         with reported(**shown), hopper(interpret):
-            model = {name: value for name, value in shown.items() if name not in ("microbatches", "config")}
+            model = {
+                name: value
+                for name, value in shown.items()
+                if name not in ("microbatches", "config")
+            }
             train = {"microbatches": variant.get("microbatches", 1)}
             base = variant.get("changes", changes)
             base = {**base, "model": base["model"] | model, "train": base["train"] | train}
-            emit(**shown, **timed(Run(directory, base, name=variant.get("config", "gpt2_124m")), steps))
+            emit(
+                **shown,
+                **timed(Run(directory, base, name=variant.get("config", "gpt2_124m")), steps),
+            )
 
 
 class Steps:
@@ -213,13 +296,25 @@ class Steps:
         return seconds
 
     def memory(self) -> Row:
-        """Returns GiB of the program, of its temporary arrays, of its peak, and of the process so far, on the fullest device."""
+        """Returns GiB of the program, of its temporary arrays, of its peak, and of the process so
+        far, on the fullest device."""
         memory = self.compiled.memory_analysis()
-        program = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+        program = (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes
+        )
         devices = self.run.layout.shard.mesh.devices.flat
         peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices)
-        row = {"program_gib": program, "temp_gib": memory.temp_size_in_bytes, "peak_gib": memory.peak_memory_in_bytes}
-        return {name: size / 2**30 for name, size in row.items()} | {"high_water_gib": peak / 2**30 or None}
+        row = {
+            "program_gib": program,
+            "temp_gib": memory.temp_size_in_bytes,
+            "peak_gib": memory.peak_memory_in_bytes,
+        }
+        return {name: size / 2**30 for name, size in row.items()} | {
+            "high_water_gib": peak / 2**30 or None
+        }
 
     def rates(self, times: list[float]) -> Row:
         """Returns tokens_per_s and the like of steps that took these seconds."""
@@ -228,7 +323,12 @@ class Steps:
         rate = config.tokens_per_step / seconds
         kind = jax.devices()[0].device_kind
         share = mfu(rate, config.model.flops_per_token(), self.run.layout.shard.mesh.size, kind)
-        return {"tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times), "mfu": share}
+        return {
+            "tokens_per_s": rate,
+            "step_ms": 1e3 * seconds,
+            "slowest_ms": 1e3 * max(times),
+            "mfu": share,
+        }
 
 
 def timed(run: Run, steps: int) -> Row:
@@ -242,21 +342,43 @@ def timed(run: Run, steps: int) -> Row:
         ended = time.time()
     first = made.losses[0]
     last = made.losses[-1]
-    row = {**made.rates(times), **made.memory(), **made.compiling, "loss_first": first, "loss_last": last, "began": began, "ended": ended}
-    return row | ({} if last < first else {"error": f"the loss does not fall in {len(made.losses)} steps"})
+    row = {
+        **made.rates(times),
+        **made.memory(),
+        **made.compiling,
+        "loss_first": first,
+        "loss_last": last,
+        "began": began,
+        "ended": ended,
+    }
+    return row | (
+        {} if last < first else {"error": f"the loss does not fall in {len(made.losses)} steps"}
+    )
 
 
-def turns(directory: str, variants: list[dict[str, Any]], seconds: float, interpret: bool = False) -> None:
-    """The train step of each variant, in turns with another process: see `worker.serve_turns`. A variant has "config" and "changes"."""
+def turns(
+    directory: str, variants: list[dict[str, Any]], seconds: float, interpret: bool = False
+) -> None:
+    """The train step of each variant, in turns with another process: see `worker.serve_turns`. A
+    variant has "config" and "changes"."""
     for variant in variants:
         shown = {name: value for name, value in variant.items() if name != "changes"}
         with reported(**shown), hopper(interpret):
             steps = Steps(Run(directory, variant["changes"], name=variant["config"]))
-            serve_turns(shown, steps.step, seconds, {**steps.compiling, "program_gib": steps.memory()["program_gib"]}, steps.losses)
+            serve_turns(
+                shown,
+                steps.step,
+                seconds,
+                {**steps.compiling, "program_gib": steps.memory()["program_gib"]},
+                steps.losses,
+            )
 
 
-def traced(directory: str, changes: dict[str, dict], name: str, rules: str, steps: int, trace: str) -> None:
-    """Times some train steps, with the XLA flags and the share of memory that train.py sets, and then traces one into a directory."""
+def traced(
+    directory: str, changes: dict[str, dict], name: str, rules: str, steps: int, trace: str
+) -> None:
+    """Times some train steps, with the XLA flags and the share of memory that train.py sets, and
+    then traces one into a directory."""
     config = configured(directory, changes, rules, name)
     flags = gpu.set_flags(config.launch.xla_flags)
     gpu.set_memory()
@@ -272,16 +394,20 @@ def traced(directory: str, changes: dict[str, dict], name: str, rules: str, step
 
 
 def _profiler_options() -> Any:
-    """Returns options with which the trace has the device's kernels, and few events of the host: those of Python slow a step down."""
+    """Returns options with which the trace has the device's kernels, and few events of the host:
+    those of Python slow a step down."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    options.host_tracer_level = 2 if jax.default_backend() == "cpu" else 1  # a CPU's operations are events of the host
+    # a CPU's operations are events of the host
+    options.host_tracer_level = 2 if jax.default_backend() == "cpu" else 1
     return options
 
 
 def predicted(directory: str, changes: dict[str, dict], name: str, rules: str, target: str) -> None:
-    """Emits the lab's prediction for the train step of a config on one GPU of this kind, without using it."""
-    from mesh_lm.planning.program import compile_config, flags_of  # imported here, because no other task needs the lab
+    """Emits the lab's prediction for the train step of a config on one GPU of this kind, without
+    using it."""
+    # imported here, because no other task needs the lab
+    from mesh_lm.planning.program import compile_config, flags_of
     from sharding_rules.lab import timeline
 
     timeline.SPANS = 10**6  # all spans, because they are summed by kind
@@ -291,13 +417,16 @@ def predicted(directory: str, changes: dict[str, dict], name: str, rules: str, t
         report = compile_config(config, target, 1, options(flags_of(config, target)))
         assert report.timeline is not None
         emit(
-            target=target, predicted_step_s=report.timeline.step / 1e6, predicted_peak_gib=report.peak_bytes / 2**30, fits=report.fits,
-            predicted_matmul_tflop=sum(report.flops.values()) / 1e12, lab_s=time.perf_counter() - began, kinds=kinds(report.timeline),
+            target=target, predicted_step_s=report.timeline.step / 1e6,
+            predicted_peak_gib=report.peak_bytes / 2**30, fits=report.fits,
+            predicted_matmul_tflop=sum(report.flops.values()) / 1e12,
+            lab_s=time.perf_counter() - began, kinds=kinds(report.timeline),
         )  # fmt: skip
 
 
 def kinds(line: Any) -> Row:
-    """Returns the predicted milliseconds and kernels of each kind in a timeline: matmul, attention, elementwise, copy, and collectives."""
+    """Returns the predicted milliseconds and kernels of each kind in a timeline: matmul, attention,
+    elementwise, copy, and collectives."""
     found: Row = {}
     for span in line.spans:
         times = math.prod(span.loops)
@@ -315,14 +444,28 @@ def stepped(directory: str, changes: dict[str, dict], name: str, rules: str, ste
         emit(flags=flags, **timed(Run(directory, changes, rules, name=name), steps))
 
 
-def losses(directory: str, changes: dict[str, dict], variants: list[dict[str, str]], steps: int) -> None:
-    """Emits the metrics of the first steps. A variant has the model's dtype and attention, and JAX's matmul precision for fp32."""
+def losses(
+    directory: str, changes: dict[str, dict], variants: list[dict[str, str]], steps: int
+) -> None:
+    """Emits the metrics of the first steps. A variant has the model's dtype and attention, and
+    JAX's matmul precision for fp32."""
     for variant in variants:
         precision = None if variant["precision"] == "default" else variant["precision"]
         with reported(**variant), jax.default_matmul_precision(precision):
-            run = Run(directory, {**changes, "model": changes["model"] | {"dtype": variant["dtype"], "attention": variant["attention"]}})
+            run = Run(
+                directory,
+                {
+                    **changes,
+                    "model": changes["model"]
+                    | {"dtype": variant["dtype"], "attention": variant["attention"]},
+                },
+            )
             found = run.steps(run.state(), steps)[1]
-            emit(**variant, losses=[m["loss"] for m in found], grad_norms=[m["grad_norm"] for m in found])
+            emit(
+                **variant,
+                losses=[m["loss"] for m in found],
+                grad_norms=[m["grad_norm"] for m in found],
+            )
 
 
 def rerun(directory: str, changes: dict[str, dict], steps: int) -> None:
@@ -334,7 +477,8 @@ def rerun(directory: str, changes: dict[str, dict], steps: int) -> None:
 
 
 def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) -> None:
-    """Trains to step `steps`, from the newest checkpoint if there is one, as train.py does; saves after step `save_at`."""
+    """Trains to step `steps`, from the newest checkpoint if there is one, as train.py does; saves
+    after step `save_at`."""
     from mesh_lm.checkpoint import Checkpoints  # imported here, because Orbax takes a while
 
     run, state = Run(directory, changes), None
@@ -347,10 +491,28 @@ def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) ->
             state, _ = run.step(state, run.batch(position))
             position += size
             if n == save_at:
-                state = checkpoints.save(n, state, {"position": position}, run.layout, run.optimizer)
+                state = checkpoints.save(
+                    n, state, {"position": position}, run.layout, run.optimizer
+                )
         emit(resumed_at=first, digests=digests(state))
 
 
 if __name__ == "__main__":
     use_tuned()
-    serve({f.__name__: f for f in (shapes, prefix, speed, turns, traced, predicted, stepped, losses, rerun, train)})
+    serve(
+        {
+            f.__name__: f
+            for f in (
+                shapes,
+                prefix,
+                speed,
+                turns,
+                traced,
+                predicted,
+                stepped,
+                losses,
+                rerun,
+                train,
+            )
+        }
+    )

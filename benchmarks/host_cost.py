@@ -1,7 +1,8 @@
 """Host time per step: train.py's loop with a device step that does nothing. Target: 2 ms.
 
-The loader, the monitor, the checkpoints and the SIGTERM handler are those of configs/gpt_tiny.py, used as train.py uses them; the step
-takes the real batch and returns metrics with the real names. No work on the device hides the host's, so this is the worst case.
+The loader, the monitor, the checkpoints and the SIGTERM handler are those of configs/gpt_tiny.py,
+used as train.py uses them; the step takes the real batch and returns metrics with the real names.
+No work on the device hides the host's, so this is the worst case.
 """
 
 from __future__ import annotations
@@ -39,14 +40,21 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-def no_op_step(config: TrainConfig, layout: ModelLayout, batch: Batch) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """Returns a jitted step that only counts; its metrics have the names, shapes and types of the real one's, and are all 1."""
+def no_op_step(
+    config: TrainConfig, layout: ModelLayout, batch: Batch
+) -> Callable[[State, Batch], tuple[State, Metrics]]:
+    """Returns a jitted step that only counts; its metrics have the names, shapes and types of the
+    real one's, and are all 1."""
     optimizer = Optimizer(config.optimizer, config.train.steps)
-    metrics = jax.eval_shape(train_step(layout, optimizer, config.seed), abstract_state(layout, optimizer), batch)[1]
+    metrics = jax.eval_shape(
+        train_step(layout, optimizer, config.seed), abstract_state(layout, optimizer), batch
+    )[1]
 
     @jax.jit
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        return {"step": state["step"] + 1}, {name: jnp.ones(m.shape, m.dtype) for name, m in metrics.items()}
+        return {"step": state["step"] + 1}, {
+            name: jnp.ones(m.shape, m.dtype) for name, m in metrics.items()
+        }
 
     return step
 
@@ -72,7 +80,13 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
                 mark[3] = clock()
                 checkpoints.poll(n)
                 if stop.poll() or checkpoints.due(n):
-                    state = checkpoints.save(n, state, batches.state(position), layout, Optimizer(config.optimizer, config.train.steps))
+                    state = checkpoints.save(
+                        n,
+                        state,
+                        batches.state(position),
+                        layout,
+                        Optimizer(config.optimizer, config.train.steps),
+                    )
                 mark[4] = clock()
     return np.diff(marks, axis=1)[warm_up:]
 
@@ -81,22 +95,35 @@ def rows_of(seconds: np.ndarray) -> list[Row]:
     """Returns statistics of each part, and of their sum."""
     columns = dict(zip(PARTS, seconds.T, strict=True)) | {"whole step": seconds.sum(1)}
     return [
-        {"part": name, "median_ms": float(np.median(t)), "mean_ms": float(t.mean()), "p99_ms": float(np.quantile(t, 0.99))}
+        {
+            "part": name,
+            "median_ms": float(np.median(t)),
+            "mean_ms": float(t.mean()),
+            "p99_ms": float(np.quantile(t, 0.99)),
+        }
         for name, t in ((name, 1e3 * t) for name, t in columns.items())
     ]
 
 
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
-    record = Record(f"host_cost{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind)
+    record = Record(
+        f"host_cost{'-quick' * arguments.quick}",
+        arguments.output,
+        device=jax.devices()[0].device_kind,
+    )
     steps, warm_up = (60, 10) if arguments.quick else (3000, 200)
     with tempfile.TemporaryDirectory(prefix="host-cost-") as directory:
         config = tiny.config(Path(directory), arguments.quick, warm_up + steps)
-        with (Path(directory) / "log").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        with (
+            (Path(directory) / "log").open("w", encoding="utf-8") as log,
+            contextlib.redirect_stdout(log),
+        ):
             rows = rows_of(measure(config, warm_up))
     holds = "met" if rows[-1]["median_ms"] <= TARGET_MS else "MISSED"
     note = (
-        f"{steps} steps of {config.tokens_per_step:,} tokens, {config.data.threads} reader threads, a line of metrics every "
+        f"{steps} steps of {config.tokens_per_step:,} tokens, {config.data.threads} reader "
+        "threads, a line of metrics every "
         f"{config.train.log_every} steps. Target: a median of {TARGET_MS:g} ms: {holds}."
     )
     record.table("Host cost of a step", rows, note)

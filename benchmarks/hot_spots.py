@@ -1,9 +1,12 @@
-"""Bytes that norms, rotary positions, activations and the loss move in device memory, and the minimum: does any need its own kernel?
+"""Bytes that norms, rotary positions, activations and the loss move in device memory, and the
+minimum: does any need its own kernel?
 
-Nothing runs on a GPU. Forward and backward are compiled separately for one H100, as in a training step. Each kernel is assumed to read its
-operands and write its results once; the minimum reads each input of the function once and writes each result once. The time of the excess
-at the H100's bandwidth is compared with the predicted time of the layer. Without a GPU to tune on, matmuls become Triton kernels, with
-other operations fused into them. Needs the compiler for CUDA: pip install -e '.[aot]'.
+Nothing runs on a GPU. Forward and backward are compiled separately for one H100, as in a training
+step. Each kernel is assumed to read its operands and write its results once; the minimum reads each
+input of the function once and writes each result once. The time of the excess at the H100's
+bandwidth is compared with the predicted time of the layer. Without a GPU to tune on, matmuls become
+Triton kernels, with other operations fused into them. Needs the compiler for CUDA: pip install -e
+'.[aot]'.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class Spot:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Memory traffic of one program, in bytes. Matmuls are separate, because their transfers overlap with their computation."""
+    """Memory traffic of one program, in bytes. Matmuls are separate, because their transfers
+    overlap with their computation."""
 
     least: int
     """Arguments and results, each once, without arguments that no result depends on."""
@@ -73,7 +77,9 @@ class Traffic:
     @property
     def waits_us(self) -> float:
         """The seconds by which the matmuls' transfers exceed their computation."""
-        return sum(max(0.0, moving_us(size) - multiplying_us(flops)) for flops, size in self.matmuls)
+        return sum(
+            max(0.0, moving_us(size) - multiplying_us(flops)) for flops, size in self.matmuls
+        )
 
 
 class _Bytes(Prices):
@@ -92,7 +98,8 @@ def multiplying_us(flops: float) -> float:
 
 
 def traffic(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Traffic:
-    """Compiles for one H100 and returns the program's traffic. Raises LabError if the compiler is not installed."""
+    """Compiles for one H100 and returns the program's traffic. Raises LabError if the compiler is
+    not installed."""
     place = jax.NamedSharding(h100(), jax.P())
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), inputs)
     compiled = jax.jit(function).lower(*placed).compile()
@@ -110,7 +117,9 @@ def traffic(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Traffic:
                 kernels.append((one.name, times * size))
     memory = compiled.memory_analysis()
     assert memory is not None
-    return Traffic(memory.argument_size_in_bytes + memory.output_size_in_bytes, tuple(kernels), tuple(matmuls))
+    return Traffic(
+        memory.argument_size_in_bytes + memory.output_size_in_bytes, tuple(kernels), tuple(matmuls)
+    )
 
 
 def of(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
@@ -119,13 +128,20 @@ def of(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 
 def gradient(function: Callable[..., Any], *inputs: jax.ShapeDtypeStruct) -> Program:
     """Returns (inputs, gradients of the results) -> gradients of the inputs."""
-    return lambda inputs, grads: jax.vjp(function, *inputs)[1](grads), (inputs, jax.eval_shape(function, *inputs))
+    return lambda inputs, grads: jax.vjp(function, *inputs)[1](grads), (
+        inputs,
+        jax.eval_shape(function, *inputs),
+    )
 
 
 def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
-    """Returns the parts of a layer other than matmuls and attention, for T tokens; the backward starts from what remat=save_names keeps."""
+    """Returns the parts of a layer other than matmuls and attention, for T tokens; the backward
+    starts from what remat=save_names keeps."""
     B, S, D, F = max(1, T // config.seq_len), min(T, config.seq_len), config.d_model, config.d_mlp
-    x, vectors = of(B, S, D), [of(D, dtype="float32")] * (2 if config.norm == "layernorm" and config.biases else 1)
+    x, vectors = (
+        of(B, S, D),
+        [of(D, dtype="float32")] * (2 if config.norm == "layernorm" and config.biases else 1),
+    )
 
     def norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         return layers._normalise(x, scale, bias, config)
@@ -136,12 +152,17 @@ def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
     found = {
         "norm": Spot((norm, (x, *vectors)), gradient(norm, x, *vectors), 2),
         "residual and norm": Spot(
-            (lambda x, y, *vectors: kept_norm(x + y, *vectors), (x, x, *vectors)), gradient(kept_norm, x, *vectors), 2
+            (lambda x, y, *vectors: kept_norm(x + y, *vectors), (x, x, *vectors)),
+            gradient(kept_norm, x, *vectors),
+            2,
         ),
     }
     if config.norm == "layernorm" and config.biases:
         name = "residual and norm, other gradient"
-        found[name] = dataclasses.replace(found["residual and norm"], backward=(one_pass(config.norm_eps), (x, vectors[0], (x, x))))
+        found[name] = dataclasses.replace(
+            found["residual and norm"],
+            backward=(one_pass(config.norm_eps), (x, vectors[0], (x, x))),
+        )
     if config.positions == "rotary":
         heads = tuple(of(B, S, n, config.d_head) for n in (config.n_heads, config.kv_heads))
 
@@ -162,18 +183,24 @@ def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
             (dup,) = jax.vjp(mlp.gelu, up)[1](dh)
             return jax.vjp(layers.add_bias, up, jnp.zeros(F))[1](dup)
 
-        found["bias and GELU"] = Spot((bias_gelu, (up := of(B, S, F), of(F, dtype="float32"))), (back, (up, up)))
+        found["bias and GELU"] = Spot(
+            (bias_gelu, (up := of(B, S, F), of(F, dtype="float32"))), (back, (up, up))
+        )
     return found
 
 
 def one_pass(eps: float) -> Callable[..., Any]:
-    """LayerNorm's gradient, written so that one pass over x and dy gives all sums over a row. The model does not do this.
+    """LayerNorm's gradient, written so that one pass over x and dy gives all sums over a row. The
+    model does not do this.
 
-    (h, scale, (dh, dn)) -> gradients of h, scale and bias; h is also passed on unchanged, next to its norm n. The row's first value is
-    subtracted from h before the sums, because a variance as a difference of two sums loses digits if the mean is large.
+    (h, scale, (dh, dn)) -> gradients of h, scale and bias; h is also passed on unchanged, next to
+    its norm n. The row's first value is subtracted from h before the sums, because a variance as a
+    difference of two sums loses digits if the mean is large.
     """
 
-    def back(h: jax.Array, scale: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def back(
+        h: jax.Array, scale: jax.Array, grads: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         wide, (dh, dn) = h.astype(jnp.float32), (g.astype(jnp.float32) for g in grads)
         x, g = wide - h[..., :1].astype(jnp.float32), dn * scale
         mean, mean_g = x.mean(-1, keepdims=True), g.mean(-1, keepdims=True)
@@ -190,8 +217,12 @@ def loss(config: DecoderConfig, T: int) -> Program:
     """(final activations, head, labels, weights) -> the loss and its gradients."""
     shard = Shard(preset("ddp"), h100())
 
-    def objective(x: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
-        return cross_entropy(x, head, labels, weights, shard, vocab_size=config.vocab_size, chunk=config.loss_chunk)["objective"]
+    def objective(
+        x: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        return cross_entropy(
+            x, head, labels, weights, shard, vocab_size=config.vocab_size, chunk=config.loss_chunk
+        )["objective"]
 
     rows = of(1, T, dtype="int32"), of(1, T, dtype="float32")
     return jax.value_and_grad(objective, (0, 1)), (
@@ -202,9 +233,14 @@ def loss(config: DecoderConfig, T: int) -> Program:
 
 
 def layer_us(config: DecoderConfig, T: int, moved: int) -> float:
-    """Predicts one layer's forward and backward: its matmuls, causal attention at the speed of published kernels, and these bytes."""
+    """Predicts one layer's forward and backward: its matmuls, causal attention at the speed of
+    published kernels, and these bytes."""
     D, F, heads = config.d_model, config.d_mlp, config.n_heads * config.d_head
-    weights = 2 * D * heads + 2 * D * config.kv_heads * config.d_head + D * F * (3 if config.activation == "swiglu" else 2)
+    weights = (
+        2 * D * heads
+        + 2 * D * config.kv_heads * config.d_head
+        + D * F * (3 if config.activation == "swiglu" else 2)
+    )
     pairs = 2 * T * min(T, config.seq_len) * heads
     attention = 1e6 * pairs / PEAK * (1 / ATTENTION + 2.5 / ATTENTION_BACKWARD)
     return multiplying_us(6 * weights * T) + attention + moving_us(moved)
@@ -212,7 +248,10 @@ def layer_us(config: DecoderConfig, T: int, moved: int) -> float:
 
 def in_layers(name: str, config: DecoderConfig, T: int) -> tuple[list[Row], list[Row], float]:
     """Returns rows of bytes, rows of shares, and the predicted time of a layer."""
-    measured = {part: (traffic(*spot.forward), traffic(*spot.backward), spot.times) for part, spot in spots(config, T).items()}
+    measured = {
+        part: (traffic(*spot.forward), traffic(*spot.backward), spot.times)
+        for part, spot in spots(config, T).items()
+    }
     counted = [both for part, both in measured.items() if part != "norm" and "other" not in part]
     layer = layer_us(config, T, sum(times * (f.moved + b.moved) for f, b, times in counted))
     detail, shares = [], []
@@ -228,13 +267,15 @@ def in_layers(name: str, config: DecoderConfig, T: int) -> tuple[list[Row], list
 
 
 def of_loss(name: str, config: DecoderConfig, T: int, layer: float) -> Row:
-    """The minimum: each logit read once in fp32, its gradient written once in bf16, the head cast once."""
+    """The minimum: each logit read once in fp32, its gradient written once in bf16, the head cast
+    once."""
     found = traffic(*loss(config, T))
     least = 6 * config.padded_vocab * (T + config.d_model)
     excess = moving_us(found.moved - least)
     step = config.n_layers * layer + found.matmul_us + found.waits_us + moving_us(found.moved)
     return {"model": name, "least_mib": least / 2**20, "moved_mib": found.moved / 2**20, "ratio": found.moved / least,
-            "excess_ms": excess / 1e3, "matmuls_ms": found.matmul_us / 1e3, "matmuls_wait_ms": found.waits_us / 1e3, "step_ms": step / 1e3,
+            "excess_ms": excess / 1e3, "matmuls_ms": found.matmul_us / 1e3,
+            "matmuls_wait_ms": found.waits_us / 1e3, "step_ms": step / 1e3,
             "share_percent": 100 * excess / step, "wait_percent": 100 * found.waits_us / step, "kernel": excess > WORTH * step}  # fmt: skip
 
 
@@ -265,22 +306,45 @@ def of_grouped_matmul(T: int, D: int, F: int, groups: list[int]) -> list[Row]:
 
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
-    record = Record(f"hot_spots{'-quick' * arguments.quick}", arguments.output, kind=f"h100 jax {jax.__version__}")
+    record = Record(
+        f"hot_spots{'-quick' * arguments.quick}",
+        arguments.output,
+        kind=f"h100 jax {jax.__version__}",
+    )
     details, shares, losses = [], [], []
     for name in ("gpt_1_3b", "llama3_8b")[: 1 if arguments.quick else None]:
         config = files.load(f"configs/{name}.py").model
         assert isinstance(config, DecoderConfig)
         detail, share, layer = in_layers(name, config, TOKENS)
-        details, shares, losses = details + detail, shares + share, [*losses, of_loss(name, config, TOKENS, layer)]
+        details, shares, losses = (
+            details + detail,
+            shares + share,
+            [*losses, of_loss(name, config, TOKENS, layer)],
+        )
     of_what = f"{TOKENS:,} tokens on one H100, "
-    record.table("Bytes of a call", details, of_what + "bf16. Kernels: those that move more than a MiB.")
-    note = f"forward and backward. Times are predicted, never measured. Kernel: more than {WORTH:.0%} of the layer is excess."
+    record.table(
+        "Bytes of a call", details, of_what + "bf16. Kernels: those that move more than a MiB."
+    )
+    note = (
+        f"forward and backward. Times are predicted, never measured. Kernel: more than {WORTH:.0%} "
+        "of the layer is excess."
+    )
     record.table("Share of a layer", shares, of_what + note)
     record.table(
-        "Loss", losses, of_what + "in chunks; matmuls apart. Their wait: bytes beyond what their FLOPs take. Step: all layers and this."
+        "Loss",
+        losses,
+        of_what
+        + (
+            "in chunks; matmuls apart. Their wait: bytes beyond what their FLOPs take. Step: all "
+            "layers and this."
+        ),
     )
     groups = of_grouped_matmul(TOKENS, 2048, 1024, [8] if arguments.quick else [8, 64])
-    record.table("Temp memory of grouped matmul", groups, of_what + "bf16: result and both gradients, beside arguments and results.")
+    record.table(
+        "Temp memory of grouped matmul",
+        groups,
+        of_what + "bf16: result and both gradients, beside arguments and results.",
+    )
     record.write()
     return 0
 

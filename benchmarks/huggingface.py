@@ -1,7 +1,7 @@
 """Host memory and time to import Hugging Face weights onto eight CPU devices, and to export them.
 
-CPU devices keep their arrays in host memory, so the arrays' own bytes are subtracted; the rest is what the transfer needs in addition.
-Each case runs in a process of its own.
+CPU devices keep their arrays in host memory, so the arrays' own bytes are subtracted; the rest is
+what the transfer needs in addition. Each case runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -53,14 +53,25 @@ def model(quick: bool) -> DecoderConfig:
 
 def synthesise(directory: Path, config: DecoderConfig) -> None:
     """Writes random weights in bf16, one file per layer, without holding the full model."""
-    (directory / "config.json").write_text(json.dumps(to_json(config, "bfloat16")), encoding="utf-8")
-    sizes = {"D": config.d_model, "N": config.n_heads, "K": config.kv_heads, "H": config.d_head, "F": config.d_mlp, "V": config.vocab_size}
+    (directory / "config.json").write_text(
+        json.dumps(to_json(config, "bfloat16")), encoding="utf-8"
+    )
+    sizes = {
+        "D": config.d_model,
+        "N": config.n_heads,
+        "K": config.kv_heads,
+        "H": config.d_head,
+        "F": config.d_mlp,
+        "V": config.vocab_size,
+    }
     random, where = np.random.default_rng(0), {}
     rows = [row for row in LLAMA.mappings if ".qkv." not in row.param]
     for i in range(-1, config.n_layers):
         chosen = [row for row in rows if ("L" in row.dims) == (i >= 0)]
         tensors = {
-            name.format(i): random.standard_normal(row.shape(sizes), np.float32).astype(ml_dtypes.bfloat16)
+            name.format(i): random.standard_normal(row.shape(sizes), np.float32).astype(
+                ml_dtypes.bfloat16
+            )
             for row in chosen
             for name in row.hf_names
         }
@@ -71,7 +82,8 @@ def synthesise(directory: Path, config: DecoderConfig) -> None:
 
 
 class Peak:
-    """Samples this process's anonymous memory every 2 ms; it excludes pages of mapped files, which the system can drop."""
+    """Samples this process's anonymous memory every 2 ms; it excludes pages of mapped files, which
+    the system can drop."""
 
     def __enter__(self) -> Peak:
         self.before = self.top = anonymous()
@@ -90,7 +102,9 @@ class Peak:
 
 
 def anonymous() -> int:
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])  # type: ignore[index]
+    return 1024 * int(
+        re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1]
+    )  # type: ignore[index]
 
 
 def settle() -> None:
@@ -99,8 +113,15 @@ def settle() -> None:
 
 
 def on_devices(params: dict[str, jax.Array]) -> int:
-    """Returns the bytes of the parameters on all devices, each buffer counted once: on a CPU replicas may share one."""
-    return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for x in params.values() for s in x.addressable_shards}.values())
+    """Returns the bytes of the parameters on all devices, each buffer counted once: on a CPU
+    replicas may share one."""
+    return sum(
+        {
+            s.data.unsafe_buffer_pointer(): s.data.nbytes
+            for x in params.values()
+            for s in x.addressable_shards
+        }.values()
+    )
 
 
 def case(name: str, directory: Path, quick: bool) -> Row:
@@ -108,7 +129,10 @@ def case(name: str, directory: Path, quick: bool) -> Row:
     layout = ModelLayout.of(model(quick), Shard(preset(rules), make_mesh(MeshConfig(**mesh))))
     read: list[int] = []
     original = files.StoredTensor.read
-    files.StoredTensor.read = lambda self, part: (data := original(self, part), read.append(data.nbytes))[0]  # type: ignore[method-assign]
+    files.StoredTensor.read = lambda self, part: (
+        data := original(self, part),
+        read.append(data.nbytes),
+    )[0]  # type: ignore[method-assign]
     huggingface.config_of(directory)
     jax.block_until_ready(jax.device_put(np.zeros(8)))
     settle()
@@ -133,25 +157,40 @@ def case(name: str, directory: Path, quick: bool) -> Row:
 
 def main() -> int:
     parser = options(__doc__ or "")
-    parser.add_argument("--case", nargs=2, help="measure one, on a directory (used by this program)")
+    parser.add_argument(
+        "--case", nargs=2, help="measure one, on a directory (used by this program)"
+    )
     arguments = parser.parse_args()
     if arguments.case:
         print(json.dumps(case(arguments.case[0], Path(arguments.case[1]), arguments.quick)))
         return 0
-    record = Record(f"huggingface{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind)
+    record = Record(
+        f"huggingface{'-quick' * arguments.quick}",
+        arguments.output,
+        device=jax.devices()[0].device_kind,
+    )
     config, rows = model(arguments.quick), []
     with tempfile.TemporaryDirectory(prefix="huggingface-") as directory:
         synthesise(Path(directory), config)
         stored = sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
         for name in CASES:
-            words = [sys.executable, __file__, "--case", name, directory, *["--quick"] * arguments.quick]
+            words = [
+                sys.executable,
+                __file__,
+                "--case",
+                name,
+                directory,
+                *["--quick"] * arguments.quick,
+            ]
             done: Any = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
             rows.append(json.loads(done.stdout.splitlines()[-1]))
             note = (
-                f"{config.n_params() / 1e6:,.0f} M parameters, {stored / MIB:,.0f} MiB of bf16 in {config.n_layers + 1} files; fp32 on the "
+                f"{config.n_params() / 1e6:,.0f} M parameters, {stored / MIB:,.0f} MiB of bf16 in "
+                f"{config.n_layers + 1} files; fp32 on the "
             )
             note += (
-                "devices. Beside: peak of anonymous memory, less what was held before and (import) the arrays. Export: files of 128 MiB."
+                "devices. Beside: peak of anonymous memory, less what was held before and (import) "
+                "the arrays. Export: files of 128 MiB."
             )
             record.table("Import and export", rows, note)
             record.write()

@@ -1,4 +1,5 @@
-"""One task of the GPU suite about our own kernels, in a process of its own: python benchmarks/kernel_worker.py TASK '{"key": value, ...}'
+"""One task of the GPU suite about our own kernels, in a process of its own: python
+benchmarks/kernel_worker.py TASK '{"key": value, ...}'
 
 Needs jax and numpy. Results are printed as in gpu_worker.py.
 """
@@ -41,7 +42,10 @@ SMOKE: dict[str, tuple[str, Case]] = {
     "backward, head dim 64": ("bwd red", dataclasses.replace(SMALL, H=64)),
     "backward, packed": ("bwd red", dataclasses.replace(SMALL, documents=4)),
     "backward, full, uneven": ("bwd red", dataclasses.replace(SMALL, S=1000, T=777, static=FULL)),
-    "backward, traced offset": ("bwd red", dataclasses.replace(SMALL, S=512, T=1024, static={"q_offset": 300}, traced_offset=True)),
+    "backward, traced offset": (
+        "bwd red",
+        dataclasses.replace(SMALL, S=512, T=1024, static={"q_offset": 300}, traced_offset=True),
+    ),
     "backward, all features": ("bwd red", dataclasses.replace(CASES["together"], B=1, lse=False)),
     "backward, block mask": ("bwd red", dataclasses.replace(CASES["block mask, causal"], B=1)),
     "backward, head dim 96": ("bwd red", dataclasses.replace(SMALL, H=96)),
@@ -66,9 +70,11 @@ def kernels(dry_run: bool) -> None:
 
 
 def smoke(variants: list[Row], dry_run: bool, reruns: int) -> None:
-    """Runs each variant's kernel, one of SMOKE, at a small shape, compares it with the formula in fp32, and repeats it.
+    """Runs each variant's kernel, one of SMOKE, at a small shape, compares it with the formula in
+    fp32, and repeats it.
 
-    rel: the largest |x - formula| / |formula| of the results; rerun: the largest such difference of a rerun from the first run.
+    rel: the largest |x - formula| / |formula| of the results; rerun: the largest such difference of
+    a rerun from the first run.
     """
 
     def measure(variant: Row) -> Row:
@@ -103,43 +109,72 @@ def smoke_of_attention(name: str, case: Case, reruns: int) -> Row:
     wanted = call(lambda **x: reference_attention(**{**static, **x})[0])(exact, still, weights)
     errors = array_errors(found, wanted)
     limits = TOLERANCES[case.dtype]
-    bad = [f"{key} {error:.1e}" for key, error in errors.items() if not error <= limits.get(key, limits["gradient"])]
-    moved = [f"{key} {error:.1e}" for one in again for key, error in one.items() if not error <= (0 if key == "out" else 1e-4)]
+    bad = [
+        f"{key} {error:.1e}"
+        for key, error in errors.items()
+        if not error <= limits.get(key, limits["gradient"])
+    ]
+    moved = [
+        f"{key} {error:.1e}"
+        for one in again
+        for key, error in one.items()
+        if not error <= (0 if key == "out" else 1e-4)
+    ]
     row: Row = {"first_run_s": seconds, "rel": float(np.max([*errors.values()]))}
-    row["rerun"] = float(np.max([error for one in again for error in one.values()])) if again else None
+    row["rerun"] = (
+        float(np.max([error for one in again for error in one.values()])) if again else None
+    )
     wrong = [f"too far from the formula: {', '.join(bad)}"] if bad else []
     wrong += [f"a rerun differs: {', '.join(moved)}"] if moved else []
     return row | ({"error": "; ".join(wrong)} if wrong else {})
 
 
 def smoke_of_grouped(dry_run: bool) -> Row:
-    """Returns the row of our grouped matmul with groups of uneven sizes: results and both gradients."""
+    """Returns the row of our grouped matmul with groups of uneven sizes: results and both
+    gradients."""
     sizes = jnp.asarray([70, 0, 55, 1, 0, 20] if dry_run else [700, 0, 1010, 10, 0, 200], jnp.int32)
     T, D, F = (200, 64, 64) if dry_run else (2048, 512, 256)
     keys = jax.random.split(jax.random.key(0), 3)
-    x, w, dy = (jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, ((T, D), (6, D, F), (T, F)), strict=True))
+    x, w, dy = (
+        jax.random.normal(key, size, jnp.bfloat16)
+        for key, size in zip(keys, ((T, D), (6, D, F), (T, F)), strict=True)
+    )
 
     def products(x: jax.Array, w: jax.Array, dy: jax.Array, how: Row) -> tuple[jax.Array, ...]:
         y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, **how), x, w)
         return y, *pull(dy)
 
     began = time.perf_counter()
-    found = jax.block_until_ready(jax.jit(partial(products, how={"implementation": "mosaic", **HOPPER}))(x, w, dy))
+    found = jax.block_until_ready(
+        jax.jit(partial(products, how={"implementation": "mosaic", **HOPPER}))(x, w, dy)
+    )
     seconds = time.perf_counter() - began
-    wanted = jax.jit(partial(products, how={"implementation": "xla"}))(*(a.astype(jnp.float32) for a in (x, w, dy)))
-    errors = [relative(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in zip(found, wanted, strict=True)]
+    wanted = jax.jit(partial(products, how={"implementation": "xla"}))(
+        *(a.astype(jnp.float32) for a in (x, w, dy))
+    )
+    errors = [
+        relative(np.asarray(a, np.float32), np.asarray(b, np.float32))
+        for a, b in zip(found, wanted, strict=True)
+    ]
     bad = not float(np.max(errors)) <= TOLERANCES["bfloat16"]["gradient"]
-    return {"first_run_s": seconds, "rel": float(np.max(errors))} | ({"error": f"too far from a loop: {errors}"} if bad else {})
+    return {"first_run_s": seconds, "rel": float(np.max(errors))} | (
+        {"error": f"too far from a loop: {errors}"} if bad else {}
+    )
 
 
 def smoke_of_stacked(dry_run: bool) -> Row:
-    """Returns the row of our stacked matmul: both products and the addition, in rows that are not the first, with uneven edges."""
+    """Returns the row of our stacked matmul: both products and the addition, in rows that are not
+    the first, with uneven edges."""
     R, T, K, N = (3, 72, 64, 128) if dry_run else (3, 1000, 832, 1600)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((T, K), (T, N), (R, K, N), (R, K, N))
-    x, dy, w, sums = (jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, shapes, strict=True))
+    x, dy, w, sums = (
+        jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, shapes, strict=True)
+    )
 
-    def all_of(x: jax.Array, dy: jax.Array, w: jax.Array, sums: jax.Array, how: Row) -> tuple[jax.Array, ...]:
+    def all_of(
+        x: jax.Array, dy: jax.Array, w: jax.Array, sums: jax.Array, how: Row
+    ) -> tuple[jax.Array, ...]:
         y, dx = stacked_matmul(x, w, 1, **how), stacked_matmul(dy, w, 2, transposed=True, **how)
         return y, dx, add_weight_gradient(sums, 1, x, dy, **how)
 
@@ -149,15 +184,33 @@ def smoke_of_stacked(dry_run: bool) -> Row:
     seconds = time.perf_counter() - began
     again = [ours(x, dy, w, exact[3]) for _ in range(1 if dry_run else 20)]
     wanted = jax.jit(partial(all_of, how={"implementation": "xla"}))(*exact)
-    errors = [relative(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in zip(found, wanted, strict=True)]
-    wrong = [] if float(np.max(errors)) <= TOLERANCES["bfloat16"]["gradient"] else [f"too far from XLA: {errors}"]
-    wrong += [] if bool((found[2][::2] == exact[3][::2]).all()) else ["a row that was not asked for has changed"]
-    wrong += [] if all(bool((a == b).all()) for one in again for a, b in zip(one, found, strict=True)) else ["a rerun differs"]
-    return {"first_run_s": seconds, "rel": float(np.max(errors))} | ({"error": "; ".join(wrong)} if wrong else {})
+    errors = [
+        relative(np.asarray(a, np.float32), np.asarray(b, np.float32))
+        for a, b in zip(found, wanted, strict=True)
+    ]
+    wrong = (
+        []
+        if float(np.max(errors)) <= TOLERANCES["bfloat16"]["gradient"]
+        else [f"too far from XLA: {errors}"]
+    )
+    wrong += (
+        []
+        if bool((found[2][::2] == exact[3][::2]).all())
+        else ["a row that was not asked for has changed"]
+    )
+    wrong += (
+        []
+        if all(bool((a == b).all()) for one in again for a, b in zip(one, found, strict=True))
+        else ["a rerun differs"]
+    )
+    return {"first_run_s": seconds, "rel": float(np.max(errors))} | (
+        {"error": "; ".join(wrong)} if wrong else {}
+    )
 
 
 def profile(shape: Row, peer: str, way: str, dry_run: bool) -> None:
-    """Runs one direction of one of our kernels twice, for a profiler that looks at the second run."""
+    """Runs one direction of one of our kernels twice, for a profiler that looks at the second
+    run."""
     with interpreting(dry_run):
         timed = Timed(peer, shape, dry_run)
         (call,) = timed.warm(way).values()
@@ -169,17 +222,23 @@ def profile(shape: Row, peer: str, way: str, dry_run: bool) -> None:
 
 
 def groups(variants: list[Row], dry_run: bool) -> None:
-    """Times a grouped matmul and a dense one of the same FLOPs in turns. A variant has tokens, groups, d_in, d_out, spread.
+    """Times a grouped matmul and a dense one of the same FLOPs in turns. A variant has tokens,
+    groups, d_in, d_out, spread.
 
-    spread: how uneven the groups are, the largest size over the mean. chosen: whether a model would take this implementation. ratio:
-    the dense matmul's time over this one's. bwd: both gradients, from dy.
+    spread: how uneven the groups are, the largest size over the mean. chosen: whether a model would
+    take this implementation. ratio: the dense matmul's time over this one's. bwd: both gradients,
+    from dy.
     """
 
     def measure(variant: Row) -> Row:
         with interpreting(dry_run):
             return grouped_row(variant, dry_run)
 
-    emit_each(variants, measure, lambda variant: "unserved" if variant["peer"] == "mosaic" and dry_run else "error")
+    emit_each(
+        variants,
+        measure,
+        lambda variant: "unserved" if variant["peer"] == "mosaic" and dry_run else "error",
+    )
 
 
 def grouped_row(variant: Row, dry_run: bool) -> Row:
@@ -188,8 +247,12 @@ def grouped_row(variant: Row, dry_run: bool) -> Row:
     sizes = jnp.asarray(group_sizes(T, E, variant["spread"]), jnp.int32)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((T, D), (E, D, F), (T, F), (D, F))
-    x, w, dy, one = (jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, shapes, strict=True))
-    how: Row = {"implementation": variant["peer"]} | (HOPPER if dry_run and variant["peer"] != "xla" else {})
+    x, w, dy, one = (
+        jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, shapes, strict=True)
+    )
+    how: Row = {"implementation": variant["peer"]} | (
+        HOPPER if dry_run and variant["peer"] != "xla" else {}
+    )
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         return grouped_matmul(x, w, sizes, **how)
@@ -205,17 +268,25 @@ def grouped_row(variant: Row, dry_run: bool) -> Row:
         for f, arrays in calls.values():
             jax.block_until_ready(f(*arrays))
     with measuring():
-        times = rounds({name: (lambda f=f, arrays=arrays: f(*arrays)) for name, (f, arrays) in calls.items()}, 1 if dry_run else 0)
+        times = rounds(
+            {name: (lambda f=f, arrays=arrays: f(*arrays)) for name, (f, arrays) in calls.items()},
+            1 if dry_run else 0,
+        )
     chosen = choose_grouped_matmul(describe_grouped_matmul(x, w, sizes)).name == variant["peer"]
     row: Row = {"chosen": chosen}
     for way, flops in (("fwd", 2 * T * D * F), ("bwd", 4 * T * D * F)):
         seconds, dense = times[way].median, times[f"dense {way}"].median
-        row |= {f"{way}_ms": 1e3 * seconds, f"{way}_tflops": flops / seconds / 1e12, f"{way}_ratio": dense / seconds}
+        row |= {
+            f"{way}_ms": 1e3 * seconds,
+            f"{way}_tflops": flops / seconds / 1e12,
+            f"{way}_ratio": dense / seconds,
+        }
     return row
 
 
 def group_sizes(T: int, E: int, spread: float) -> np.ndarray:
-    """Returns E sizes that add up to T. The largest is about `spread` times the mean; 1: all equal."""
+    """Returns E sizes that add up to T. The largest is about `spread` times the mean; 1: all
+    equal."""
     shares = np.linspace(max(0.0, 2 - spread), spread, E)
     sizes = np.floor(shares / shares.sum() * T).astype(int)
     sizes[: T - sizes.sum()] += 1
@@ -229,12 +300,14 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
 def stacks(variants: list[Row], dry_run: bool) -> None:
-    """Times a matmul with one matrix of a stack beside cuBLAS's of the same matrix alone, and beside XLA's form, in turns.
+    """Times a matmul with one matrix of a stack beside cuBLAS's of the same matrix alone, and
+    beside XLA's form, in turns.
 
-    A variant has tokens, K, N, rows, and form: "product", "transposed", or "add", the gradient that is added to fp32 sums; and tile: "as
-    planned", or the rows x columns of the result that a block of our kernel computes. cublas_ms: the matmul alone, with a result in bf16;
-    xla_ms: with the copy out of the stack, or with the addition of a gradient in bf16. ratio: cuBLAS's time over ours; xla_ratio: that of
-    XLA's form. rel: |ours - XLA's form| / |XLA's form|.
+    A variant has tokens, K, N, rows, and form: "product", "transposed", or "add", the gradient that
+    is added to fp32 sums; and tile: "as planned", or the rows x columns of the result that a block
+    of our kernel computes. cublas_ms: the matmul alone, with a result in bf16; xla_ms: with the
+    copy out of the stack, or with the addition of a gradient in bf16. ratio: cuBLAS's time over
+    ours; xla_ratio: that of XLA's form. rel: |ours - XLA's form| / |XLA's form|.
     """
 
     def measure(variant: Row) -> Row:
@@ -245,7 +318,8 @@ def stacks(variants: list[Row], dry_run: bool) -> None:
 
 
 FORMS: dict[str, Any] = {
-    "add": add_weight_gradient, "product": stacked_matmul, "transposed": partial(stacked_matmul, transposed=True),
+    "add": add_weight_gradient, "product": stacked_matmul,
+    "transposed": partial(stacked_matmul, transposed=True),
 }  # fmt: skip
 
 
@@ -268,14 +342,23 @@ def stacked_row(variant: Row, dry_run: bool) -> Row:
     """Returns the row of one form at one shape."""
     T, K, N, R, form = (variant[name] for name in ("tokens", "K", "N", "rows", "form"))
     keys, row = jax.random.split(jax.random.key(0), 3), jnp.int32(R - 1)
-    x, dy = (jax.random.normal(key, (T, width), jnp.bfloat16) for key, width in zip(keys[:2], (K, N), strict=True))
-    ways = {"ours": planned(variant), "xla": partial(FORMS[form], implementation="xla", **({"rounded": True} if form == "add" else {}))}
+    x, dy = (
+        jax.random.normal(key, (T, width), jnp.bfloat16)
+        for key, width in zip(keys[:2], (K, N), strict=True)
+    )
+    ways = {
+        "ours": planned(variant),
+        "xla": partial(
+            FORMS[form], implementation="xla", **({"rounded": True} if form == "add" else {})
+        ),
+    }
     if form == "add":
         stacks = {name: jnp.zeros((R, K, N), jnp.float32) for name in ways}
         steps = {name: jax.jit(way, donate_argnums=0) for name, way in ways.items()}
 
         def step(name: str) -> jax.Array:
-            stacks[name] = steps[name](stacks[name], row, x, dy)  # in place: the sums before are donated
+            # in place: the sums before are donated
+            stacks[name] = steps[name](stacks[name], row, x, dy)
             return stacks[name]
 
         calls = {name: partial(step, name) for name in ways}
@@ -293,9 +376,22 @@ def stacked_row(variant: Row, dry_run: bool) -> Row:
     with measuring():
         times = rounds({**calls, "cublas": lambda: alone(*factors)}, 1 if dry_run else 0)
     ms = {name: 1e3 * each.median for name, each in times.items()}
-    measured: Row = {"ms": ms["ours"], "tflops": 2 * T * K * N / ms["ours"] / 1e9, "cublas_ms": ms["cublas"], "xla_ms": ms["xla"]}
-    measured |= {"ratio": ms["cublas"] / ms["ours"], "xla_ratio": ms["xla"] / ms["ours"], "rel": error}
-    return measured | ({} if error <= TOLERANCES["bfloat16"]["gradient"] else {"error": f"too far from XLA: {error:.1e}"})
+    measured: Row = {
+        "ms": ms["ours"],
+        "tflops": 2 * T * K * N / ms["ours"] / 1e9,
+        "cublas_ms": ms["cublas"],
+        "xla_ms": ms["xla"],
+    }
+    measured |= {
+        "ratio": ms["cublas"] / ms["ours"],
+        "xla_ratio": ms["xla"] / ms["ours"],
+        "rel": error,
+    }
+    return measured | (
+        {}
+        if error <= TOLERANCES["bfloat16"]["gradient"]
+        else {"error": f"too far from XLA: {error:.1e}"}
+    )
 
 
 @jax.jit
@@ -309,15 +405,22 @@ def distance(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def autotune(seconds: float, table: str, shapes: list[Row], dry_run: bool) -> None:
-    """Runs `pallas_kernels.dev.autotune.measure` for `seconds`, and writes its table of tiles to the path `table`.
+    """Runs `pallas_kernels.dev.autotune.measure` for `seconds`, and writes its table of tiles to
+    the path `table`.
 
-    shapes: head_dim, mask and seq to time, the most important first; empty: all of autotune's. dry_run: times no candidate.
+    shapes: head_dim, mask and seq to time, the most important first; empty: all of autotune's.
+    dry_run: times no candidate.
     """
     from pallas_kernels.attention import tuning
     from pallas_kernels.dev import autotune as tuner
 
     if not tuner.CANDIDATES.exists():
-        emit(autotune=f"no {tuner.CANDIDATES.name}: python -m pallas_kernels.dev.autotune makes it, without a GPU")
+        emit(
+            autotune=(
+                f"no {tuner.CANDIDATES.name}: python -m pallas_kernels.dev.autotune makes it, "
+                "without a GPU"
+            )
+        )
         return
     if not Path(table).exists():
         shutil.copy(tuning.PATH, table)
@@ -327,8 +430,13 @@ def autotune(seconds: float, table: str, shapes: list[Row], dry_run: bool) -> No
         rows = tuner.measure(0 if dry_run else seconds, cases=cases or None)
     emit(autotune=f"{len(rows)} shapes measured", table=Path(table).name)
     for row in rows:
-        tiles = {kernel: " ".join(f"{name} {n}" for name, n in row[kernel].items()) for kernel in tuner.KERNELS}
-        about = {name: row[name] for name in ("device", "causal", "length")} | {"plain": row.get("plain", False)}
+        tiles = {
+            kernel: " ".join(f"{name} {n}" for name, n in row[kernel].items())
+            for kernel in tuner.KERNELS
+        }
+        about = {name: row[name] for name in ("device", "causal", "length")} | {
+            "plain": row.get("plain", False)
+        }
         times = {f"{name}_ms": ms for name, ms in row["measured"]["ms"].items()}
         emit(head_dims=" ".join(map(str, row["head_dims"])), **about, **tiles, **times)
 

@@ -1,6 +1,8 @@
-"""Tokens per second that the loader delivers and that gpt_tiny's train step consumes on the same machine. Target: twice as many.
+"""Tokens per second that the loader delivers and that gpt_tiny's train step consumes on the same
+machine. Target: twice as many.
 
-Joined and separate documents, read in the caller's thread or by one or two of Grain's. A batch counts when it is on the device.
+Joined and separate documents, read in the caller's thread or by one or two of Grain's. A batch
+counts when it is on the device.
 """
 
 from __future__ import annotations
@@ -46,12 +48,17 @@ def loader_rate(config: TrainConfig, corpus: TextCorpus, seconds: float) -> floa
 
 
 def model_rate(config: TrainConfig, corpus: TextCorpus, steps: int) -> float:
-    """Returns tokens per second of the real train step with its batch already on the device, from the median step."""
+    """Returns tokens per second of the real train step with its batch already on the device, from
+    the median step."""
     layout, optimizer = tiny.layout(config), Optimizer(config.optimizer, config.train.steps)
     batches = Batches(config, corpus, batch_sharding(layout)).train()
     with contextlib.closing(batches):
         _, batch = next(batches)
-    step, state, times = train_step(layout, optimizer, config.seed), init_state(layout, optimizer, config.seed), []
+    step, state, times = (
+        train_step(layout, optimizer, config.seed),
+        init_state(layout, optimizer, config.seed),
+        [],
+    )
     for _ in range(2 + steps):
         before = time.perf_counter()
         state, metrics = step(state, batch)
@@ -62,7 +69,9 @@ def model_rate(config: TrainConfig, corpus: TextCorpus, steps: int) -> float:
 
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
-    record = Record(f"loader{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind)
+    record = Record(
+        f"loader{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind
+    )
     steps, seconds = (2, 0.2) if arguments.quick else (20, 4.0)
     with tempfile.TemporaryDirectory(prefix="loader-") as directory:
         config = tiny.config(Path(directory), arguments.quick, steps=100)
@@ -76,8 +85,15 @@ def main() -> int:
                 ratio = rate / consumed
                 rows.append({"documents": documents, "threads": threads, "loader_tokens_per_s": rate, "model_tokens_per_s": consumed,
                              "ratio": ratio, "holds": ratio >= TARGET})  # fmt: skip
-    note = f"Batches of {config.train.global_batch} sequences of {config.model.seq_len} tokens; target: a ratio of {TARGET:g}."
-    record.table("Loader against model", rows, f"{note} Loader and model are measured one after the other, each with all cores.")
+    note = (
+        f"Batches of {config.train.global_batch} sequences of {config.model.seq_len} tokens; "
+        f"target: a ratio of {TARGET:g}."
+    )
+    record.table(
+        "Loader against model",
+        rows,
+        f"{note} Loader and model are measured one after the other, each with all cores.",
+    )
     record.write()
     return 0
 

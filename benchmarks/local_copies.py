@@ -1,8 +1,10 @@
-"""The cost of a local checkpoint, and of its copy on another node: a training loop in intervals without a save, with one, with a copy.
+"""The cost of a local checkpoint, and of its copy on another node: a training loop in intervals
+without a save, with one, with a copy.
 
-The save and the copy are those of a run (checkpoint.local, checkpoint.local_copies). The other node is a process on this machine, so its
-work takes cores from the steps as well, and the network is the loopback interface: a cluster pays less for the first, and more for the
-second. The files go to a temporary directory. The blocking part of a save is timed separately.
+The save and the copy are those of a run (checkpoint.local, checkpoint.local_copies). The other node
+is a process on this machine, so its work takes cores from the steps as well, and the network is the
+loopback interface: a cluster pays less for the first, and more for the second. The files go to a
+temporary directory. The blocking part of a save is timed separately.
 """
 
 from __future__ import annotations
@@ -55,7 +57,13 @@ def serve(directory: str, ports: Any) -> None:
             for file in (root / str(old)).rglob("*.*"):
                 file.unlink()
 
-    server = Server(Secret(SECRET), LOOPBACK, lambda step, process: root / str(step) / f"{process}-of-1", prune, 1)
+    server = Server(
+        Secret(SECRET),
+        LOOPBACK,
+        lambda step, process: root / str(step) / f"{process}-of-1",
+        prune,
+        1,
+    )
     ports.put(server.port)
     time.sleep(10**6)
 
@@ -63,14 +71,24 @@ def serve(directory: str, ports: Any) -> None:
 def measure(
     run: TrainConfig, rounds: int, every: int, port: int, peer: Path
 ) -> tuple[np.ndarray, dict[str, list[float]], list[float], int]:
-    """Returns the seconds of each interval [rounds, kinds], of each save's blocking part by kind, and of each copy; and a copy's bytes."""
+    """Returns the seconds of each interval [rounds, kinds], of each save's blocking part by kind,
+    and of each copy; and a copy's bytes."""
     layout, optimizer = tiny.layout(run), Optimizer(run.optimizer, run.train.steps)
     step, state = train_step(layout, optimizer, run.seed), init_state(layout, optimizer, run.seed)
-    batches = Batches(run, prepare(run.data, vocab=run.data.tokenizer_vocab), batch_sharding(layout))
+    batches = Batches(
+        run, prepare(run.data, vocab=run.data.tokenizer_vocab), batch_sharding(layout)
+    )
     (output := Path(run.output) / "checkpoints").mkdir(parents=True)
     local = NodeLocalCheckpoints(run.checkpoint, output, LaunchConfig())
-    sender = Copies(Secret(SECRET), [(LOOPBACK, port)], lambda step: local.directory / str(step) / "0-of-1", 0)
-    seconds, blocking, copying, n = np.zeros((rounds + 1, len(KINDS))), {kind: [] for kind in KINDS[1:]}, [], 0
+    sender = Copies(
+        Secret(SECRET), [(LOOPBACK, port)], lambda step: local.directory / str(step) / "0-of-1", 0
+    )
+    seconds, blocking, copying, n = (
+        np.zeros((rounds + 1, len(KINDS))),
+        {kind: [] for kind in KINDS[1:]},
+        [],
+        0,
+    )
     with contextlib.closing(batches.train()) as training:
         for row in seconds:
             for number, kind in enumerate(KINDS):
@@ -80,11 +98,18 @@ def measure(
                     position, batch = next(training)
                     state, metrics = step(state, batch)
                     n += 1
-                    if kind != "without" and i == 0:  # at the first step, so that all background work is inside the interval
+                    # at the first step, so that all background work is inside the interval
+                    if kind != "without" and i == 0:
                         before = time.perf_counter()
                         jax.block_until_ready(state)
                         waited = time.perf_counter()
-                        local.save(n, state, batches.state(position), layout, lambda tree: {"digests": digests(tree)})
+                        local.save(
+                            n,
+                            state,
+                            batches.state(position),
+                            layout,
+                            lambda tree: {"digests": digests(tree)},
+                        )
                         blocking[kind].append(time.perf_counter() - waited)
                     jax.block_until_ready(metrics)
                 row[number] = time.perf_counter() - began
@@ -98,12 +123,21 @@ def measure(
             sender.send(int(place.parent.name))
             assert sender.wait(600)
             copying.append(time.perf_counter() - before)
-    return seconds[1:], {kind: times[1:] for kind, times in blocking.items()}, copying, sum(f.stat().st_size for f in place.iterdir())
+    return (
+        seconds[1:],
+        {kind: times[1:] for kind, times in blocking.items()},
+        copying,
+        sum(f.stat().st_size for f in place.iterdir()),
+    )
 
 
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
-    record = Record(f"local_copies{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind)
+    record = Record(
+        f"local_copies{'-quick' * arguments.quick}",
+        arguments.output,
+        device=jax.devices()[0].device_kind,
+    )
     rounds, every = (1, 5) if arguments.quick else (3, 100)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="local-copies-") as directory:
@@ -114,23 +148,35 @@ def main() -> int:
         run = tiny.config(Path(directory), arguments.quick, 10**6)
         model = run.model if arguments.quick else dataclasses.replace(run.model, **MODEL)
         policy = CheckpointConfig(local=str(Path(directory) / "local"), local_every=every)
-        run = dataclasses.replace(run, model=model, checkpoint=policy, train=dataclasses.replace(run.train, global_batch=4))
+        run = dataclasses.replace(
+            run,
+            model=model,
+            checkpoint=policy,
+            train=dataclasses.replace(run.train, global_batch=4),
+        )
         load = os.getloadavg()[0]
-        with (Path(directory) / "log").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        with (
+            (Path(directory) / "log").open("w", encoding="utf-8") as log,
+            contextlib.redirect_stdout(log),
+        ):
             seconds, blocking, copying, size = measure(run, rounds, every, ports.get(), peer)
         other.kill()
     rows = [
         {"round": i, **{f"{kind}_s": float(x) for kind, x in zip(KINDS, row, strict=True)},
-         "blocked_saving_ms": 1e3 * blocking["saved"][i], "blocked_copying_ms": 1e3 * blocking["copied"][i]}
+         "blocked_saving_ms": 1e3 * blocking["saved"][i],
+         "blocked_copying_ms": 1e3 * blocking["copied"][i]}
         for i, row in enumerate(seconds)
     ]  # fmt: skip
     total = np.median(seconds, axis=0)
     saving, copied = (float(total[i] / total[0] - 1) for i in (1, 2))
     alone = float(np.median(copying))
     note = (
-        f"{size / 1e6:.0f} MB for each local step, one every {every} steps of {1e3 * total[0] / every:.0f} ms (medians of {rounds} rounds; "
-        f"load average on {os.cpu_count()} cores before: {load:.1f}). A local save adds {total[1] - total[0]:.2f} s, {saving:.1%} of the "
-        f"time, and with a copy {total[2] - total[0]:.2f} s, {copied:.1%}, the work of the receiving process on the same cores "
+        f"{size / 1e6:.0f} MB for each local step, one every {every} steps of "
+        f"{1e3 * total[0] / every:.0f} ms (medians of {rounds} rounds; "
+        f"load average on {os.cpu_count()} cores before: {load:.1f}). A local save adds "
+        f"{total[1] - total[0]:.2f} s, {saving:.1%} of the "
+        f"time, and with a copy {total[2] - total[0]:.2f} s, {copied:.1%}, the work of the "
+        "receiving process on the same cores "
         f"included. Alone, a copy takes {alone:.2f} s, "
         f"{size / 1e6 / alone:.0f} MB/s with SHA-256 at both ends and fsync."
     )

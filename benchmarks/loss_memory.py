@@ -1,7 +1,9 @@
-"""Memory of the chunked loss and of full fp32 logits: exact bytes of the compiled programs, at sizes that no laptop could run.
+"""Memory of the chunked loss and of full fp32 logits: exact bytes of the compiled programs, at
+sizes that no laptop could run.
 
-Both are compiled from shapes alone for the CPU, in fp32, so that no casts disturb the comparison; temp bytes are the compiler's
-allocation, without arguments and results. At a size that fits, their times are compared, too.
+Both are compiled from shapes alone for the CPU, in fp32, so that no casts disturb the comparison;
+temp bytes are the compiler's allocation, without arguments and results. At a size that fits, their
+times are compared, too.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Loss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def chunked(chunk: int) -> Loss:
-    """Returns (x [1, T, D], head [V, D], labels and weights [1, T]) -> summed cross-entropy, as the decoder calls it."""
+    """Returns (x [1, T, D], head [V, D], labels and weights [1, T]) -> summed cross-entropy, as the
+    decoder calls it."""
     shard = Shard(preset("ddp"), make_mesh(MeshConfig(), jax.devices()[:1]))
     return lambda x, head, labels, weights: cross_entropy(
         x, head, labels, weights, shard, vocab_size=head.shape[0], chunk=chunk
@@ -36,12 +39,25 @@ def naive(x: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array) 
 
 
 def shapes(T: int, V: int, D: int) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(s, t) for s, t in (((1, T, D), "float32"), ((V, D), "float32"), ((1, T), "int32"), ((1, T), "float32"))]
+    return [
+        jax.ShapeDtypeStruct(s, t)
+        for s, t in (
+            ((1, T, D), "float32"),
+            ((V, D), "float32"),
+            ((1, T), "int32"),
+            ((1, T), "float32"),
+        )
+    ]
 
 
 def temp_bytes(loss: Loss, T: int, V: int, D: int) -> int:
     """Returns the temp bytes of the gradient program, without its arguments and results."""
-    memory = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes(T, V, D)).compile().memory_analysis()
+    memory = (
+        jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        .lower(*shapes(T, V, D))
+        .compile()
+        .memory_analysis()
+    )
     assert memory is not None
     return memory.temp_size_in_bytes
 
@@ -64,7 +80,9 @@ def speed(T: int, V: int, D: int, chunk: int, repeats: int) -> Row:
     both = [jax.jit(jax.value_and_grad(loss, argnums=(0, 1))) for loss in (chunked(chunk), naive)]
     (_, ours), (_, theirs) = (f(*arguments) for f in both)
     apart = max(float(abs(a - b).max() / abs(b).max()) for a, b in zip(ours, theirs, strict=True))
-    few, all_ = (milliseconds(lambda f=f: jax.block_until_ready(f(*arguments)), repeats) for f in both)
+    few, all_ = (
+        milliseconds(lambda f=f: jax.block_until_ready(f(*arguments)), repeats) for f in both
+    )
     return {"tokens": T, "d_model": D, "vocab": V, "chunk": chunk, "chunked_ms": few, "naive_ms": all_, "time_ratio": few / all_,
             "gradients_rel_difference": apart}  # fmt: skip
 
@@ -73,8 +91,16 @@ def main() -> int:
     arguments = options(__doc__ or "").parse_args()
     jax.config.update("jax_platforms", "cpu")
     record = Record(f"loss_memory{'-quick' * arguments.quick}", arguments.output)
-    V, tokens, widths = (2048, [2048, 4096], [64]) if arguments.quick else (131_072, [8192, 32_768], [1024, 2048, 4096])
-    record.table("Temp memory of loss and gradients", memory(V, tokens, widths), f"Chunks of {CHUNK:,} tokens, fp32, one device.")
+    V, tokens, widths = (
+        (2048, [2048, 4096], [64])
+        if arguments.quick
+        else (131_072, [8192, 32_768], [1024, 2048, 4096])
+    )
+    record.table(
+        "Temp memory of loss and gradients",
+        memory(V, tokens, widths),
+        f"Chunks of {CHUNK:,} tokens, fp32, one device.",
+    )
     sizes = (512, 1024, 64, 128, 3) if arguments.quick else (4096, 8192, 256, CHUNK, 5)
     record.table("Time", [speed(*sizes)], "One after the other in one process.")
     record.write()

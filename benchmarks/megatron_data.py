@@ -1,10 +1,13 @@
-"""Compares our reader of Megatron .bin/.idx files with Megatron-LM's: seconds to build the indices, tokens delivered per second.
+"""Compares our reader of Megatron .bin/.idx files with Megatron-LM's: seconds to build the indices,
+tokens delivered per second.
 
 python benchmarks/megatron_data.py --megatron=/path/to/venv/bin/python
 
-That venv: Python 3.11, `pip install torch==2.13.0 numpy packaging tqdm` and `pip install --no-deps megatron-core==0.16.1`. Both read the
-same files in the same order, in turns, each in a process of its own that prints its results as one line of JSON. Targets: at most twice
-Megatron's time for the indices, at least twice the tokens per second of a torch DataLoader over its dataset, at its best setting.
+That venv: Python 3.11, `pip install torch==2.13.0 numpy packaging tqdm` and `pip install --no-deps
+megatron-core==0.16.1`. Both read the same files in the same order, in turns, each in a process of
+its own that prints its results as one line of JSON. Targets: at most twice Megatron's time for the
+indices, at least twice the tokens per second of a torch DataLoader over its dataset, at its best
+setting.
 """
 
 from __future__ import annotations
@@ -69,14 +72,24 @@ print("\n" + json.dumps(result))
 
 def main() -> int:
     parser = options(__doc__ or "")
-    parser.add_argument("--megatron", required=True, help="the Python of a venv with megatron-core and torch")
+    parser.add_argument(
+        "--megatron", required=True, help="the Python of a venv with megatron-core and torch"
+    )
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.job:
         print("\n" + json.dumps(ours(json.loads(arguments.job))))
         return 0
-    sizes = {"documents": 2_000, "repeats": 1, "time": 0.3} if arguments.quick else {"documents": 1_000_000, "repeats": 5, "time": 4.0}
-    record = Record(f"megatron_data{'-quick' * arguments.quick}", arguments.output, megatron="megatron-core 0.16.1, its own helpers_cpp")
+    sizes = (
+        {"documents": 2_000, "repeats": 1, "time": 0.3}
+        if arguments.quick
+        else {"documents": 1_000_000, "repeats": 5, "time": 4.0}
+    )
+    record = Record(
+        f"megatron_data{'-quick' * arguments.quick}",
+        arguments.output,
+        megatron="megatron-core 0.16.1, its own helpers_cpp",
+    )
     with tempfile.TemporaryDirectory(prefix="megatron-data-") as directory:
         corpora(Path(directory), sizes["documents"])
         record.table("Index build", list(indices(arguments, Path(directory), sizes)), INDEX_NOTE)
@@ -87,17 +100,22 @@ def main() -> int:
 
 
 INDEX_NOTE = (
-    "From opening the files to a dataset that can be read, its indices computed and saved: both sides in a new process without a cache, by "
-    f"turns; medians. seq_len {SEQ_LEN}, split {SPLIT}, about 400 tokens a document. Target: at most {INDEX_TARGET:g} times Megatron's."
+    "From opening the files to a dataset that can be read, its indices computed and saved: both "
+    "sides in a new process without a cache, by "
+    f"turns; medians. seq_len {SEQ_LEN}, split {SPLIT}, about 400 tokens a document. Target: at "
+    f"most {INDEX_TARGET:g} times Megatron's."
 )
 LOADER_NOTE = (
-    "Megatron: torch DataLoader over GPTDataset (no attention masks made), batches of tensors in memory. Ours: Loader, batches of 32 on "
-    f"the device, all fields. Best of two runs each. Target: at least {LOADER_TARGET:g} times Megatron's best setting."
+    "Megatron: torch DataLoader over GPTDataset (no attention masks made), batches of tensors in "
+    "memory. Ours: Loader, batches of 32 on "
+    f"the device, all fields. Best of two runs each. Target: at least {LOADER_TARGET:g} times "
+    "Megatron's best setting."
 )
 
 
 def corpora(directory: Path, n: int) -> None:
-    """Makes files of n documents with 400 tokens on average, and of n / 5 with 2,000. Returns their prefixes."""
+    """Makes files of n documents with 400 tokens on average, and of n / 5 with 2,000. Returns their
+    prefixes."""
     sys.path.insert(0, str(ROOT))
     from mesh_lm.data.indexed import write_documents
 
@@ -111,7 +129,11 @@ def corpora(directory: Path, n: int) -> None:
 
 def indices(arguments: argparse.Namespace, directory: Path, sizes: dict[str, Any]):
     n, tokens = sizes["documents"], sizes["documents"] * 400
-    cases = {"1 epoch": (["short"], 0.9), "5 epochs": (["short"], 4.6), "blend of 2, 1 epoch": (["0.6", "short", "0.4", "long"], 1.2)}
+    cases = {
+        "1 epoch": (["short"], 0.9),
+        "5 epochs": (["short"], 4.6),
+        "blend of 2, 1 epoch": (["0.6", "short", "0.4", "long"], 1.2),
+    }
     for name, (blend, epochs) in cases.items():
         seconds: dict[str, list[float]] = {"megatron": [], "ours": []}
         for repeat in range(sizes["repeats"]):
@@ -124,7 +146,8 @@ def indices(arguments: argparse.Namespace, directory: Path, sizes: dict[str, Any
                 taken.append(result["seconds"])
         theirs, mine = (statistics.median(seconds[side]) for side in ("megatron", "ours"))
         yield {"build": name, "documents": n, "samples": job["samples"], "megatron_s": theirs, "ours_s": mine, "ratio": mine / theirs,
-               "holds": mine <= INDEX_TARGET * theirs, "megatron_all_s": rounded(seconds["megatron"]),
+               "holds": mine <= INDEX_TARGET * theirs,
+               "megatron_all_s": rounded(seconds["megatron"]),
                "ours_all_s": rounded(seconds["ours"]), "load": os.getloadavg()[0]}  # fmt: skip
 
 
@@ -135,11 +158,19 @@ def loaders(arguments: argparse.Namespace, directory: Path, sizes: dict[str, Any
             "samples": max(64, int(0.9 * sizes["documents"] * 400 / SEQ_LEN)),
             "time": sizes["time"] / 2,
         }
-        jobs = {"megatron": {"workers": [0, 1, 2], "batches": [8, 32]}, "ours": {"workers": [0, 1, 2], "batches": [32]}}
+        jobs = {
+            "megatron": {"workers": [0, 1, 2], "batches": [8, 32]},
+            "ours": {"workers": [0, 1, 2], "batches": [32]},
+        }
         best: dict[tuple[str, int, int], float] = {}
         for repeat in range(1 if arguments.quick else 2):
             for side, settings in jobs.items():
-                result = measured(arguments, directory / f"loader-{side}-{name}-{repeat}", {**job, **settings}, side)
+                result = measured(
+                    arguments,
+                    directory / f"loader-{side}-{name}-{repeat}",
+                    {**job, **settings},
+                    side,
+                )
                 for workers, batch, rate in result["rates"]:
                     best[side, workers, batch] = max(rate, best.get((side, workers, batch), 0.0))
         theirs = max(rate for (side, *_), rate in best.items() if side == "megatron")
@@ -156,12 +187,19 @@ def loaders(arguments: argparse.Namespace, directory: Path, sizes: dict[str, Any
             yield row | {"load": os.getloadavg()[0]}
 
 
-def measured(arguments: argparse.Namespace, cache: Path, job: dict[str, Any], side: str) -> dict[str, Any]:
+def measured(
+    arguments: argparse.Namespace, cache: Path, job: dict[str, Any], side: str
+) -> dict[str, Any]:
     """Returns the JSON of a process's last line."""
-    text = json.dumps({**job, "cache": str(cache), "seed": SEED, "seq_len": SEQ_LEN, "split": SPLIT, "eod": EOD})
+    text = json.dumps(
+        {**job, "cache": str(cache), "seed": SEED, "seq_len": SEQ_LEN, "split": SPLIT, "eod": EOD}
+    )
     mine = [sys.executable, __file__, "--megatron", "-", "--job", text]
     run = subprocess.run(
-        mine if side == "ours" else [arguments.megatron, "-c", MEGATRON, text], capture_output=True, text=True, timeout=900
+        mine if side == "ours" else [arguments.megatron, "-c", MEGATRON, text],
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     if run.returncode:
         sys.exit(f"{side}: {run.stderr[-2000:]}")
@@ -185,12 +223,16 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
         data=DataConfig(blend=tuple(job["blend"]), split=job["split"], cache=job["cache"]),
         seed=job["seed"],
     )
-    sharding = jax.NamedSharding(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data"))
+    sharding = jax.NamedSharding(
+        jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data")
+    )
     began = time.perf_counter()
     batches = Batches(config, prepare(config.data, vocab=VOCAB), sharding)
     result: dict[str, Any] = {"seconds": time.perf_counter() - began}
     if "workers" in job:
-        result["rates"] = [[threads, 32, loader_rate(batches, threads, job["time"])] for threads in job["workers"]]
+        result["rates"] = [
+            [threads, 32, loader_rate(batches, threads, job["time"])] for threads in job["workers"]
+        ]
     return result
 
 

@@ -1,4 +1,5 @@
-"""Writes docs/configs.md from the results of plan_table.py, so that no figure is written by hand."""
+"""Writes docs/configs.md from the results of plan_table.py, so that no figure is written by
+hand."""
 
 from __future__ import annotations
 
@@ -14,18 +15,38 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, CHART = ROOT / "docs" / "configs.md", ROOT / "docs" / "images" / "configs.png"
 CONFIGS, FSDP, DEVICES, DEPTH = "Configs", "FSDP", "Devices", "Depth"
 NOTES = {
-    CONFIGS: "Each config at its published number of H100s. step_s, exposed_s: predicted, never measured.",
-    FSDP: "The configs with stages, with FSDP instead, on the same number of H100s: no stages, few microbatches, and remat=full.",
-    DEVICES: "gpt_175b with the same work per device; at 64 there are no replicas, so nothing is sharded over them.",
+    CONFIGS: (
+        "Each config at its published number of H100s. step_s, exposed_s: predicted, never "
+        "measured."
+    ),
+    FSDP: (
+        "The configs with stages, with FSDP instead, on the same number of H100s: no stages, few "
+        "microbatches, and remat=full."
+    ),
+    DEVICES: (
+        "gpt_175b with the same work per device; at 64 there are no replicas, so nothing is "
+        "sharded over them."
+    ),
     DEPTH: "gpt_175b on 1,024 H100s with more layers: 2, 3 and 4 in each of its 48 chunks.",
 }
 """Table -> the description of its rows."""
 TFLOPS = {
-    "megatron_1_7b": 408.8, "megatron_7_1b": 465.9, "megatron_16b": 489.1, "megatron_32b": 459.6, "megatron_70b": 419.7,
+    "megatron_1_7b": 408.8, "megatron_7_1b": 465.9, "megatron_16b": 489.1, "megatron_32b": 459.6,
+    "megatron_70b": 419.7,
     "megatron_119b": 420.5, "megatron_177b": 432.8, "megatron_314b": 474.4, "megatron_462b": 459.9,
 }  # fmt: skip
-"""Measured TFLOP/s per H100 by NVIDIA/Megatron-LM, images/model_table.png at commit d98e8a64dd. Ours are predictions: no race is won."""
-AXES = ("data", "data+sequence", "pipeline+data", "pipeline", "fsdp", "fsdp+tensor", "sequence", "tensor")
+"""Measured TFLOP/s per H100 by NVIDIA/Megatron-LM, images/model_table.png at commit d98e8a64dd.
+Ours are predictions: no race is won."""
+AXES = (
+    "data",
+    "data+sequence",
+    "pipeline+data",
+    "pipeline",
+    "fsdp",
+    "fsdp+tensor",
+    "sequence",
+    "tensor",
+)
 
 _PAGE = """\
 # Every config, as XLA compiles it
@@ -89,16 +110,23 @@ This table compares the configs with stages to the same model with FSDP instead 
 
 
 def newest() -> Path:
-    """Returns the latest day's results. Raises FileNotFoundError if there are none, ValueError if two machines have some of that day."""
+    """Returns the latest day's results. Raises FileNotFoundError if there are none, ValueError if
+    two machines have some of that day."""
     dated: dict[str, list[Path]] = {}
     for path in sorted((ROOT / "benchmarks" / "results").glob("plan_table_*.json")):
         if match := re.match(r"plan_table_(\d{4}-\d\d-\d\d)_", path.name):
             dated.setdefault(match[1], []).append(path)
     if not dated:
-        raise FileNotFoundError("no benchmarks/results/plan_table_*.json; run: python benchmarks/plan_table.py")
+        raise FileNotFoundError(
+            "no benchmarks/results/plan_table_*.json; run: python benchmarks/plan_table.py"
+        )
     found = dated[max(dated)]
     if len(found) > 1:  # a checkout has no modification times that would show the newer one
-        raise ValueError(f"results of one day: {', '.join(path.name for path in found)}; keep only those for the page")
+        raise ValueError(
+            f"results of one day: {', '.join(path.name for path in found)}; keep only those "
+            "for "
+            "the page"
+        )
     return found[0]
 
 
@@ -107,7 +135,8 @@ def page(data: dict[str, Any], source: str) -> str:
     rows = {title: table["rows"] for title, table in data["tables"].items()}
     configs = rows[CONFIGS]
     return _PAGE.format(
-        source=source, date=data["date"], jax=data["versions"]["jax"], usable=configs[0]["usable_gib"], runs=_runs(configs),
+        source=source, date=data["date"], jax=data["versions"]["jax"],
+        usable=configs[0]["usable_gib"], runs=_runs(configs),
         needs=_needs(configs), verdict=_verdict(configs), fsdp=_fsdp(configs, rows[FSDP]),
         fsdp_said=_fsdp_said(configs, rows[FSDP]),
         costs_said=_costs_said(configs, rows[DEVICES], rows[DEPTH], data["machine"]),
@@ -117,7 +146,9 @@ def page(data: dict[str, Any], source: str) -> str:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a Markdown table; a column whose head starts with > is aligned to the right."""
     rule = ["---:" if name.startswith(">") else "---" for name in head]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [[name.lstrip(">") for name in head], rule, *rows])
+    return "\n".join(
+        "| " + " | ".join(row) + " |" for row in [[name.lstrip(">") for name in head], rule, *rows]
+    )
 
 
 def billions(n: int) -> str:
@@ -151,15 +182,19 @@ def _runs(rows: Sequence[dict[str, Any]]) -> str:
         ">bubble",
     ]
     return table(head, ([
-        f"`{r['name']}`", billions(r["parameters"]), f"{r['devices']:,}", r["mesh"], r["rules"], f"{r['global_batch']:,}",
-        f"{r['seq_len']:,}", str(r["microbatches"]), r["remat"], f"{r['remat_layers'] or r['layers']} of {r['layers']}",
+        f"`{r['name']}`", billions(r["parameters"]), f"{r['devices']:,}", r["mesh"], r["rules"],
+        f"{r['global_batch']:,}",
+        f"{r['seq_len']:,}", str(r["microbatches"]), r["remat"],
+        f"{r['remat_layers'] or r['layers']} of {r['layers']}",
         str(r["kept_layers"] or ""),
         *([str(r["chunks"]), r["stash"], f"{100 * r['bubble']:.1f} %"] if "bubble" in r else [""] * 3),
     ] for r in rows))  # fmt: skip
 
 
 def _needs(rows: Sequence[dict[str, Any]]) -> str:
-    sent_over = [axes for axes in AXES if any(r.get(f"sent over {axes}, GiB") is not None for r in rows)]
+    sent_over = [
+        axes for axes in AXES if any(r.get(f"sent over {axes}, GiB") is not None for r in rows)
+    ]
     head = [
         "config",
         ">peak, GiB",
@@ -178,7 +213,8 @@ def _needs(rows: Sequence[dict[str, Any]]) -> str:
     return table(head, ([
         f"`{r['name']}`", _gib(r["peak_gib"]), f"{100 * r['peak_gib'] / r['usable_gib']:.0f} %",
         *(_gib(r.get(f"sent over {axes}, GiB")) for axes in sent_over), _gib(r["sent_gib"]),
-        f"{r['sent_over_least']:.3f}" if r["sent_over_least"] else "no form", f"{r['flops_over_model']:.2f}", seconds(r["step_s"]),
+        f"{r['sent_over_least']:.3f}" if r["sent_over_least"] else "no form",
+        f"{r['flops_over_model']:.2f}", seconds(r["step_s"]),
         f"{100 * utilisation(r):.0f} %", f"{100 * r['exposed_s'] / r['step_s']:.0f} %",
         f"{r['megatron_tflops']:.0f}", f"{TFLOPS[r['name']]:.0f}" if r["name"] in TFLOPS else "",
         f"`{r['flags']}`",
@@ -186,20 +222,41 @@ def _needs(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def utilisation(row: dict[str, Any]) -> float:
-    """Predicted MFU, 0 to 1: the model's own FLOPs over what an H100's tensor cores could do in the step, by its data sheet."""
-    return row["tflop"] / row["flops_over_model"] / row["step_s"] / (TARGETS["h100"].flops["bf16"] / 1e12)
+    """Predicted MFU, 0 to 1: the model's own FLOPs over what an H100's tensor cores could do in the
+    step, by its data sheet."""
+    return (
+        row["tflop"]
+        / row["flops_over_model"]
+        / row["step_s"]
+        / (TARGETS["h100"].flops["bf16"] / 1e12)
+    )
 
 
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:
     """Returns a sentence: do all configs fit, and which send more than 5 % above the minimum?"""
     large = [f"`{r['name']}` needs {r['peak_gib']:.1f} GiB" for r in rows if not r["fits"]]
-    over = [f"`{r['name']}` ({r['sent_over_least']:.2f})" for r in rows if (r["sent_over_least"] or 0) > 1.05]
+    over = [
+        f"`{r['name']}` ({r['sent_over_least']:.2f})"
+        for r in rows
+        if (r["sent_over_least"] or 0) > 1.05
+    ]
     fit = f"Not all fit: {', '.join(large)}." if large else f"All {len(rows)} fit."
-    least = f"More than 1.05 of the least, by design: {', '.join(over)}." if over else "None sends more than 1.05 of the least."
-    return textwrap.fill(f"{fit} Each that has a closed form sends what it says, within 1 %. {least}", 118)
+    least = (
+        f"More than 1.05 of the least, by design: {', '.join(over)}."
+        if over
+        else "None sends more than 1.05 of the least."
+    )
+    return textwrap.fill(
+        f"{fit} Each that has a closed form sends what it says, within 1 %. {least}", 118
+    )
 
 
-_COMPARED = (("peak_gib", _gib), ("sent_gib", _gib), ("flops_over_model", "{:.2f}".format), ("step_s", seconds))
+_COMPARED = (
+    ("peak_gib", _gib),
+    ("sent_gib", _gib),
+    ("flops_over_model", "{:.2f}".format),
+    ("step_s", seconds),
+)
 _COMPARED_HEAD = [">peak, GiB", ">sent, GiB", ">FLOPs x the model's", ">step, s"]
 
 
@@ -210,31 +267,51 @@ def _compared(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def _fsdp(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
     """Returns a row for each config with stages: FSDP -> stages."""
     head = ["config", "by FSDP", "with stages", *_COMPARED_HEAD]
-    return table(head, ([f"`{r['name']}`", other["mesh"], r["mesh"], *_compared(other, r)] for r, other in _pairs(rows, without)))
+    return table(
+        head,
+        (
+            [f"`{r['name']}`", other["mesh"], r["mesh"], *_compared(other, r)]
+            for r, other in _pairs(rows, without)
+        ),
+    )
 
 
 def _fsdp_said(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
-    slower = ", ".join(f"`{r['name']}`" for r, other in _pairs(rows, without) if r["step_s"] >= other["step_s"])
-    return f"A step is predicted to be faster with stages in each of them{f', except {slower}' if slower else ''}."
+    slower = ", ".join(
+        f"`{r['name']}`" for r, other in _pairs(rows, without) if r["step_s"] >= other["step_s"]
+    )
+    return (
+        "A step is predicted to be faster with stages in each of "
+        f"them{f', except {slower}' if slower else ''}."
+    )
 
 
-def _pairs(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _pairs(
+    rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     others = {r["name"].removesuffix(" by FSDP"): r for r in without}
     return [(r, others[r["name"]]) for r in rows if r["name"] in others]
 
 
 def _costs_said(
-    rows: Sequence[dict[str, Any]], devices: Sequence[dict[str, Any]], depth: Sequence[dict[str, Any]], machine: dict[str, Any]
+    rows: Sequence[dict[str, Any]],
+    devices: Sequence[dict[str, Any]],
+    depth: Sequence[dict[str, Any]],
+    machine: dict[str, Any],
 ) -> str:
     """Returns what a plan costs, and that neither devices nor layers make it much dearer."""
     cpu, memory = [r["cpu_s"] for r in rows], max(rows, key=lambda r: r["rss_gib"])
     few, many = devices[0], devices[-1]
     sizes = [r["text_bytes"] for r in depth]
     return textwrap.fill(
-        f"On {machine['cores']} cores ({machine['cpu']}) a plan takes {seconds(min(cpu))} to {seconds(max(cpu))} s of CPU time, over "
-        f"all threads, and at most {memory['rss_gib']:.2f} GiB of memory (`{memory['name']}`). `{many['name'].split(',')[0]}` on "
-        f"{many['devices']:,} devices takes {many['cpu_s'] / few['cpu_s']:.2f} times the CPU time of {few['devices']} devices with the "
-        f"same work on each. From {depth[0]['layers']} to {depth[-1]['layers']} layers its program grows by "
+        f"On {machine['cores']} cores ({machine['cpu']}) a plan takes {seconds(min(cpu))} to "
+        f"{seconds(max(cpu))} s of CPU time, over "
+        f"all threads, and at most {memory['rss_gib']:.2f} GiB of memory (`{memory['name']}`). "
+        f"`{many['name'].split(',')[0]}` on "
+        f"{many['devices']:,} devices takes {many['cpu_s'] / few['cpu_s']:.2f} times the CPU time "
+        f"of {few['devices']} devices with the "
+        f"same work on each. From {depth[0]['layers']} to {depth[-1]['layers']} layers its program "
+        "grows by "
         f"{100 * (max(sizes) / min(sizes) - 1):.1f} %.",
         118,
     )

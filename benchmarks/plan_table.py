@@ -1,8 +1,10 @@
-"""Compiles every config's training step for its published number of H100s, without a GPU: memory, network, time, cost.
+"""Compiles every config's training step for its published number of H100s, without a GPU: memory,
+network, time, cost.
 
-Writes docs/configs.md and its chart from the raw results; --check lists configs that have changed since. Each row runs in a process of its
-own, so that its peak memory is its own. Rows that today's results have already are not compiled again, so an interrupted run can be
-continued. Step times are the lab's estimate. Needs the compiler for CUDA: pip install -e '.[aot]'.
+Writes docs/configs.md and its chart from the raw results; --check lists configs that have changed
+since. Each row runs in a process of its own, so that its peak memory is its own. Rows that today's
+results have already are not compiled again, so an interrupted run can be continued. Step times are
+the lab's estimate. Needs the compiler for CUDA: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Subject:
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
     layers: int = 0
     sequences: int = 0
-    """Sequences of a batch shard per step, so that a device's program does not depend on their number; 0: the config's batch."""
+    """Sequences of a batch shard per step, so that a device's program does not depend on their
+    number; 0: the config's batch."""
     microbatches: int = 0
 
     @property
@@ -53,13 +56,17 @@ class Subject:
 
 
 PUBLISHED = {
-    "gpt2_124m": 8, "gpt_1_3b": 8, "gpt_175b": 1024, "llama3_8b": 64, "llama3_8b_128k": 64, "llama3_70b": 1024, "llama3_405b": 16_384,
-    "megatron_1_7b": 48, "megatron_7_1b": 96, "megatron_16b": 192, "megatron_32b": 384, "megatron_70b": 768, "megatron_119b": 1536,
+    "gpt2_124m": 8, "gpt_1_3b": 8, "gpt_175b": 1024, "llama3_8b": 64, "llama3_8b_128k": 64,
+    "llama3_70b": 1024, "llama3_405b": 16_384,
+    "megatron_1_7b": 48, "megatron_7_1b": 96, "megatron_16b": 192, "megatron_32b": 384,
+    "megatron_70b": 768, "megatron_119b": 1536,
     "megatron_177b": 2304, "megatron_314b": 3072, "megatron_462b": 6144,
 }  # fmt: skip
-"""Numbers of devices from Megatron-LM's and Llama 3's tables; one node for models that train on one. gpt_tiny is for CPUs."""
+"""Numbers of devices from Megatron-LM's and Llama 3's tables; one node for models that train on
+one. gpt_tiny is for CPUs."""
 BY_FSDP = {
-    "gpt_175b": (8, 16, 2), "llama3_405b": (64, 32, 1), "megatron_177b": (24, 12, 1), "megatron_314b": (24, 16, 1),
+    "gpt_175b": (8, 16, 2), "llama3_405b": (64, 32, 1), "megatron_177b": (24, 12, 1),
+    "megatron_314b": (24, 16, 1),
 }  # fmt: skip
 """The configs with stages, without them: data, fsdp, microbatches."""
 FOR_CPUS = ("gpt_tiny",)
@@ -67,22 +74,43 @@ FOR_CPUS = ("gpt_tiny",)
 SUBJECTS = [
     *(Subject(plan_page.CONFIGS, name, n) for name, n in PUBLISHED.items()),
     *(
-        Subject(plan_page.FSDP, name, PUBLISHED[name], {"pipeline": 1, "data": data, "fsdp": fsdp}, microbatches=microbatches)
+        Subject(
+            plan_page.FSDP,
+            name,
+            PUBLISHED[name],
+            {"pipeline": 1, "data": data, "fsdp": fsdp},
+            microbatches=microbatches,
+        )
         for name, (data, fsdp, microbatches) in BY_FSDP.items()
     ),
     *(Subject(plan_page.DEVICES, "gpt_175b", n, sequences=96) for n in (64, 128, 1024, 6144)),
     *(Subject(plan_page.DEPTH, "gpt_175b", 1024, layers=layers) for layers in (96, 144, 192)),
 ]
 TIMES = {plan_page.CONFIGS: 1, plan_page.FSDP: 1, plan_page.DEVICES: 3, plan_page.DEPTH: 1}
-"""How often a row of each table is compiled at most if the machine is never idle; the fastest counts."""
+"""How often a row of each table is compiled at most if the machine is never idle; the fastest
+counts."""
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--only", default="", help="rows whose name contains one of these words, with commas between; the rest is kept")
-    parser.add_argument("--again", action="store_true", help="also compile rows that today's results already have")
-    parser.add_argument("--page", action="store_true", help="only rewrite the page and the chart, from the newest results")
-    parser.add_argument("--check", action="store_true", help="only list configs that have changed since, or have no row; status 1 for any")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="rows whose name contains one of these words, with commas between; the rest is kept",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="also compile rows that today's results already have"
+    )
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="only rewrite the page and the chart, from the newest results",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only list configs that have changed since, or have no row; status 1 for any",
+    )
     parser.add_argument("--row", default="", help="compile this one and print it (internal)")
     args = parser.parse_args()
     if args.row:
@@ -91,7 +119,9 @@ def main() -> None:
         return
     if args.check:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        sys.exit("\n".join(stale(json.loads(plan_page.newest().read_text(encoding="utf-8")))) or None)
+        sys.exit(
+            "\n".join(stale(json.loads(plan_page.newest().read_text(encoding="utf-8")))) or None
+        )
     if not args.page:
         collect(args)
     if not args.quick:
@@ -101,7 +131,8 @@ def main() -> None:
 def collect(args: Any) -> None:
     """Compiles the requested rows that have no results yet; results are written after each row.
 
-    If only some rows are requested, the others are taken from the newest results, with their own dates.
+    If only some rows are requested, the others are taken from the newest results, with their own
+    dates.
     """
     record = Record(f"plan_table{'-quick' * args.quick}", args.output)
     known = record.directory / f"{record.stem}.json"
@@ -111,14 +142,22 @@ def collect(args: Any) -> None:
     done: dict[str, Row] = {row["name"]: row for table in before.values() for row in table["rows"]}
     wanted = [s for s in SUBJECTS if any(word in s.name for word in args.only.split(","))]
     if args.quick:
-        wanted = [s for s in wanted if (s.config, s.devices) == ("gpt_175b", 1024) and s.layers in (0, 48) and not s.sequences]
+        wanted = [
+            s
+            for s in wanted
+            if (s.config, s.devices) == ("gpt_175b", 1024)
+            and s.layers in (0, 48)
+            and not s.sequences
+        ]
         wanted = [s for s in wanted if s.table != plan_page.FSDP]
     if args.again:
         done = {name: row for name, row in done.items() if name not in {s.name for s in wanted}}
     for time_ in range(max(TIMES.values())):
         for subject in wanted:
             kept = done.get(subject.name)
-            if kept and (kept["times"] > time_ or kept["load"] <= QUIET or TIMES[subject.table] <= time_):
+            if kept and (
+                kept["times"] > time_ or kept["load"] <= QUIET or TIMES[subject.table] <= time_
+            ):
                 continue
             row = in_a_process(subject, args.quick)
             best = min((row, kept), key=lambda r: r["total_s"]) if kept else row
@@ -128,32 +167,49 @@ def collect(args: Any) -> None:
                 record.data["tables"][title] = {"note": note, "rows": rows}
             record.write()
             figures = (
-                f"{row['total_s']:.0f} s, {row['rss_gib']:.2f} GiB here; peak {row['peak_gib']:.1f} GiB, sends {row['sent_gib']:.1f} GiB"
+                f"{row['total_s']:.0f} s, {row['rss_gib']:.2f} GiB here; peak "
+                f"{row['peak_gib']:.1f} GiB, sends {row['sent_gib']:.1f} GiB"
             )
             print(f"{subject.name}: {figures}", flush=True)
 
 
 def stale(data: Any) -> list[str]:
-    """Returns a line for each config and row of the kept results that a new run would change, with the command; empty if none would."""
+    """Returns a line for each config and row of the kept results that a new run would change, with
+    the command; empty if none would."""
     rows = {row["name"]: row for table in data["tables"].values() for row in table["rows"]}
     files = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"__init__", *FOR_CPUS}
-    found = [f"configs/{name}.py has no row: add its devices to PUBLISHED" for name in sorted(files - PUBLISHED.keys())]
+    found = [
+        f"configs/{name}.py has no row: add its devices to PUBLISHED"
+        for name in sorted(files - PUBLISHED.keys())
+    ]
     for subject in SUBJECTS:
         if subject.config not in files:
-            found.append(f"{subject.name}: there is no configs/{subject.config}.py; remove it from PUBLISHED")
+            found.append(
+                f"{subject.name}: there is no configs/{subject.config}.py; remove it from PUBLISHED"
+            )
         elif subject.name not in rows:
-            found.append(f"{subject.name} has no row: python benchmarks/plan_table.py '--only={subject.name}'")
+            found.append(
+                f"{subject.name} has no row: python benchmarks/plan_table.py "
+                f"'--only={subject.name}'"
+            )
         elif changes := changed(subject, rows[subject.name]):
-            found.append(f"{subject.name}: {', '.join(changes)}: python benchmarks/plan_table.py --again '--only={subject.name}'")
+            found.append(
+                f"{subject.name}: {', '.join(changes)}: python benchmarks/plan_table.py "
+                "--again "
+                f"'--only={subject.name}'"
+            )
     return found
 
 
 def changed(subject: Subject, row: Row) -> list[str]:
-    """Returns the fields in which a config differs from what was compiled: "remat none, which was full"."""
+    """Returns the fields in which a config differs from what was compiled: "remat none, which was
+    full"."""
     from mesh_lm.planning.program import with_compilable_attention
 
     now = about(with_compilable_attention(prepared(subject, False)), subject.devices)
-    return [f"{key} {now.get(key)}, which was {row.get(key)}" for key in now if now[key] != row.get(key)]
+    return [
+        f"{key} {now.get(key)}, which was {row.get(key)}" for key in now if now[key] != row.get(key)
+    ]
 
 
 def write_page() -> None:
@@ -172,8 +228,8 @@ def write_page() -> None:
 
 
 def restated(data: Any) -> Any:
-    """Returns the results with the minimum that each strategy must send, and the step over the model's own time, from today's formulas,
-    which need no compilation.
+    """Returns the results with the minimum that each strategy must send, and the step over the
+    model's own time, from today's formulas, which need no compilation.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from mesh_lm.planning.program import with_compilable_attention
@@ -182,27 +238,43 @@ def restated(data: Any) -> Any:
     for subject in SUBJECTS:
         if (row := rows.get(subject.name)) and not changed(subject, row):
             least = least_bytes(with_compilable_attention(prepared(subject, False)))
-            row |= {"least_gib": least and least / 2**30, "sent_over_least": least and row["sent_gib"] * 2**30 / least}
-            row["model_ratio"] = row["step_s"] / model_seconds(prepared(subject, False), row["devices"])
+            row |= {
+                "least_gib": least and least / 2**30,
+                "sent_over_least": least and row["sent_gib"] * 2**30 / least,
+            }
+            row["model_ratio"] = row["step_s"] / model_seconds(
+                prepared(subject, False), row["devices"]
+            )
     return data
 
 
 def in_a_process(subject: Subject, quick: bool) -> Row:
-    """Compiles a row in a process of its own. Raises RuntimeError with the process's last output if it fails."""
+    """Compiles a row in a process of its own. Raises RuntimeError with the process's last output if
+    it fails."""
     load = os.getloadavg()[0]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    command = [sys.executable, str(Path(__file__)), f"--row={subject.name}", *(["--quick"] if quick else [])]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+    }
+    command = [
+        sys.executable,
+        str(Path(__file__)),
+        f"--row={subject.name}",
+        *(["--quick"] if quick else []),
+    ]
     begin = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     if done.returncode:
         raise RuntimeError(f"{subject.name}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1]) | {
-        "process_s": time.monotonic() - begin, "load": round(load, 2), "date": datetime.date.today().isoformat(),
+        "process_s": time.monotonic() - begin, "load": round(load, 2),
+        "date": datetime.date.today().isoformat(),
     }  # fmt: skip
 
 
 def measured(subject: Subject, quick: bool) -> Row:
-    """Compiles and times it. `lower_s`: building the abstract state, tracing, lowering; `read_s`: the lab's analysis of the program."""
+    """Compiles and times it. `lower_s`: building the abstract state, tracing, lowering; `read_s`:
+    the lab's analysis of the program."""
     import jax  # imported here, so that the process that starts the others stays small
 
     from mesh_lm.planning.program import compile_config, flags_of, with_compilable_attention
@@ -213,19 +285,23 @@ def measured(subject: Subject, quick: bool) -> Row:
 
     def heard(event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            lowered.append(time.monotonic())  # the lab takes the program from JAX then, and compiles it in a child
+            # the lab takes the program from JAX then, and compiles it in a child
+            lowered.append(time.monotonic())
 
     jax.monitoring.register_event_duration_secs_listener(heard)
     config = with_compilable_attention(prepared(subject, quick))
     begin, used = time.monotonic(), sum(os.times()[:4])
-    report = compile_config(config, TARGET, subject.devices, options(flags_of(config, TARGET)))  # as in a run
+    # as in a run
+    report = compile_config(config, TARGET, subject.devices, options(flags_of(config, TARGET)))
     end = time.monotonic()
     server().close()  # the seconds of the child are known when its parent has ended
     used = sum(os.times()[:4]) - used
     row: Row = {"name": subject.name, **about(config, subject.devices)}
     row |= {
-        "lower_s": lowered[-1] - begin, "compile_s": report.compile_seconds, "read_s": end - lowered[-1] - report.compile_seconds,
-        "total_s": end - begin, "cpu_s": used, "rss_gib": resident() / 2**30, "instructions": report.instructions,
+        "lower_s": lowered[-1] - begin, "compile_s": report.compile_seconds,
+        "read_s": end - lowered[-1] - report.compile_seconds,
+        "total_s": end - begin, "cpu_s": used, "rss_gib": resident() / 2**30,
+        "instructions": report.instructions,
         "text_bytes": report.text_bytes,
     }  # fmt: skip
     return row | outcome(config, report)
@@ -240,16 +316,26 @@ def prepared(subject: Subject, quick: bool) -> Any:
     config = load(f"configs/{subject.config}.py")
     if subject.table == plan_page.FSDP:
         model = dataclasses.replace(config.model, remat="full", remat_layers=None, kept_layers=0)
-        config = dataclasses.replace(config, model=model, rules=preset("hsdp+megatron_sp"), pipeline=PipelineConfig())
-    model = dataclasses.replace(config.model, **({"d_model": 1024, "n_heads": 8, "seq_len": 256, "n_layers": 48} if quick else {}))
+        config = dataclasses.replace(
+            config, model=model, rules=preset("hsdp+megatron_sp"), pipeline=PipelineConfig()
+        )
+    model = dataclasses.replace(
+        config.model,
+        **({"d_model": 1024, "n_heads": 8, "seq_len": 256, "n_layers": 48} if quick else {}),
+    )
     if subject.layers:
         model = dataclasses.replace(model, n_layers=subject.layers)
     mesh = dataclasses.replace(config.mesh, **subject.mesh).resolve(subject.devices)
-    loop = dataclasses.replace(config.train, microbatches=subject.microbatches or config.train.microbatches)
+    loop = dataclasses.replace(
+        config.train, microbatches=subject.microbatches or config.train.microbatches
+    )
     if subject.sequences:
         loop = dataclasses.replace(loop, global_batch=subject.sequences * mesh.data * mesh.fsdp)
     launch = dataclasses.replace(config.launch, compile_cache="")
-    return check(dataclasses.replace(config, model=model, mesh=mesh, train=loop, launch=launch), subject.devices)
+    return check(
+        dataclasses.replace(config, model=model, mesh=mesh, train=loop, launch=launch),
+        subject.devices,
+    )
 
 
 def about(config: Any, devices: int) -> Row:
@@ -257,49 +343,71 @@ def about(config: Any, devices: int) -> Row:
 
     model, loop = config.model, config.train
     row: Row = {
-        "devices": devices, "mesh": " x ".join(f"{axis} {n}" for axis, n in config.mesh.sizes().items() if n > 1),
-        "rules": config.rules.name, "parameters": model.n_params(), "layers": model.n_layers, "seq_len": model.seq_len,
-        "global_batch": loop.global_batch, "microbatches": loop.microbatches, "remat": model.remat, "attention": model.attention,
-        "remat_layers": model.remat_layers, "kept_layers": model.kept_layers, "unroll": model.unroll, "flags": flags_of(config, TARGET),
+        "devices": devices,
+        "mesh": " x ".join(f"{axis} {n}" for axis, n in config.mesh.sizes().items() if n > 1),
+        "rules": config.rules.name, "parameters": model.n_params(), "layers": model.n_layers,
+        "seq_len": model.seq_len,
+        "global_batch": loop.global_batch, "microbatches": loop.microbatches, "remat": model.remat,
+        "attention": model.attention,
+        "remat_layers": model.remat_layers, "kept_layers": model.kept_layers,
+        "unroll": model.unroll, "flags": flags_of(config, TARGET),
     }  # fmt: skip
     return row | staged(config)
 
 
 def staged(config: Any) -> Row:
-    """Returns how the pipeline is divided, and a stage's waiting time over its working time (the bubble); empty without one."""
+    """Returns how the pipeline is divided, and a stage's waiting time over its working time (the
+    bubble); empty without one."""
     from mesh_lm.schedules import custom
     from mesh_lm.schedules.cost import Durations, timeline
 
-    stages, pipeline, again = config.mesh.pipeline, config.pipeline, config.pipeline.stash == "input"
+    stages, pipeline, again = (
+        config.mesh.pipeline,
+        config.pipeline,
+        config.pipeline.stash == "input",
+    )
     if stages == 1:
         return {}
-    schedule = custom.find_schedule(pipeline.schedule, stages, config.train.microbatches, pipeline.chunks)
-    bubble = timeline(schedule, Durations(forward=1.0, backward=2.0 + again), drop_last_forward=again).bubble
+    schedule = custom.find_schedule(
+        pipeline.schedule, stages, config.train.microbatches, pipeline.chunks
+    )
+    bubble = timeline(
+        schedule, Durations(forward=1.0, backward=2.0 + again), drop_last_forward=again
+    ).bubble
     return {"stages": stages, "chunks": pipeline.chunks, "stash": pipeline.stash, "bubble": bubble}
 
 
 def outcome(config: Any, report: Any) -> Row:
-    """Returns the report's figures, the minimum that the strategy must send (None: no closed form) and the model's own FLOPs."""
+    """Returns the report's figures, the minimum that the strategy must send (None: no closed form)
+    and the model's own FLOPs."""
     from sharding_rules.lab.summary import over, wire_by_axes
 
     gib, model = 2**30, config.model
     flops = model.flops_per_token() * config.train.global_batch * model.seq_len / report.n_devices
     sent, least, line = sum(wire_by_axes(report).values()), least_bytes(config), report.timeline
     row: Row = {
-        "fits": report.fits, "peak_gib": report.peak_bytes / gib, "usable_gib": report.hbm / gib, "sent_gib": sent / gib,
-        "least_gib": least and least / gib, "sent_over_least": least and sent / least, "tflop": sum(report.flops.values()) / 1e12,
-        "flops_over_model": sum(report.flops.values()) / flops, "step_s": line.step / 1e6, "exposed_s": line.exposed / 1e6,
-        "model_ratio": line.step / 1e6 / model_seconds(config, report.n_devices), "warnings": len(report.warnings),
+        "fits": report.fits, "peak_gib": report.peak_bytes / gib, "usable_gib": report.hbm / gib,
+        "sent_gib": sent / gib,
+        "least_gib": least and least / gib, "sent_over_least": least and sent / least,
+        "tflop": sum(report.flops.values()) / 1e12,
+        "flops_over_model": sum(report.flops.values()) / flops, "step_s": line.step / 1e6,
+        "exposed_s": line.exposed / 1e6,
+        "model_ratio": line.step / 1e6 / model_seconds(config, report.n_devices),
+        "warnings": len(report.warnings),
         "megatron_tflops": megatron_flops(config) / report.n_devices / line.step / 1e6,
     }  # fmt: skip
-    row |= {f"sent over {over(axes)}, GiB": n / gib for axes, n in wire_by_axes(report).items() if n}
+    row |= {
+        f"sent over {over(axes)}, GiB": n / gib for axes, n in wire_by_axes(report).items() if n
+    }
     return row | {f"{kind}, GiB": n / gib for kind, n in report.memory.by_kind.items()}
 
 
 def megatron_flops(config: Any) -> float:
-    """FLOPs of a step as Megatron-LM counts them: each query with all keys, causal or not, and nothing twice.
+    """FLOPs of a step as Megatron-LM counts them: each query with all keys, causal or not, and
+    nothing twice.
 
-    72 B s l h^2 (1 + s / 6 h + V / 12 l h) for GPT (Narayanan et al., arXiv 2104.04473, equation 3, without its recomputation).
+    72 B s l h^2 (1 + s / 6 h + V / 12 l h) for GPT (Narayanan et al., arXiv 2104.04473, equation 3,
+    without its recomputation).
     """
     model = config.model
     weights = model.flops_per_token() - model.attention_flops_per_token()
@@ -308,17 +416,22 @@ def megatron_flops(config: Any) -> float:
 
 
 def model_seconds(config: Any, devices: int) -> float:
-    """Returns the time of a step's matmuls and attention at the lab's rates, if nothing were recomputed and no device waited."""
+    """Returns the time of a step's matmuls and attention at the lab's rates, if nothing were
+    recomputed and no device waited."""
     from sharding_rules.lab.prices import model_us
     from sharding_rules.lab.targets import TARGETS
 
     tokens = config.train.global_batch * config.model.seq_len / devices
-    flops = (tokens * n for n in (config.model.flops_per_token(), config.model.attention_flops_per_token()))
+    flops = (
+        tokens * n
+        for n in (config.model.flops_per_token(), config.model.attention_flops_per_token())
+    )
     return model_us(*flops, TARGETS[TARGET]) / 1e6
 
 
 def least_bytes(config: Any) -> float | None:
-    """Returns the minimum by docs/closed_forms.md; None if no collective is needed or no form covers the rules."""
+    """Returns the minimum by docs/closed_forms.md; None if no collective is needed or no form
+    covers the rules."""
     from tests.sharding_rules.closed_forms import expected_of, total
 
     try:
@@ -328,9 +441,16 @@ def least_bytes(config: Any) -> float | None:
 
 
 def resident() -> int:
-    """Returns the peak memory in bytes of this process and of the child that compiled. ru_maxrss of this one would include its parent's."""
-    found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
-    return (int(found[1]) + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024 if found else 0
+    """Returns the peak memory in bytes of this process and of the child that compiled. ru_maxrss of
+    this one would include its parent's."""
+    found = re.search(
+        r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return (
+        (int(found[1]) + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024
+        if found
+        else 0
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The results of every benchmark: a JSON file with all its numbers and a Markdown file with its tables.
+"""The results of every benchmark: a JSON file with all its numbers and a Markdown file with its
+tables.
 
-Only this file writes results. Importing it also makes the packages of this repository importable, installed or not.
+Only this file writes results. Importing it also makes the packages of this repository importable,
+installed or not.
 """
 
 from __future__ import annotations
@@ -27,26 +29,37 @@ Row = dict[str, Any]
 """One line of a table: column -> number, text or None. A column's name ends in its unit."""
 
 PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain", "tokenizers", "jax-cuda12-plugin", "jax-cuda13-plugin",
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain", "tokenizers",
+    "jax-cuda12-plugin", "jax-cuda13-plugin",
     "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
 )  # fmt: skip
 
 
-def options(description: str, *, quick: str = "--quick", quick_help: str = "a tiny version, for the tests") -> argparse.ArgumentParser:
+def options(
+    description: str, *, quick: str = "--quick", quick_help: str = "a tiny version, for the tests"
+) -> argparse.ArgumentParser:
     """The command line that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument(quick, action="store_true", help=quick_help)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="directory for the .json and .md (default: benchmarks/results)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=RESULTS,
+        help="directory for the .json and .md (default: benchmarks/results)",
+    )
     return parser
 
 
 def machine() -> Row:
-    """Returns what the numbers depend on, without the host's name. The load average shows how busy it was."""
+    """Returns what the numbers depend on, without the host's name. The load average shows how busy
+    it was."""
     names = re.findall(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     memory = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     return {
         "cpu": names[0] if names else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,
         "load_at_start": round(os.getloadavg()[0], 2),
         "system": platform.system(),
@@ -65,10 +78,12 @@ def versions() -> dict[str, str]:
 
 
 class Record:
-    """Collects tables. `write` may be called after each of them, so that results survive a later failure."""
+    """Collects tables. `write` may be called after each of them, so that results survive a later
+    failure."""
 
     def __init__(self, name: str, directory: Path, *, kind: str = "", **facts: Any) -> None:
-        """kind: the kind of host, for the file name (default: its processor and cores). facts: further values to record."""
+        """kind: the kind of host, for the file name (default: its processor and cores). facts:
+        further values to record."""
         words = re.sub(r"--output[= ]\S+", "", " ".join(sys.argv[1:])).split()
         here = machine()
         self.directory, self.data = (
@@ -84,7 +99,9 @@ class Record:
                 "tables": {},
             },
         )
-        self.stem = f"{name}_{self.data['date']}_{slug(kind or '{cpu} {cores} cores'.format(**here))}"
+        self.stem = (
+            f"{name}_{self.data['date']}_{slug(kind or '{cpu} {cores} cores'.format(**here))}"
+        )
 
     def table(self, title: str, rows: Sequence[Row], note: str = "", *, show: bool = True) -> None:
         """Adds or replaces a table, and prints it unless show is False."""
@@ -96,10 +113,25 @@ class Record:
         """Writes <stem>.json and <stem>.md; returns the path of the first."""
         self.directory.mkdir(parents=True, exist_ok=True)
         head = {key: self.data[key] for key in self.data if key not in ("name", "tables", "charts")}
-        lines = [f"# {self.data['name']}", "", *(f"- {key}: {_plain(value)}" for key, value in head.items() if value)]
-        lines += [line for chart in self.data.get("charts", ()) for line in ("", f"![{chart}]({chart})")]
-        lines += ["", *("\n" + markdown(title, table["rows"], table["note"]) for title, table in self.data["tables"].items())]
-        for suffix, text in ((".json", json.dumps(self.data, indent=1)), (".md", "\n".join(lines) + "\n")):
+        lines = [
+            f"# {self.data['name']}",
+            "",
+            *(f"- {key}: {_plain(value)}" for key, value in head.items() if value),
+        ]
+        lines += [
+            line for chart in self.data.get("charts", ()) for line in ("", f"![{chart}]({chart})")
+        ]
+        lines += [
+            "",
+            *(
+                "\n" + markdown(title, table["rows"], table["note"])
+                for title, table in self.data["tables"].items()
+            ),
+        ]
+        for suffix, text in (
+            (".json", json.dumps(self.data, indent=1)),
+            (".md", "\n".join(lines) + "\n"),
+        ):
             part = self.directory / f".{self.stem}{suffix}.part"
             part.write_text(text, encoding="utf-8")
             part.replace(self.directory / f"{self.stem}{suffix}")
@@ -107,13 +139,21 @@ class Record:
 
 
 def markdown(title: str, rows: Sequence[Row], note: str = "") -> str:
-    """Returns a Markdown table that is readable as text, too; columns are in the order in which they first occur."""
+    """Returns a Markdown table that is readable as text, too; columns are in the order in which
+    they first occur."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    lines = [
+        " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    ]
     rule = " | ".join("-" * max(3, width) for width in widths)
-    table = [f"| {line} |" for line in (lines[0], rule, *lines[1:])] if columns else ["(nothing measured)"]
+    table = (
+        [f"| {line} |" for line in (lines[0], rule, *lines[1:])]
+        if columns
+        else ["(nothing measured)"]
+    )
     return "\n".join([f"## {title}", "", *([note, ""] if note else []), *table])
 
 
@@ -138,11 +178,17 @@ def _cell(value: Any) -> str:
         return {True: "yes", False: "no", None: ""}[value]
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "/").replace("\n", " ")
+    return (
+        f"{value:,}" if isinstance(value, int) else str(value).replace("|", "/").replace("\n", " ")
+    )
 
 
 def _plain(value: Any) -> str:
-    return ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+    return (
+        ", ".join(f"{key} {item}" for key, item in value.items())
+        if isinstance(value, dict)
+        else str(value)
+    )
 
 
 def _read(path: str) -> str:

@@ -1,8 +1,9 @@
-"""Compiles GPT-3 on 1,024 absent H100s, by each way to sum gradients: bytes on the wire, predicted waits, memory.
+"""Compiles GPT-3 on 1,024 absent H100s, by each way to sum gradients: bytes on the wire, predicted
+waits, memory.
 
-With one replica in a node, and with two. Writes the figures of docs/gradients.md. Rows that today's results have already are not compiled
-again. What has no compiled program here, an outer step every H steps, has its formula. Needs the compiler for CUDA: pip install
--e '.[aot]'.
+With one replica in a node, and with two. Writes the figures of docs/gradients.md. Rows that today's
+results have already are not compiled again. What has no compiled program here, an outer step every
+H steps, has its formula. Needs the compiler for CUDA: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations
@@ -46,9 +47,15 @@ FORMS: dict[str, dict[str, str]] = {
 }
 """Table -> form -> rules, each with megatron_sp."""
 NOTES = {
-    ONE: "pipeline 8 x data 16 x tensor 8: replicas are in different nodes. Times are predicted, never measured.",
+    ONE: (
+        "pipeline 8 x data 16 x tensor 8: replicas are in different nodes. Times are predicted, "
+        "never measured."
+    ),
     TWO: "pipeline 8 x data 16 x node 2 x tensor 4: a node has both devices of a pair of replicas.",
-    OUTER: "A formula, 2 (n - 1) / n x weight bytes / H, on the mesh of the first table: fp32 weights of one device, n = 16 replicas.",
+    OUTER: (
+        "A formula, 2 (n - 1) / n x weight bytes / H, on the mesh of the first table: fp32 weights "
+        "of one device, n = 16 replicas."
+    ),
 }
 
 
@@ -81,9 +88,12 @@ def prepared(subject: Subject, quick: bool) -> Any:
     small = {"d_model": 512, "n_heads": 16, "n_layers": 16} if quick else {}
     pipeline = dataclasses.replace(config.pipeline, chunks=1 if quick else config.pipeline.chunks)
     rules = preset(subject.rules)
-    if subject.table == TWO and not rules.node_axis:  # the same mesh, with one sum over both axes of replicas
+    # the same mesh, with one sum over both axes of replicas
+    if subject.table == TWO and not rules.node_axis:
         flat = {"optimizer": {"flat": ("pipeline", "data", "node")}} if rules.optimizer else {}
-        rules = product(rules, preset("by_node").replace("replicas", node_axis="")).replace(subject.rules, **flat)
+        rules = product(rules, preset("by_node").replace("replicas", node_axis="")).replace(
+            subject.rules, **flat
+        )
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **small),
@@ -95,7 +105,8 @@ def prepared(subject: Subject, quick: bool) -> Any:
 
 
 def measured(subject: Subject, quick: bool) -> Row:
-    """Compiles it. Bytes are those that a device sends in a step for gradients and new weights, over the axes of the replicas."""
+    """Compiles it. Bytes are those that a device sends in a step for gradients and new weights,
+    over the axes of the replicas."""
     from mesh_lm.planning.program import compile_config, flags_of
     from sharding_rules.lab.flags import options as flags
     from sharding_rules.lab.lint_reductions import reduced
@@ -112,26 +123,38 @@ def measured(subject: Subject, quick: bool) -> Row:
         alone = one.times * one.duration
         return one.times * one.wire * (min(1.0, one.exposed / alone) if alone else 0.0)
 
-    new = [one for one in sums if one.kind == "all-gather" and all(shape.startswith("bf16") for shape in one.shapes)]
+    new = [
+        one
+        for one in sums
+        if one.kind == "all-gather" and all(shape.startswith("bf16") for shape in one.shapes)
+    ]
     return {
-        "name": subject.name, "form": subject.form, "rules": subject.rules, "sent_gib": gib(lambda one: True),
-        "across_nodes_gib": gib(lambda one: one.nodes > 1), "inside_nodes_gib": gib(lambda one: one.nodes == 1),
+        "name": subject.name, "form": subject.form, "rules": subject.rules,
+        "sent_gib": gib(lambda one: True),
+        "across_nodes_gib": gib(lambda one: one.nodes > 1),
+        "inside_nodes_gib": gib(lambda one: one.nodes == 1),
         "weights_gib": gib(lambda one: one in new), "exposed_gib": sum(map(exposed, sums)) / 2**30,
         "waits_s": sum(one.exposed for one in sums) / 1e6, "step_s": report.timeline.step / 1e6,
-        "peak_gib": report.peak_bytes / 2**30, "usable_gib": report.hbm / 2**30, "fits": report.fits,
+        "peak_gib": report.peak_bytes / 2**30, "usable_gib": report.hbm / 2**30,
+        "fits": report.fits,
         "types": reduced(report, config.rules), "seconds": report.compile_seconds,
     }  # fmt: skip
 
 
 def outer_steps() -> list[Row]:
-    """Returns what an outer step sends on average over the inner ones: nothing but the change of the weights is summed."""
+    """Returns what an outer step sends on average over the inner ones: nothing but the change of
+    the weights is summed."""
     n, parameters = MESHES[ONE]["data"], parameters_of_a_device()
     sent = {h: wire_bytes(4 * parameters, n, h) / 2**30 for h in (10, 100, 500)}
-    return [{"form": f"DiLoCo, H = {h}", "h": h, "sent_gib": each, "parameters": parameters} for h, each in sent.items()]
+    return [
+        {"form": f"DiLoCo, H = {h}", "h": h, "sent_gib": each, "parameters": parameters}
+        for h, each in sent.items()
+    ]
 
 
 def parameters_of_a_device() -> int:
-    """Returns the parameters of a device in the first table, which is that of a stage with a table."""
+    """Returns the parameters of a device in the first table, which is that of a stage with a
+    table."""
     from mesh_lm.config import load
 
     mesh, model = MESHES[ONE], load("gpt_175b").model
@@ -142,7 +165,11 @@ def parameters_of_a_device() -> int:
 
 def main() -> int:
     parser = options(__doc__ or "", quick_help="two forms of a small model")
-    parser.add_argument("--page", action="store_true", help="only rewrite the page's figures, from the newest results")
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="only rewrite the page's figures, from the newest results",
+    )
     args = parser.parse_args()
     if not args.page:
         collect(args)
@@ -153,15 +180,24 @@ def main() -> int:
 
 def collect(args: Any) -> None:
     """Compiles the rows that have no results yet; results are written after each row."""
-    record = Record(f"reductions{'-quick' * args.quick}", args.output, kind=f"h100 jax {jax.__version__}")
+    record = Record(
+        f"reductions{'-quick' * args.quick}", args.output, kind=f"h100 jax {jax.__version__}"
+    )
     known = record.directory / f"{record.stem}.json"
-    tables: Mapping[str, Any] = json.loads(known.read_text(encoding="utf-8"))["tables"] if known.is_file() else {}
+    tables: Mapping[str, Any] = (
+        json.loads(known.read_text(encoding="utf-8"))["tables"] if known.is_file() else {}
+    )
     done = {row["name"]: row for table in tables.values() for row in table["rows"] if "name" in row}
-    wanted = [one for one in subjects() if not args.quick or (one.table == ONE and "int8" in one.form)]
+    wanted = [
+        one for one in subjects() if not args.quick or (one.table == ONE and "int8" in one.form)
+    ]
     for subject in wanted:
         if subject.name not in done:
             done[subject.name] = measured(subject, args.quick)
-            print({key: value for key, value in done[subject.name].items() if key != "name"}, flush=True)
+            print(
+                {key: value for key, value in done[subject.name].items() if key != "name"},
+                flush=True,
+            )
         for title in dict.fromkeys(one.table for one in wanted):
             rows = [done[one.name] for one in wanted if one.table == title and one.name in done]
             record.table(title, rows, NOTES[title], show=False)

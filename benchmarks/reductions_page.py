@@ -1,4 +1,5 @@
-"""Writes the figures of docs/gradients.md from the results of reductions.py and reduced_loss.py, so that none is written by hand."""
+"""Writes the figures of docs/gradients.md from the results of reductions.py and reduced_loss.py, so
+that none is written by hand."""
 
 from __future__ import annotations
 
@@ -11,12 +12,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gradients.md"
 RESULTS = ROOT / "benchmarks" / "results"
-MARKS = {name: (f"<!-- figures of {name}.py -->\n", f"<!-- end of {name}.py -->\n") for name in ("reductions", "reduced_loss")}
+MARKS = {
+    name: (f"<!-- figures of {name}.py -->\n", f"<!-- end of {name}.py -->\n")
+    for name in ("reductions", "reduced_loss")
+}
 
 
 def newest(name: str) -> Path:
     """Returns the newest results of a benchmark."""
-    return max(RESULTS.glob(f"{name}_2*.json"), key=lambda path: re.findall(r"\d{4}-\d\d-\d\d", path.name))
+    return max(
+        RESULTS.glob(f"{name}_2*.json"), key=lambda path: re.findall(r"\d{4}-\d\d-\d\d", path.name)
+    )
 
 
 def write() -> None:
@@ -32,7 +38,10 @@ def figures(name: str) -> str:
     """Returns the tables between two marks, from the newest results."""
     source = newest(name)
     data = json.loads(source.read_text(encoding="utf-8"))
-    made = f"`python benchmarks/{name}.py` makes these figures ([raw\nresults](../benchmarks/results/{source.name}))."
+    made = (
+        f"`python benchmarks/{name}.py` makes these figures "
+        f"([raw\nresults](../benchmarks/results/{source.name}))."
+    )
     return "\n\n".join([made, *(_bytes if name == "reductions" else _losses)(data["tables"]), ""])
 
 
@@ -43,14 +52,22 @@ def _bytes(tables: Mapping[str, Any]) -> list[str]:
         if "step" in title:
             continue
         rows = table["rows"]
-        places = [key for key in ("across_nodes", "inside_nodes") if any(f"{row[f'{key}_gib']:.2f}" != "0.00" for row in rows)]
+        places = [
+            key
+            for key in ("across_nodes", "inside_nodes")
+            if any(f"{row[f'{key}_gib']:.2f}" != "0.00" for row in rows)
+        ]
         head = ["sum", "`--rules=`", *(key.replace("_", " ") for key in places), "waits, s", "peak"]
         lines = [
             [row["form"], f"`{row['rules']}`", *(f"{row[f'{key}_gib']:.2f}" for key in places),
-             f"{row['waits_s']:.2f}", f"{row['peak_gib']:.1f}{'' if row['fits'] else ', too large'}"]
+             f"{row['waits_s']:.2f}",
+             f"{row['peak_gib']:.1f}{'' if row['fits'] else ', too large'}"]
             for row in rows
         ]  # fmt: skip
-        parts += [f"**{title}**, {table['note'].partition('. ')[0].rstrip('.')}:", _table(head, lines)]
+        parts += [
+            f"**{title}**, {table['note'].partition('. ')[0].rstrip('.')}:",
+            _table(head, lines),
+        ]
     return parts
 
 

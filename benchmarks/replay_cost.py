@@ -1,7 +1,8 @@
-"""The cost of a replayed step (health.replay_every): the time of ordinary steps and of steps that are made twice, alternating.
+"""The cost of a replayed step (health.replay_every): the time of ordinary steps and of steps that
+are made twice, alternating.
 
-A replayed step copies the state to host memory and back, digests it four times, and runs the step's program once more. On a CPU the copies
-stay in the same memory; on a GPU they cross PCIe.
+A replayed step copies the state to host memory and back, digests it four times, and runs the step's
+program once more. On a CPU the copies stay in the same memory; on a GPU they cross PCIe.
 """
 
 from __future__ import annotations
@@ -44,18 +45,30 @@ class Counter:
 
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
-    record = Record(f"replay_cost{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind)
+    record = Record(
+        f"replay_cost{'-quick' * arguments.quick}",
+        arguments.output,
+        device=jax.devices()[0].device_kind,
+    )
     rounds, load = (2 if arguments.quick else 12), os.getloadavg()[0]
     rows = []
     with tempfile.TemporaryDirectory(prefix="replay-cost-") as directory:
         run = tiny.config(Path(directory), arguments.quick, 10**6)
         model = run.model if arguments.quick else dataclasses.replace(run.model, **MODEL)
-        run = dataclasses.replace(run, model=model, train=dataclasses.replace(run.train, global_batch=4))
-        layout, optimizer, counter = tiny.layout(run), Optimizer(run.optimizer, run.train.steps), Counter()
+        run = dataclasses.replace(
+            run, model=model, train=dataclasses.replace(run.train, global_batch=4)
+        )
+        layout, optimizer, counter = (
+            tiny.layout(run),
+            Optimizer(run.optimizer, run.train.steps),
+            Counter(),
+        )
         state = init_state(layout, optimizer, run.seed)
         step = ReplayedStep(train_step(layout, optimizer, run.seed), EVERY, counter, counter)
         with contextlib.redirect_stdout(None):
-            batches = Batches(run, prepare(run.data, vocab=run.data.tokenizer_vocab), batch_sharding(layout))
+            batches = Batches(
+                run, prepare(run.data, vocab=run.data.tokenizer_vocab), batch_sharding(layout)
+            )
         with contextlib.closing(batches.train()) as training:
             for n in range(-1, rounds):
                 seconds = []
@@ -75,10 +88,14 @@ def main() -> int:
                              "digest_ms": 1e3 * (digested - began), "copy_ms": 1e3 * copy})  # fmt: skip
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     rows = rows[1:]  # the first ones compile
-    once, twice = (float(np.median([row[name] for row in rows])) for name in ("step_ms", "replayed_ms"))
+    once, twice = (
+        float(np.median([row[name] for row in rows])) for name in ("step_ms", "replayed_ms")
+    )
     note = (
-        f"{size / 1e6:.0f} MB of state; medians of {rounds} rounds, load average on {os.cpu_count()} cores before: {load:.1f}. A replayed "
-        f"step takes {twice:.0f} ms instead of {once:.0f} ms: with health.replay_every=100 that is {(twice / once - 1) / 100:.2%} of "
+        f"{size / 1e6:.0f} MB of state; medians of {rounds} rounds, load average on "
+        f"{os.cpu_count()} cores before: {load:.1f}. A replayed "
+        f"step takes {twice:.0f} ms instead of {once:.0f} ms: with health.replay_every=100 that is "
+        f"{(twice / once - 1) / 100:.2%} of "
         "the time."
     )
     record.table("Cost of a replayed step", rows, note)

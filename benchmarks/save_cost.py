@@ -1,7 +1,8 @@
-"""The cost of checkpoints: train.py's loop with 400 MB of state, alternating intervals of 50 steps with and without a save.
+"""The cost of checkpoints: train.py's loop with 400 MB of state, alternating intervals of 50 steps
+with and without a save.
 
-The save is the real one: digests of every leaf, the copy off the device, and Orbax's background write, which on a CPU takes cores from the
-steps. The digests are also timed separately.
+The save is the real one: digests of every leaf, the copy off the device, and Orbax's background
+write, which on a CPU takes cores from the steps. The digests are also timed separately.
 """
 
 from __future__ import annotations
@@ -38,14 +39,21 @@ def config(directory: Path, quick: bool) -> TrainConfig:
     run = tiny.config(directory, quick, 10**6)
     model = run.model if quick else dataclasses.replace(run.model, **MODEL)
     train = dataclasses.replace(run.train, global_batch=4)
-    return dataclasses.replace(run, model=model, train=train, checkpoint=CheckpointConfig(every=EVERY))
+    return dataclasses.replace(
+        run, model=model, train=train, checkpoint=CheckpointConfig(every=EVERY)
+    )
 
 
-def measure(run: TrainConfig, pairs: int, every: int) -> tuple[np.ndarray, list[float], list[float], State]:
-    """Returns the seconds of each interval [pairs, without and with], of each save's blocking part, of each full digest; and the state."""
+def measure(
+    run: TrainConfig, pairs: int, every: int
+) -> tuple[np.ndarray, list[float], list[float], State]:
+    """Returns the seconds of each interval [pairs, without and with], of each save's blocking part,
+    of each full digest; and the state."""
     layout, optimizer = tiny.layout(run), Optimizer(run.optimizer, run.train.steps)
     step, state = train_step(layout, optimizer, run.seed), init_state(layout, optimizer, run.seed)
-    batches = Batches(run, prepare(run.data, vocab=run.data.tokenizer_vocab), batch_sharding(layout))
+    batches = Batches(
+        run, prepare(run.data, vocab=run.data.tokenizer_vocab), batch_sharding(layout)
+    )
     seconds, blocking, digesting, n = np.zeros((pairs + 1, 2)), [], [], 0
     with Checkpoints(run) as checkpoints, contextlib.closing(batches.train()) as training:
         for pair in seconds:
@@ -55,9 +63,16 @@ def measure(run: TrainConfig, pairs: int, every: int) -> tuple[np.ndarray, list[
                     position, batch = next(training)
                     state, metrics = step(state, batch)
                     n += 1
-                    if saving and i == 0:  # at the first step, so that the background write is inside the interval
+                    # at the first step, so that the background write is inside the interval
+                    if saving and i == 0:
                         before = time.perf_counter()
-                        state = checkpoints.save(n, jax.block_until_ready(state), batches.state(position), layout, optimizer)
+                        state = checkpoints.save(
+                            n,
+                            jax.block_until_ready(state),
+                            batches.state(position),
+                            layout,
+                            optimizer,
+                        )
                         blocking.append(time.perf_counter() - before)
                     checkpoints.poll(n)
                     jax.block_until_ready(metrics)
@@ -70,23 +85,34 @@ def measure(run: TrainConfig, pairs: int, every: int) -> tuple[np.ndarray, list[
 
 def main() -> int:
     arguments = options(__doc__ or "").parse_args()
-    record = Record(f"save_cost{'-quick' * arguments.quick}", arguments.output, device=jax.devices()[0].device_kind)
+    record = Record(
+        f"save_cost{'-quick' * arguments.quick}",
+        arguments.output,
+        device=jax.devices()[0].device_kind,
+    )
     pairs, every = (1, 5) if arguments.quick else (4, EVERY)
     with tempfile.TemporaryDirectory(prefix="save-cost-") as directory:
         run = config(Path(directory), arguments.quick)
-        with (Path(directory) / "log").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        with (
+            (Path(directory) / "log").open("w", encoding="utf-8") as log,
+            contextlib.redirect_stdout(log),
+        ):
             seconds, blocking, digesting, state = measure(run, pairs, every)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     rows = [
         {"interval": i, "without_s": float(a), "with_save_s": float(b), "cost_percent": float(100 * (b / a - 1)),
          "blocking_ms": 1e3 * stopped, "digests_ms": 1e3 * digest}
-        for i, ((a, b), stopped, digest) in enumerate(zip(seconds, blocking, digesting, strict=True))
+        for i,
+        ((a, b), stopped, digest) in enumerate(zip(seconds, blocking, digesting, strict=True))
     ]  # fmt: skip
     cost = float(seconds[:, 1].sum() / seconds[:, 0].sum() - 1)
     note = (
-        f"{size / 1e6:.0f} MB of state, a save every {every} steps of {1e3 * seconds[:, 0].mean() / every:.0f} ms. Over all intervals a "
-        f"save costs {cost:.1%} of the time; target {TARGET:.0%}: {'met' if cost <= TARGET else 'MISSED'}. The digests of all leaves are "
-        f"{1e3 * float(np.median(digesting)):.0f} ms of it, {float(np.median(digesting)) / (size / 1e9):.2f} s per GB."
+        f"{size / 1e6:.0f} MB of state, a save every {every} steps of "
+        f"{1e3 * seconds[:, 0].mean() / every:.0f} ms. Over all intervals a "
+        f"save costs {cost:.1%} of the time; target {TARGET:.0%}: "
+        f"{'met' if cost <= TARGET else 'MISSED'}. The digests of all leaves are "
+        f"{1e3 * float(np.median(digesting)):.0f} ms of it, "
+        f"{float(np.median(digesting)) / (size / 1e9):.2f} s per GB."
     )
     record.table("Cost of saving", rows, note)
     record.write()

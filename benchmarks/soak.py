@@ -1,9 +1,11 @@
-"""Half an hour of faults: a run of two processes with a random fault every 60 to 120 seconds must end with the right parameters.
+"""Half an hour of faults: a run of two processes with a random fault every 60 to 120 seconds must
+end with the right parameters.
 
-An undisturbed run, which also loads the machine, runs at the same time as one with faults: kill -9 of a worker (the first one is the
-coordinator), SIGSTOP of one, SIGTERM to the launcher and the same command again, kill -9 of launcher and workers and the same command
-again, a flipped bit in the newest checkpoint just before a kill, a full disk for a while. Both must have the same bits at their last step,
-and have read the same samples. The results include the launcher's log and the goodput.
+An undisturbed run, which also loads the machine, runs at the same time as one with faults: kill -9
+of a worker (the first one is the coordinator), SIGSTOP of one, SIGTERM to the launcher and the same
+command again, kill -9 of launcher and workers and the same command again, a flipped bit in the
+newest checkpoint just before a kill, a full disk for a while. Both must have the same bits at their
+last step, and have read the same samples. The results include the launcher's log and the goodput.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from mesh_lm.training import goodput
 
 EVERY = 25
 FIELDS = {
-    "model.n_layers": 2, "model.d_model": 64, "model.n_heads": 4, "model.seq_len": 64, "model.dropout": 0.1, "train.global_batch": 16,
-    "train.log_every": 20, "train.eval_every": 0, "train.eval_sequences": 16, "train.sample_tokens": 0, "checkpoint.every": EVERY,
+    "model.n_layers": 2, "model.d_model": 64, "model.n_heads": 4, "model.seq_len": 64,
+    "model.dropout": 0.1, "train.global_batch": 16,
+    "train.log_every": 20, "train.eval_every": 0, "train.eval_sequences": 16,
+    "train.sample_tokens": 0, "checkpoint.every": EVERY,
     "mesh.data": 2, "mesh.fsdp": 2, "rules": "hsdp", "data.max_epochs": 0,
     "health.stall": 20, "health.heartbeat": 10, "health.replicas": EVERY,
 }  # fmt: skip
@@ -51,10 +55,23 @@ class Run:
         self.starts += 1
         fields = FIELDS | {"train.steps": self.steps, "output": self.output}
         worker = str(ROOT / "benchmarks" / "soak_worker.py")
-        command = [sys.executable, "-m", "mesh_lm.launch", "--per-node=2", "--devices=2", "--heartbeat=10", worker]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MESH_LM_PACE": str(self.pace)}
+        command = [
+            sys.executable,
+            "-m",
+            "mesh_lm.launch",
+            "--per-node=2",
+            "--devices=2",
+            "--heartbeat=10",
+            worker,
+        ]
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "MESH_LM_PACE": str(self.pace),
+        }
         self.process = subprocess.Popen(
-            [*command, *(f"--config.{name}={value}" for name, value in fields.items())], env=environment, text=True,
+            [*command, *(f"--config.{name}={value}" for name, value in fields.items())],
+            env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
         )  # fmt: skip
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
@@ -69,7 +86,9 @@ class Run:
         print(self.lines[-1], flush=True)
 
     def workers(self) -> list[int]:
-        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split()
+        found = subprocess.run(
+            ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True
+        ).stdout.split()
         return sorted(map(int, found))
 
     def stop(self) -> None:
@@ -112,7 +131,10 @@ def kill_all(run: Run, chance: random.Random) -> str:
 
 
 def flip(run: Run, chance: random.Random) -> str:
-    steps = sorted((path for path in (run.output / "checkpoints").iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+    steps = sorted(
+        (path for path in (run.output / "checkpoints").iterdir() if path.name.isdecimal()),
+        key=lambda path: int(path.name),
+    )
     files = [path for path in steps[-1].rglob("*") if path.is_file() and path.stat().st_size]
     file = chance.choices(files, [path.stat().st_size for path in files])[0]
     content = bytearray(file.read_bytes())
@@ -143,21 +165,30 @@ def fill(run: Run, chance: random.Random) -> str:
 FAULTS: tuple[Callable[[Run, random.Random], str], ...] = (kill, stop, terminate, kill_all, flip)
 
 
-def disturbed(run: Run, faults: tuple[Callable[[Run, random.Random], str], ...], between: tuple[float, float], seed: int) -> list[Row]:
+def disturbed(
+    run: Run,
+    faults: tuple[Callable[[Run, random.Random], str], ...],
+    between: tuple[float, float],
+    seed: int,
+) -> list[Row]:
     """Runs to the end. Returns a row for each fault, with the seconds until the run steps again."""
     chance, rows, began = random.Random(seed), [], time.monotonic()
     run.start()
     turn = 0
     while True:
         due = time.monotonic() + chance.uniform(*between)
-        while time.monotonic() < due and not (run.process.poll() is not None and run.process.returncode == 0):
+        while time.monotonic() < due and not (
+            run.process.poll() is not None and run.process.returncode == 0
+        ):
             time.sleep(0.2)
         if run.process.poll() == 0:
             return rows
         if (run.output / "ballast").exists():
             continue
         if run.process.poll():  # ended by a fault
-            raise SystemExit(f"the launcher ended with {run.process.returncode}:\n" + "\n".join(run.lines[-40:]))
+            raise SystemExit(
+                f"the launcher ended with {run.process.returncode}:\n" + "\n".join(run.lines[-40:])
+            )
         if len(run.workers()) < 2 or not (run.output / "checkpoints").is_dir():
             continue  # it is still starting
         struck, count = time.monotonic(), len(run.lines)
@@ -167,15 +198,26 @@ def disturbed(run: Run, faults: tuple[Callable[[Run, random.Random], str], ...],
             continue  # it ended before it was hit
         turn += 1
         run.say(what)
-        while not any(re.search(r" step +\d+/\d+ ", line) for line in run.lines[count:]) and run.process.poll() != 0:
+        while (
+            not any(re.search(r" step +\d+/\d+ ", line) for line in run.lines[count:])
+            and run.process.poll() != 0
+        ):
             if time.monotonic() > struck + 300:
                 raise SystemExit("no step for 300 s after: " + what)
             time.sleep(0.1)
-        rows.append({"at_s": struck - began, "fault": what, "next_line_of_progress_s": time.monotonic() - struck})
+        rows.append(
+            {
+                "at_s": struck - began,
+                "fault": what,
+                "next_line_of_progress_s": time.monotonic() - struck,
+            }
+        )
 
 
 def final(run: Run) -> str:
-    found = re.findall(rf"saving step {run.steps} \((state \w+, samples \w+)\)", "\n".join(run.lines))
+    found = re.findall(
+        rf"saving step {run.steps} \((state \w+, samples \w+)\)", "\n".join(run.lines)
+    )
     if not found:
         raise SystemExit("the run did not end:\n" + "\n".join(run.lines[-40:]))
     return found[-1]
@@ -183,15 +225,25 @@ def final(run: Run) -> str:
 
 def main() -> int:
     parser = options(__doc__ or "")
-    parser.add_argument("--minutes", type=float, default=30, help="about how long the disturbed run takes")
+    parser.add_argument(
+        "--minutes", type=float, default=30, help="about how long the disturbed run takes"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    minutes, between = (1.0, (10.0, 15.0)) if arguments.quick else (arguments.minutes, (60.0, 120.0))
-    steps = round(minutes * 60 / PACE * 0.36 / EVERY) * EVERY  # the rest of the time is load, restarts and repeated steps
+    minutes, between = (
+        (1.0, (10.0, 15.0)) if arguments.quick else (arguments.minutes, (60.0, 120.0))
+    )
+    # the rest of the time is load, restarts and repeated steps
+    steps = round(minutes * 60 / PACE * 0.36 / EVERY) * EVERY
     record = Record(f"soak{'-quick' * arguments.quick}", arguments.output)
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         (disk := Path(directory) / "disturbed").mkdir()
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(disk)], capture_output=True).returncode == 0
+        mounted = (
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(disk)], capture_output=True
+            ).returncode
+            == 0
+        )
         alone = run = None
         try:
             alone = Run(Path(directory) / "alone", steps, 0.0)
@@ -202,7 +254,12 @@ def main() -> int:
             time.sleep(1)  # until its last output has been read
             found, wanted, spent = final(run), final(alone), goodput.total(disk / "goodput")
             log = "\n".join(run.lines) + "\n"
-            for private, shown in ((directory, "..."), (str(ROOT), "."), (sys.prefix, "<environment>"), (sys.base_prefix, "<python>")):
+            for private, shown in (
+                (directory, "..."),
+                (str(ROOT), "."),
+                (sys.prefix, "<environment>"),
+                (sys.base_prefix, "<python>"),
+            ):
                 log = log.replace(private, shown)
         finally:
             for each in filter(None, (alone, run)):
@@ -211,8 +268,10 @@ def main() -> int:
                 subprocess.run(["umount", "-l", str(disk)])
     same = found == wanted
     note = (
-        f"{steps} steps of two processes with two devices each, a checkpoint every {EVERY}; {len(rows)} faults, {run.starts} starts of the "
-        f"launcher, {spent['starts']} of the processes. At the end: {found}; undisturbed: {wanted}: "
+        f"{steps} steps of two processes with two devices each, a checkpoint every {EVERY}; "
+        f"{len(rows)} faults, {run.starts} starts of the "
+        f"launcher, {spent['starts']} of the processes. At the end: {found}; undisturbed: "
+        f"{wanted}: "
         f"{'the same' if same else 'NOT THE SAME'}."
     )
     record.table("Faults", rows, note)

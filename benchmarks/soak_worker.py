@@ -1,4 +1,5 @@
-"""train.py with steps of at least MESH_LM_PACE seconds, so that a small run is long enough for faults."""
+"""train.py with steps of at least MESH_LM_PACE seconds, so that a small run is long enough for
+faults."""
 
 import os
 import sys

@@ -1,8 +1,10 @@
-"""Seconds of `python train.py --config=configs/gpt_tiny.py` from the command to the first step, cold and warm, by stage.
+"""Seconds of `python train.py --config=configs/gpt_tiny.py` from the command to the first step,
+cold and warm, by stage.
 
-Each row is a new process that times train.py's main, and stops itself by SIGTERM after one step, so that it leaves a checkpoint for the row
-that resumes. Another table times train.py itself from outside. Cold means that our caches are empty; the installed packages' files are in
-the operating system's cache.
+Each row is a new process that times train.py's main, and stops itself by SIGTERM after one step, so
+that it leaves a checkpoint for the row that resumes. Another table times train.py itself from
+outside. Cold means that our caches are empty; the installed packages' files are in the operating
+system's cache.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from typing import Any
 from record import ROOT, Record, Row, options
 
 PACKAGES = (
-    "train", "numpy", "jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "tyro", "tokenizers", "tensorboardX", "rich.console",
+    "train", "numpy", "jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "tyro", "tokenizers",
+    "tensorboardX", "rich.console",
 )  # fmt: skip
 """The modules whose imports are listed; `train` is the full program."""
 
 
 def child(began: float, argv: list[str]) -> int:
-    """Runs train.main(argv) and marks the ends of its stages; `began`: when the parent started this process (time.time())."""
+    """Runs train.main(argv) and marks the ends of its stages; `began`: when the parent started this
+    process (time.time())."""
     marks = {"began": began}
     compiled: dict[str, list[float]] = {}
 
@@ -48,7 +52,9 @@ def child(began: float, argv: list[str]) -> int:
 
     mark("interpreter_imports_s")()
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration_secs, **_: compiled.setdefault(event.rpartition("/")[2], []).append(duration_secs)
+        lambda event, duration_secs, **_: compiled.setdefault(event.rpartition("/")[2], []).append(
+            duration_secs
+        )
     )
     prepare = loop.prepare
     checks = {"digests_s": 0.0, "lease_s": 0.0}
@@ -85,9 +91,13 @@ def child(began: float, argv: list[str]) -> int:
     loop.prepare, loop.Monitor = timed_prepare, Monitor
     status = train.main(argv)
     times = list(marks.values())
-    stages = {name: after - before for name, before, after in zip(list(marks)[1:], times, times[1:], strict=False)}
+    stages = {
+        name: after - before
+        for name, before, after in zip(list(marks)[1:], times, times[1:], strict=False)
+    }
     sums = {name: sum(compiled.get(event, [])) for name, event in (
-        ("traced_s", "jaxpr_trace_duration"), ("lowered_s", "jaxpr_to_mlir_module_duration"), ("compiled_s", "backend_compile_duration"),
+        ("traced_s", "jaxpr_trace_duration"), ("lowered_s", "jaxpr_to_mlir_module_duration"),
+        ("compiled_s", "backend_compile_duration"),
         ("from_cache_s", "cache_retrieval_time_sec"))}  # fmt: skip
     counts = {
         "programs": len(compiled.get("backend_compile_duration", [])),
@@ -99,20 +109,37 @@ def child(began: float, argv: list[str]) -> int:
     return 0
 
 
-def command(directory: Path, fields: dict[str, Any], output: str, data: str, programs: str) -> list[str]:
+def command(
+    directory: Path, fields: dict[str, Any], output: str, data: str, programs: str
+) -> list[str]:
     """Returns train.py's arguments, with its output and its two caches in `directory`."""
     places = {"output": output, "data.cache": data, "launch.compile_cache": programs}
-    fields = fields | {"data.max_epochs": 0} | {name: directory / place for name, place in places.items()}
-    return ["--config=configs/gpt_tiny.py", *(f"--config.{name}={value}" for name, value in fields.items())]
+    fields = (
+        fields
+        | {"data.max_epochs": 0}
+        | {name: directory / place for name, place in places.items()}
+    )
+    return [
+        "--config=configs/gpt_tiny.py",
+        *(f"--config.{name}={value}" for name, value in fields.items()),
+    ]
 
 
 def timed(arguments: list[str]) -> Row:
     """Times one start."""
     script = [sys.executable, str(Path(__file__).resolve()), "--child"]
-    done = subprocess.run([*script, str(time.time()), *arguments], cwd=ROOT, capture_output=True, text=True)
-    rows = [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    done = subprocess.run(
+        [*script, str(time.time()), *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    rows = [
+        json.loads(line.removeprefix("ROW "))
+        for line in done.stdout.splitlines()
+        if line.startswith("ROW ")
+    ]
     if not rows:
-        raise RuntimeError(f"train.py did not get to its first step: {done.stdout[-500:]}{done.stderr[-1500:]}")
+        raise RuntimeError(
+            f"train.py did not get to its first step: {done.stdout[-500:]}{done.stderr[-1500:]}"
+        )
     return rows[0]
 
 
@@ -120,9 +147,13 @@ def from_outside(arguments: list[str]) -> float:
     """Returns the seconds until train.py itself prints its first step; then stops it by SIGTERM."""
     began = time.monotonic()
     script = [sys.executable, "train.py"]
-    process = subprocess.Popen([*script, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [*script, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
-    seconds = next((time.monotonic() - began for line in process.stdout if re.match(r"step +1/", line)), None)
+    seconds = next(
+        (time.monotonic() - began for line in process.stdout if re.match(r"step +1/", line)), None
+    )
     process.send_signal(signal.SIGTERM)
     process.communicate()
     if seconds is None:
@@ -131,12 +162,21 @@ def from_outside(arguments: list[str]) -> float:
 
 
 def imports() -> list[Row]:
-    """Returns cumulative import times from -X importtime (which slows all a little); they include nested imports."""
-    done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import train"], cwd=ROOT, capture_output=True, text=True, check=True)
+    """Returns cumulative import times from -X importtime (which slows all a little); they include
+    nested imports."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "import train"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     lines = re.findall(r"^import time: +\d+ \| +(\d+) \| +(\S+)$", done.stderr, re.MULTILINE)
     found = {name: int(us) for us, name in lines if name in PACKAGES}
     return [
-        {"package": name, "cumulative_ms": found[name] / 1e3} for name in sorted(PACKAGES, key=lambda n: -found.get(n, 0)) if name in found
+        {"package": name, "cumulative_ms": found[name] / 1e3}
+        for name in sorted(PACKAGES, key=lambda n: -found.get(n, 0))
+        if name in found
     ]
 
 
@@ -146,10 +186,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="start-time-") as name:
         directory, fields = Path(name), {}
         if arguments.quick:
-            import tiny  # imported here, because it imports JAX, which a child must do while it is timed
+            # imported here, because it imports JAX, which a child must do while it is timed
+            import tiny
 
             fields = {f"model.{name}": value for name, value in tiny.MODEL.items()}
-            fields |= {"data.path": tiny.text(directory), "data.tokenizer_vocab": tiny.MODEL["vocab_size"]}
+            fields |= {
+                "data.path": tiny.text(directory),
+                "data.tokenizer_vocab": tiny.MODEL["vocab_size"],
+            }
         cases = {
             "all cold": ("cold", "data", "programs"),
             "all warm": ("warm", "data", "programs"),
@@ -160,13 +204,17 @@ def main() -> int:
         for case, places in cases.items():
             rows.append({"case": case, **timed(command(directory, fields, *places))})
         note = (
-            "traced, lowered, compiled and from_cache are parts of state (initialise or restore) and first_step, over all programs. "
-            "digests is the SHA-256 of the compile cache's entries, lease the time to take the output's, checks_percent both of total."
+            "traced, lowered, compiled and from_cache are parts of state (initialise or restore) "
+            "and first_step, over all programs. "
+            "digests is the SHA-256 of the compile cache's entries, lease the time to take the "
+            "output's, checks_percent both of total."
         )
         record.table("Command to first step", rows, note)
         record.write()
         outside = from_outside(command(directory, fields, "outside", "data", "programs"))
-        record.table("train.py itself, from outside", [{"case": "all warm", "first_step_printed_s": outside}])
+        record.table(
+            "train.py itself, from outside", [{"case": "all warm", "first_step_printed_s": outside}]
+        )
     record.table("Imports", imports(), "Cumulative, -X importtime; `train` is the whole program.")
     record.write()
     return 0

@@ -1,4 +1,5 @@
-"""The strategies of multi_gpu.py, as data: every preset and product on every mesh of a number of devices, and pipeline schedules."""
+"""The strategies of multi_gpu.py, as data: every preset and product on every mesh of a number of
+devices, and pipeline schedules."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("diloco", "island", "data"),
     ("diloco+fsdp+megatron_sp", "island fsdp tensor", ""),
 )
-"""(rules, the axes that must be larger than 1 for them to deserve their name, an axis that may be)."""
+"""(rules, the axes that must be larger than 1 for them to deserve their name, an axis that may
+be)."""
 
 PIPELINES: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
     ("ddp", 2, {"data": -1}, {}),
@@ -73,23 +75,46 @@ PIPELINES: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
     ("zero3", 2, {"data": -1}, {"chunks": 2}),
     ("fsdp+megatron_sp", 2, {"fsdp": 2, "tensor": -1}, {"chunks": 2}),
 )
-"""(rules, stages, the mesh within a stage (-1: the remaining devices), fields of PipelineConfig)."""
+"""(rules, stages, the mesh within a stage (-1: the remaining devices), fields of
+PipelineConfig)."""
 
-MAIN = {"ddp", "zero1", "distributed", "fsdp", "hsdp", "megatron", "megatron_sp", "hsdp+megatron_sp"}
+MAIN = {
+    "ddp",
+    "zero1",
+    "distributed",
+    "fsdp",
+    "hsdp",
+    "megatron",
+    "megatron_sp",
+    "hsdp+megatron_sp",
+}
 MAIN_PIPELINES = (
-    ("ddp", {}), ("ddp", {"chunks": 2}), ("ddp", {"schedule": "gpipe"}), ("fsdp+megatron_sp", {"chunks": 2}),
-    ("megatron_sp", {"chunks": 2, "stash": "residuals"}), ("megatron_sp", {"chunks": 2, "stash": "residuals", "pair_layers": True}),
+    ("ddp", {}), ("ddp", {"chunks": 2}), ("ddp", {"schedule": "gpipe"}),
+    ("fsdp+megatron_sp", {"chunks": 2}),
+    ("megatron_sp", {"chunks": 2, "stash": "residuals"}),
+    ("megatron_sp", {"chunks": 2, "stash": "residuals", "pair_layers": True}),
 )  # fmt: skip
-"""The strategies that are timed, each on the first mesh that fits. The last two tell whether pipeline.pair_layers pays."""
+"""The strategies that are timed, each on the first mesh that fits. The last two tell whether
+pipeline.pair_layers pays."""
 LOOP = {"unroll": False, "kept_layers": 0}
 """Fields of the model with which XLA compiles one body of a loop over layers."""
 SETTINGS: tuple[tuple[str, str, tuple[dict[str, Any], ...]], ...] = (
-    ("zero3", "data", (LOOP, {"unroll": False, "kept_layers": -1}, {"unroll": True}, {"unroll": True, "kept_layers": -1})),
+    (
+        "zero3",
+        "data",
+        (
+            LOOP,
+            {"unroll": False, "kept_layers": -1},
+            {"unroll": True},
+            {"unroll": True, "kept_layers": -1},
+        ),
+    ),
     ("fsdp", "fsdp", (LOOP, {"unroll": True})),
     ("megatron_sp", "tensor", (LOOP, {"unroll": True}, {**LOOP, "batch_halves": True})),
     ("ddp", "data", (LOOP, {"unroll": True})),
 )
-"""(rules, their axis, fields of the model; -1: the number of layers). The first of each is what the others are compared with."""
+"""(rules, their axis, fields of the model; -1: the number of layers). The first of each is what the
+others are compared with."""
 QUICK = {"ddp", "hsdp+megatron_sp"}
 """The strategies of a quick run, in addition to pipelines with non-default fields."""
 
@@ -126,13 +151,22 @@ class Strategy:
         return {
             "rules": self.rules,
             "mesh": " x ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "1 device",
-            "pipeline": " ".join([self.pipeline.get("schedule", "1f1b"), *fields]) if self.stages > 1 else "",
+            "pipeline": " ".join([self.pipeline.get("schedule", "1f1b"), *fields])
+            if self.stages > 1
+            else "",
         }
 
-    def variant(self, microbatches: int, fields: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-        """Returns the variant for a task of multi_gpu_worker.py. fields: those of the model that are its own."""
+    def variant(
+        self, microbatches: int, fields: dict[str, Any] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """Returns the variant for a task of multi_gpu_worker.py. fields: those of the model that
+        are its own."""
         extra = tuple(f"{axis}={size}" for axis, size in self.mesh.items() if axis not in AXES)
-        mesh = {"data": 1, **{axis: size for axis, size in self.mesh.items() if axis in AXES}, **({"extra": extra} if extra else {})}
+        mesh = {
+            "data": 1,
+            **{axis: size for axis, size in self.mesh.items() if axis in AXES},
+            **({"extra": extra} if extra else {}),
+        }
         changes = {"mesh": mesh, "train": {"microbatches": microbatches}, "pipeline": self.pipeline}
         changes |= {"optimizer": {"outer_steps": 1}} if "island" in mesh else {}
         changes |= {"model": fields} if fields else {}
@@ -146,7 +180,11 @@ ONE = Strategy("ddp", {})
 def strategies(n: int) -> list[Strategy]:
     """Returns all strategies that fit n devices, each with a different name."""
     plain = [Strategy(rules, mesh) for rules, own, free in RULES for mesh in _meshes(n, own, free)]
-    staged = [Strategy(rules, mesh, fields) for rules, P, others, fields in PIPELINES if (mesh := _filled(n, P, others))]
+    staged = [
+        Strategy(rules, mesh, fields)
+        for rules, P, others, fields in PIPELINES
+        if (mesh := _filled(n, P, others))
+    ]
     first: dict[str, Strategy] = {}
     for s in plain + staged:
         if s.rules in MAIN if s.stages == 1 else (s.rules, s.pipeline) in MAIN_PIPELINES:
@@ -155,7 +193,8 @@ def strategies(n: int) -> list[Strategy]:
 
 
 def _meshes(n: int, own: str, free: str) -> Iterator[dict[str, int]]:
-    """Yields every division of n devices with more than one along each axis of `own`, the largest first axis first."""
+    """Yields every division of n devices with more than one along each axis of `own`, the largest
+    first axis first."""
     axes = [*free.split(), *own.split()]
     for sizes in itertools.product([d for d in range(n, 0, -1) if n % d == 0], repeat=len(axes)):
         mesh = dict(zip(axes, sizes, strict=True))
@@ -164,10 +203,12 @@ def _meshes(n: int, own: str, free: str) -> Iterator[dict[str, int]]:
 
 
 def _filled(n: int, stages: int, others: dict[str, int]) -> dict[str, int] | None:
-    """Returns the mesh; None if it does not fit, or an axis that the rules are named after would have size 1. A single pipeline may be
-    one replica."""
+    """Returns the mesh; None if it does not fit, or an axis that the rules are named after would
+    have size 1. A single pipeline may be one replica."""
     fixed = stages * math.prod(size for size in others.values() if size > 0)
     left = n // fixed
     if n % fixed or (left == 1 and others != {"data": -1}):
         return None
-    return {"pipeline": stages} | {axis: size if size > 0 else left for axis, size in others.items() if size > 0 or left > 1}
+    return {"pipeline": stages} | {
+        axis: size if size > 0 else left for axis, size in others.items() if size > 0 or left > 1
+    }

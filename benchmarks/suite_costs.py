@@ -1,8 +1,10 @@
-"""Measures what the tests cost: runs those of CI, and writes tests/seconds.json and a table of the dearest tests.
+"""Measures what the tests cost: runs those of CI, and writes tests/seconds.json and a table of the
+dearest tests.
 
-A row has the seconds of a test or of a file's tests, its processor seconds (its processes included), traces, XLA compilations and the
-seconds of both, and the processes that it started. tests/costs.py counts them. JUnit files of earlier runs can be read instead of running
-the tests: python benchmarks/suite_costs.py --junit fast=fast.xml ci=ci.xml
+A row has the seconds of a test or of a file's tests, its processor seconds (its processes
+included), traces, XLA compilations and the seconds of both, and the processes that it started.
+tests/costs.py counts them. JUnit files of earlier runs can be read instead of running the tests:
+python benchmarks/suite_costs.py --junit fast=fast.xml ci=ci.xml
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ DEAREST = 40
 
 def main() -> int:
     parser = options(__doc__ or "", quick_help="the fast tests alone")
-    parser.add_argument("--junit", nargs="+", default=[], metavar="TIER=FILE", help=f"reports of earlier runs: {', '.join(tiers.TIERS)}")
+    parser.add_argument(
+        "--junit",
+        nargs="+",
+        default=[],
+        metavar="TIER=FILE",
+        help=f"reports of earlier runs: {', '.join(tiers.TIERS)}",
+    )
     arguments = parser.parse_args()
     reports = dict(text.partition("=")[::2] for text in arguments.junit)
     unknown = reports.keys() - tiers.TIERS.keys()
@@ -53,18 +61,30 @@ def main() -> int:
         remember(tier, [row for row in rows if row["tier"] == tier])
     record.table("Tiers", [{"tier": tier, **total(rows, tier)} for tier in reports])
     dearest = sorted(rows, key=lambda row: row["cpu_s"], reverse=True)[:DEAREST]
-    record.table(f"The {DEAREST} dearest tests", dearest, "By processor seconds, fixtures included.")
+    record.table(
+        f"The {DEAREST} dearest tests", dearest, "By processor seconds, fixtures included."
+    )
     record.write()
     return 0
 
 
 def run(names: Sequence[str], directory: Path) -> dict[str, str]:
-    """Returns the JUnit file of each tier, after running its tests; they share one compilation cache."""
+    """Returns the JUnit file of each tier, after running its tests; they share one compilation
+    cache."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "MESH_LM_TEST_CACHE": str(directory)}
     reports = {}
     for name in names:
         reports[name] = str(directory / f"{name}.xml")
-        command = [sys.executable, "-m", "pytest", "-n", "auto", "-m", tiers.TIERS[name], f"--junitxml={reports[name]}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "auto",
+            "-m",
+            tiers.TIERS[name],
+            f"--junitxml={reports[name]}",
+        ]
         started = time.monotonic()
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         print(f"{name}: status {status} after {time.monotonic() - started:.0f} s", flush=True)
@@ -76,7 +96,11 @@ def costs(report: Path, tier: str) -> list[Row]:
     rows: list[Row] = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         counted = {item.get("name"): float(item.get("value", 0)) for item in case.iter("property")}
-        row: Row = {"file": case.get("file", ""), "test": _CONFIG.sub(r"\1(…)", case.get("name", "")), "tier": tier}
+        row: Row = {
+            "file": case.get("file", ""),
+            "test": _CONFIG.sub(r"\1(…)", case.get("name", "")),
+            "tier": tier,
+        }
         row["seconds"] = float(case.get("time", 0))
         rows.append(row | {count: _number(counted.get(count, 0.0)) for count in COUNTS})
     return rows
@@ -90,15 +114,27 @@ def total(rows: Sequence[Row], tier: str) -> Row:
 
 
 def remember(tier: str, rows: Sequence[Row]) -> None:
-    """Writes a tier's costs by file into SECONDS. Those of other tiers stay; files that no longer exist are dropped."""
-    known: dict[str, dict[str, Row]] = json.loads(SECONDS.read_text(encoding="utf-8")) if SECONDS.exists() else {}
-    kept = {file: {name: row for name, row in by_tier.items() if name != tier} for file, by_tier in known.items()}
+    """Writes a tier's costs by file into SECONDS. Those of other tiers stay; files that no longer
+    exist are dropped."""
+    known: dict[str, dict[str, Row]] = (
+        json.loads(SECONDS.read_text(encoding="utf-8")) if SECONDS.exists() else {}
+    )
+    kept = {
+        file: {name: row for name, row in by_tier.items() if name != tier}
+        for file, by_tier in known.items()
+    }
     sums: dict[str, Counter[str]] = {}
     for row in rows:
-        sums.setdefault(row["file"], Counter()).update({count: row[count] for count in ("seconds", *COUNTS)})
+        sums.setdefault(row["file"], Counter()).update(
+            {count: row[count] for count in ("seconds", *COUNTS)}
+        )
     for file, counts in sums.items():
         kept.setdefault(file, {})[tier] = {count: _number(value) for count, value in counts.items()}
-    present = {file: by_tier for file, by_tier in sorted(kept.items()) if by_tier and (ROOT / file).is_file()}
+    present = {
+        file: by_tier
+        for file, by_tier in sorted(kept.items())
+        if by_tier and (ROOT / file).is_file()
+    }
     lines = (f"{json.dumps(file)}: {json.dumps(by_tier)}" for file, by_tier in present.items())
     SECONDS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 

@@ -1,4 +1,5 @@
-"""A decoder in plain PyTorch with the shapes of mesh_lm's, GPT or Llama, to compare with torch.compile and SDPA."""
+"""A decoder in plain PyTorch with the shapes of mesh_lm's, GPT or Llama, to compare with
+torch.compile and SDPA."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 FIELDS = (
-    "vocab_size", "seq_len", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "positions", "rope_theta", "norm", "norm_eps",
+    "vocab_size", "seq_len", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "positions",
+    "rope_theta", "norm", "norm_eps",
     "activation", "biases", "tied",
 )  # fmt: skip
 """Fields of mesh_lm's DecoderConfig, with derived ones filled in."""
@@ -23,13 +25,17 @@ class Decoder(nn.Module):
         super().__init__()
         f = {name: fields[name] for name in FIELDS}
         self.embedding = nn.Embedding(f["vocab_size"], f["d_model"])
-        self.positions = nn.Embedding(f["seq_len"], f["d_model"]) if f["positions"] == "learned" else None
+        self.positions = (
+            nn.Embedding(f["seq_len"], f["d_model"]) if f["positions"] == "learned" else None
+        )
         self.blocks = nn.ModuleList(Block(f) for _ in range(f["n_layers"]))
         self.norm = _norm(f)
         self.head = nn.Linear(f["d_model"], f["vocab_size"], bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * f["n_layers"]) if "into" in name else 1))
+                nn.init.normal_(
+                    parameter, std=0.02 / (math.sqrt(2 * f["n_layers"]) if "into" in name else 1)
+                )
         if f["tied"]:
             self.head.weight = self.embedding.weight
         if f["positions"] == "rotary":
@@ -62,14 +68,18 @@ class Block(nn.Module):
         self.mlp_into = nn.Linear(f["d_ff"], d, bias=bias)
         self.norm1, self.norm2 = _norm(f), _norm(f)
 
-    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
         B, S, _ = x.shape
         qkv = self.qkv(self.norm1(x)).view(B, S, -1, self.width)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         if rope is not None:
             q, k = _rotate(q, *rope), _rotate(k, *rope)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
+        )
         x = x + self.attention_into(y.transpose(1, 2).reshape(B, S, -1))
         up = self.up(self.norm2(x))
         if self.swiglu:

@@ -1,7 +1,9 @@
-"""The GPU suite's peers in PyTorch, in a process of their own: python benchmarks/torch_peers.py TASK '{"key": value, ...}'
+"""The GPU suite's peers in PyTorch, in a process of their own: python benchmarks/torch_peers.py
+TASK '{"key": value, ...}'
 
-attention: SDPA's flash and cuDNN backends; for windows and packed documents varlen_attn and FlexAttention. train: torch.compile and SDPA
-on twins of our models. Needs torch and numpy, but no JAX. Results are printed as in gpu_worker.py.
+attention: SDPA's flash and cuDNN backends; for windows and packed documents varlen_attn and
+FlexAttention. train: torch.compile and SDPA on twins of our models. Needs torch and numpy, but no
+JAX. Results are printed as in gpu_worker.py.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ def wait(_: Any = None) -> None:
 
 
 def probe() -> None:
-    emit(torch=torch.__version__, device=torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu", cudnn=torch.backends.cudnn.version())
+    emit(
+        torch=torch.__version__,
+        device=torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
+        cudnn=torch.backends.cudnn.version(),
+    )
 
 
 def emit_each(variants: list[Row], measure: Callable[[Row], Row]) -> None:
@@ -63,7 +69,8 @@ def emit_each(variants: list[Row], measure: Callable[[Row], Row]) -> None:
 
 
 def attention(variants: list[Row], dry_run: bool) -> None:
-    """Times each variant, which is a shape and a peer, with "flops" of the forward and, if packed, "lengths" of each row's documents."""
+    """Times each variant, which is a shape and a peer, with "flops" of the forward and, if packed,
+    "lengths" of each row's documents."""
     emit_each(variants, partial(_attention, dry_run=dry_run))
 
 
@@ -72,7 +79,10 @@ def _attention(variant: Row, dry_run: bool) -> Row:
     sizes = [(B, n, S, H) for n in (N, K, K, N)]
     with compiling():
         generator = torch.Generator(DEVICE).manual_seed(S + H)
-        q, k, v, dout = (torch.randn(size, generator=generator, device=DEVICE).to(torch.bfloat16) for size in sizes)
+        q, k, v, dout = (
+            torch.randn(size, generator=generator, device=DEVICE).to(torch.bfloat16)
+            for size in sizes
+        )
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         forward, dout = _forward(variant, q, k, v, dout)
         out = forward()
@@ -89,11 +99,18 @@ def _attention(variant: Row, dry_run: bool) -> Row:
     found: Row = {}
     for way, flops in (("fwd", variant["flops"]), ("bwd", 2.5 * variant["flops"])):
         found |= _rates(way, times[way], flops)
-    return found | {"out_norm": float(out.detach().float().norm()), "dq_norm": float(grads[0].float().norm())}
+    return found | {
+        "out_norm": float(out.detach().float().norm()),
+        "dq_norm": float(grads[0].float().norm()),
+    }
 
 
 def _rates(way: str, times: Times, flops: float) -> Row:
-    return {f"{way}_ms": 1e3 * times.median, f"{way}_tflops": flops / times.median / 1e12, f"{way}_spread": times.spread}
+    return {
+        f"{way}_ms": 1e3 * times.median,
+        f"{way}_tflops": flops / times.median / 1e12,
+        f"{way}_spread": times.spread,
+    }
 
 
 def _forward(variant: Row, q: Any, k: Any, v: Any, dout: Any) -> tuple[Callable[[], Any], Any]:
@@ -103,7 +120,9 @@ def _forward(variant: Row, q: Any, k: Any, v: Any, dout: Any) -> tuple[Callable[
 
         def sdpa() -> Any:
             with sdpa_kernel(BACKENDS[peer]):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=mask == "causal", enable_gqa=gqa)
+                return F.scaled_dot_product_attention(
+                    q, k, v, is_causal=mask == "causal", enable_gqa=gqa
+                )
 
         return sdpa, dout
     lengths = variant.get("lengths") or [[variant["seq"]]] * variant["batch"]
@@ -112,13 +131,16 @@ def _forward(variant: Row, q: Any, k: Any, v: Any, dout: Any) -> tuple[Callable[
     return _flex(lengths, variant.get("window"), q, k, v, gqa), dout
 
 
-def _varlen(lengths: list[list[int]], window: int | None, q: Any, k: Any, v: Any) -> Callable[[], Any]:
+def _varlen(
+    lengths: list[list[int]], window: int | None, q: Any, k: Any, v: Any
+) -> Callable[[], Any]:
     from torch.nn.attention.varlen import varlen_attn
 
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     each = [n for row in lengths for n in row]
     starts = torch.tensor(np.cumsum([0, *each]), dtype=torch.int32, device=DEVICE)
-    known, how = inspect.signature(varlen_attn).parameters, {}  # torch 2.10 had is_causal, later ones have window_size
+    # torch 2.10 had is_causal, later ones have window_size
+    known, how = inspect.signature(varlen_attn).parameters, {}
     if "window_size" in known:
         how["window_size"] = (window - 1 if window else -1, 0)
     elif window:
@@ -130,10 +152,14 @@ def _varlen(lengths: list[list[int]], window: int | None, q: Any, k: Any, v: Any
     return partial(varlen_attn, *flat, starts, starts, max(each), max(each), **how)
 
 
-def _flex(lengths: list[list[int]], window: int | None, q: Any, k: Any, v: Any, gqa: bool) -> Callable[[], Any]:
+def _flex(
+    lengths: list[list[int]], window: int | None, q: Any, k: Any, v: Any, gqa: bool
+) -> Callable[[], Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    ids = torch.tensor(np.stack([np.repeat(np.arange(len(row)), row) for row in lengths]), device=DEVICE)
+    ids = torch.tensor(
+        np.stack([np.repeat(np.arange(len(row)), row) for row in lengths]), device=DEVICE
+    )
 
     def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
         near = (i >= j) & (ids[b, i] == ids[b, j])
@@ -148,8 +174,8 @@ def _flex(lengths: list[list[int]], window: int | None, q: Any, k: Any, v: Any, 
 
 
 def train(variants: list[Row], steps: int, dry_run: bool) -> None:
-    """Times a train step: bf16 autocast, fp32 weights and moments, clipping, fused AdamW, like ours. A variant has "model", "fields" of
-    its shape, "batch" in sequences, "flops_per_token"."""
+    """Times a train step: bf16 autocast, fp32 weights and moments, clipping, fused AdamW, like
+    ours. A variant has "model", "fields" of its shape, "batch" in sequences, "flops_per_token"."""
     torch.backends.cuda.matmul.allow_tf32 = True
     emit_each(variants, partial(_train, steps=steps, dry_run=dry_run))
 
@@ -164,10 +190,16 @@ class Twin:
         with compiling():
             self.model = Decoder(fields).to(DEVICE)
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=DEVICE == "cuda"
+                self.model.parameters(),
+                lr=1e-4,
+                betas=(0.9, 0.95),
+                weight_decay=0.1,
+                fused=DEVICE == "cuda",
             )
             self.loss_of = torch.compile(self.model, backend="eager" if dry_run else "inductor")
-            self.tokens = torch.randint(0, fields["vocab_size"], (4, variant["batch"], fields["seq_len"] + 1), device=DEVICE)
+            self.tokens = torch.randint(
+                0, fields["vocab_size"], (4, variant["batch"], fields["seq_len"] + 1), device=DEVICE
+            )
             began = time.perf_counter()
             self.step()
             self.compile_s = time.perf_counter() - began
@@ -201,8 +233,19 @@ def _train(variant: Row, steps: int, dry_run: bool) -> Row:
         ended = time.time()
     seconds = statistics.median(times)
     rate = variant["batch"] * variant["fields"]["seq_len"] / seconds
-    row = {"tokens_per_s": rate, "step_ms": 1e3 * seconds, "slowest_ms": 1e3 * max(times), **high_water(), "compile_s": twin.compile_s}
-    return row | {"loss_first": twin.losses[0], "loss_last": twin.losses[-1], "began": began, "ended": ended}
+    row = {
+        "tokens_per_s": rate,
+        "step_ms": 1e3 * seconds,
+        "slowest_ms": 1e3 * max(times),
+        **high_water(),
+        "compile_s": twin.compile_s,
+    }
+    return row | {
+        "loss_first": twin.losses[0],
+        "loss_last": twin.losses[-1],
+        "began": began,
+        "ended": ended,
+    }
 
 
 def high_water() -> Row:
@@ -211,13 +254,20 @@ def high_water() -> Row:
 
 
 def turns(variants: list[Row], seconds: float, dry_run: bool) -> None:
-    """The train step of each variant, in turns with another process: see `worker.serve_turns`. Variants are those of `train`."""
+    """The train step of each variant, in turns with another process: see `worker.serve_turns`.
+    Variants are those of `train`."""
     torch.backends.cuda.matmul.allow_tf32 = True
     for variant in variants:
         shown = {name: value for name, value in variant.items() if name not in NOT_SHOWN}
         with reported(**shown):
             twin = Twin(variant, dry_run)
-            serve_turns(shown, twin.step, seconds, {"compile_s": twin.compile_s, **high_water()}, twin.losses)
+            serve_turns(
+                shown,
+                twin.step,
+                seconds,
+                {"compile_s": twin.compile_s, **high_water()},
+                twin.losses,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The table of tiles that the GPU suite's part `autotune` measured, in place of the package's own."""
+"""The table of tiles that the GPU suite's part `autotune` measured, in place of the package's
+own."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ VARIABLE = "ATTENTION_TUNING"
 
 
 def use_tuned() -> None:
-    """Makes this process take its tiles from the table that the environment names, if it names one."""
+    """Makes this process take its tiles from the table that the environment names, if it names
+    one."""
     if path := os.environ.get(VARIABLE):
         from pallas_kernels.attention import tuning
 

@@ -1,9 +1,11 @@
-"""What it costs the loader to verify prepared tokens: its CPU time with digests and without, alternating.
+"""What it costs the loader to verify prepared tokens: its CPU time with digests and without,
+alternating.
 
-Two epochs are read in one shuffled order from files in memory (the page cache). Each block is compared once, when it is first read: most
-of them at the beginning of the first epoch, none in the second. Target: 2 % of an epoch. The first samples cost more, because each of them
-touches blocks of its own; that row gives the seconds. Also: how fast candidates for the digest are here, and what sealing and verifying
-whole files takes.
+Two epochs are read in one shuffled order from files in memory (the page cache). Each block is
+compared once, when it is first read: most of them at the beginning of the first epoch, none in the
+second. Target: 2 % of an epoch. The first samples cost more, because each of them touches blocks of
+its own; that row gives the seconds. Also: how fast candidates for the digest are here, and what
+sealing and verifying whole files takes.
 """
 
 from __future__ import annotations
@@ -43,16 +45,30 @@ PHASES = {"first 2 % of epoch 1": (0, 0.02), "epoch 1": (0, 1), "epoch 2": (1, 2
 def write(prefix: Path, vocab: int, length: int, n_tokens: int) -> None:
     chance = np.random.default_rng(0)
     pool = chance.integers(1, vocab, 4 * length)
-    write_documents(prefix, (pool[-int(n) :] for n in chance.integers(1, 2 * length, n_tokens // length)), vocab=vocab)
+    write_documents(
+        prefix,
+        (pool[-int(n) :] for n in chance.integers(1, 2 * length, n_tokens // length)),
+        vocab=vocab,
+    )
 
 
 def seconds(prefix: Path, cache: Path, seq_len: int, batch: int) -> dict[str, float]:
-    """Returns the CPU seconds of the loader in each phase, digests verified if the prefix has them."""
+    """Returns the CPU seconds of the loader in each phase, digests verified if the prefix has
+    them."""
     documents = Documents(prefix)
     n = samples_in(len(documents.unverified), seq_len)
     # One order of one epoch, read twice: a second epoch of its own would touch the same blocks.
-    order = GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=1, cache=IndexCache(str(cache)), fingerprint=prefix.name)
-    sharding = jax.NamedSharding(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data"))
+    order = GPTDataset(
+        TokenStream(documents),
+        seq_len,
+        n_samples=n,
+        seed=1,
+        cache=IndexCache(str(cache)),
+        fingerprint=prefix.name,
+    )
+    sharding = jax.NamedSharding(
+        jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data")
+    )
     rows, taken = RowReader(order, eod=0), []
     with contextlib.closing(
         Loader(rows, global_batch=batch, microbatches=1, sharding=sharding, position=0, threads=0, prefetch=2)
@@ -61,7 +77,10 @@ def seconds(prefix: Path, cache: Path, seq_len: int, batch: int) -> dict[str, fl
             began = time.process_time()
             jax.block_until_ready(next(batches))
             taken.append(time.process_time() - began)
-    return {name: sum(taken[int(a * n / batch) : max(1, int(b * n / batch))]) for name, (a, b) in PHASES.items()}
+    return {
+        name: sum(taken[int(a * n / batch) : max(1, int(b * n / batch))])
+        for name, (a, b) in PHASES.items()
+    }
 
 
 def loader(directory: Path, n_bytes: int, repeats: int) -> list[Row]:
@@ -75,13 +94,19 @@ def loader(directory: Path, n_bytes: int, repeats: int) -> list[Row]:
             bare.with_suffix(path.suffix).hardlink_to(path)
         assert [Documents(each).is_sealed for each in (bare, prefix)] == [False, True]
         for turn in range(repeats):  # take turns in being first: the second finds warmer caches
-            taken = {each: seconds(each, directory, seq_len, batch) for each in ((bare, prefix), (prefix, bare))[turn % 2]}
+            taken = {
+                each: seconds(each, directory, seq_len, batch)
+                for each in ((bare, prefix), (prefix, bare))[turn % 2]
+            }
             found.append([taken[bare], taken[prefix]])
         for phase in PHASES:
-            without, verified = (statistics.median(pair[i][phase] for pair in found) for i in (0, 1))
+            without, verified = (
+                statistics.median(pair[i][phase] for pair in found) for i in (0, 1)
+            )
             cost = statistics.median(after[phase] / before[phase] for before, after in found) - 1
             out.append({
-                "samples": name, "phase": phase, "without_s": without, "verified_s": verified, "cost_percent": 100 * cost,
+                "samples": name, "phase": phase, "without_s": without, "verified_s": verified,
+                "cost_percent": 100 * cost,
                 "holds": None if "%" in phase else cost <= TARGET,
             })  # fmt: skip
     return out
@@ -89,7 +114,8 @@ def loader(directory: Path, n_bytes: int, repeats: int) -> list[Row]:
 
 def digests(n_bytes: int) -> list[Row]:
     kinds: dict[str, Callable[[memoryview], object]] = {
-        "XXH3-64": xxhash.xxh3_64_intdigest, "CRC-32 (zlib)": zlib.crc32, "SHA-256 (OpenSSL)": lambda part: hashlib.sha256(part).digest(),
+        "XXH3-64": xxhash.xxh3_64_intdigest, "CRC-32 (zlib)": zlib.crc32,
+        "SHA-256 (OpenSSL)": lambda part: hashlib.sha256(part).digest(),
         "BLAKE2b": lambda part: hashlib.blake2b(part, digest_size=8).digest(),
     }  # fmt: skip
     data, block, out = memoryview(os.urandom(n_bytes)), 1 << BLOCK_BITS, []
@@ -111,8 +137,17 @@ def whole(prefix: Path) -> list[Row]:
         began = time.process_time()
         seal(str(prefix))
         taken = time.process_time() - began
-        out.append({"what": what, "gb": size / 1e9, "cpu_seconds": taken, "gb_per_s": size / taken / 1e9})
-    out.append({"what": "size of the side file", "gb": digests_path(prefix).stat().st_size / 1e9, "cpu_seconds": None, "gb_per_s": None})
+        out.append(
+            {"what": what, "gb": size / 1e9, "cpu_seconds": taken, "gb_per_s": size / taken / 1e9}
+        )
+    out.append(
+        {
+            "what": "size of the side file",
+            "gb": digests_path(prefix).stat().st_size / 1e9,
+            "cpu_seconds": None,
+            "gb_per_s": None,
+        }
+    )
     return out
 
 
@@ -122,9 +157,16 @@ def main() -> int:
     record = Record(f"verified_data{'-quick' * arguments.quick}", arguments.output)
     with tempfile.TemporaryDirectory(prefix="verified-data-") as directory:
         rows = loader(Path(directory), n_bytes, repeats)
-        note = f".bin files of {n_bytes >> 20} MiB (gpt_tiny: a quarter), about 400 tokens a document. Medians of {repeats}, 1 thread."
+        note = (
+            f".bin files of {n_bytes >> 20} MiB (gpt_tiny: a quarter), about 400 tokens a "
+            f"document. Medians of {repeats}, 1 thread."
+        )
         record.table("Loader", rows, note)
-        record.table("Digests", digests(min(n_bytes, 2**26)), f"Blocks of {1 << BLOCK_BITS:,} bytes; the best of five.")
+        record.table(
+            "Digests",
+            digests(min(n_bytes, 2**26)),
+            f"Blocks of {1 << BLOCK_BITS:,} bytes; the best of five.",
+        )
         record.table("Whole files", whole(Path(directory) / "sealed0"), "In the page cache.")
     record.write()
     return 0

@@ -1,4 +1,5 @@
-"""Reporting and timing that gpu_worker.py, attention_worker.py and torch_peers.py share. It does not import JAX."""
+"""Reporting and timing that gpu_worker.py, attention_worker.py and torch_peers.py share. It does
+not import JAX."""
 
 from __future__ import annotations
 
@@ -19,19 +20,21 @@ from gpu_lock import last_window, measuring
 NOT_NEEDED = ("grain", "tyro", "tokenizers", "tensorboardX", "matplotlib", "torch", "tensorflow")
 """Packages that a bare GPU machine may lack. (rich comes with flax.)"""
 PRELOADED = "PRELOADED"
-"""Environment variable with those of NOT_NEEDED, separated by commas, that a dry run imports for all processes."""
+"""Environment variable with those of NOT_NEEDED, separated by commas, that a dry run imports for
+all processes."""
 ROUNDS = 5
 SAMPLE = 0.04
 """Approximate seconds that the calls of one sample take."""
 WARM = "GPU_WARM"
-"""Environment variable with the seconds of calls before the first sample of a process (default: 1; a dry run sets 0). Until then the
-clocks and the power of an idle GPU are still changing."""
+"""Environment variable with the seconds of calls before the first sample of a process (default: 1;
+a dry run sets 0). Until then the clocks and the power of an idle GPU are still changing."""
 _warm_until: list[float] = []
 """When the warm-up of this process ends or has ended, by time.monotonic()."""
 
 
 def emit(**row: Any) -> None:
-    """Prints a row. One that was measured also has the start and the end of the measurement, and the host's load average then."""
+    """Prints a row. One that was measured also has the start and the end of the measurement, and
+    the host's load average then."""
     window = {**last_window(), **{name: row[name] for name in ("began", "ended") if name in row}}
     if window and "error" not in row:
         row |= {**window, "host_load": os.getloadavg()[0]}
@@ -51,14 +54,26 @@ def serve(tasks: dict[str, Callable[..., None]], may: tuple[str, ...] = ()) -> N
     """Runs the task of the command line. may: packages of NOT_NEEDED that this worker does need."""
     tasks[sys.argv[1]](**json.loads(sys.argv[2]))
     known = (*may, *os.environ.get(PRELOADED, "").split(","))
-    print("MODULES", json.dumps([name for name in NOT_NEEDED if name in sys.modules and name not in known]), flush=True)
+    print(
+        "MODULES",
+        json.dumps([name for name in NOT_NEEDED if name in sys.modules and name not in known]),
+        flush=True,
+    )
 
 
-def serve_turns(shown: dict[str, Any], step: Callable[[], float], seconds: float, facts: dict[str, Any], losses: list[float]) -> None:
-    """Makes a turn of steps for each line "turn" on the standard input, until a line "next", so that two processes can take turns.
+def serve_turns(
+    shown: dict[str, Any],
+    step: Callable[[], float],
+    seconds: float,
+    facts: dict[str, Any],
+    losses: list[float],
+) -> None:
+    """Makes a turn of steps for each line "turn" on the standard input, until a line "next", so
+    that two processes can take turns.
 
-    shown: the columns that name the variant. step: makes a step and returns its seconds. seconds: of a turn, whose first step is not timed
-    (0: one timed step). facts: columns of the first row, which says that the step is compiled and warm. losses: those of all steps so far.
+    shown: the columns that name the variant. step: makes a step and returns its seconds. seconds:
+    of a turn, whose first step is not timed (0: one timed step). facts: columns of the first row,
+    which says that the step is compiled and warm. losses: those of all steps so far.
     """
     warm_until = time.monotonic() + float(os.environ.get(WARM, "1"))
     step()
@@ -74,7 +89,13 @@ def serve_turns(shown: dict[str, Any], step: Callable[[], float], seconds: float
             ends = time.monotonic() + seconds - times[0]
             while time.monotonic() < ends:
                 times.append(step())
-        emit(**shown, steps=len(times), step_ms=1e3 * statistics.median(times), slowest_ms=1e3 * max(times), loss_last=losses[-1])
+        emit(
+            **shown,
+            steps=len(times),
+            step_ms=1e3 * statistics.median(times),
+            slowest_ms=1e3 * max(times),
+            loss_last=losses[-1],
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +114,19 @@ class Times:
         return (max(self.samples) - min(self.samples)) / self.median
 
 
-def rounds(calls: Mapping[Any, Callable[[], Any]], repeats: int = 0, wait: Callable[[Any], Any] | None = None) -> dict[Any, Times]:
-    """Returns the seconds per call of each, by name. They take turns, so that temperature and clocks are the same for all.
+def rounds(
+    calls: Mapping[Any, Callable[[], Any]],
+    repeats: int = 0,
+    wait: Callable[[Any], Any] | None = None,
+) -> dict[Any, Times]:
+    """Returns the seconds per call of each, by name. They take turns, so that temperature and
+    clocks are the same for all.
 
-    The turns of a round are in random order, so that none is always measured after the same other one.
+    The turns of a round are in random order, so that none is always measured after the same other
+    one.
 
-    A sample queues many calls at once, to hide the host's time. repeats: calls in a sample; 0: 10 to 200, about SAMPLE s.
-    wait: waits for a call's result; default: jax.block_until_ready.
+    A sample queues many calls at once, to hide the host's time. repeats: calls in a sample; 0: 10
+    to 200, about SAMPLE s. wait: waits for a call's result; default: jax.block_until_ready.
     """
     if wait is None:
         import jax
@@ -114,7 +141,10 @@ def rounds(calls: Mapping[Any, Callable[[], Any]], repeats: int = 0, wait: Calla
         return (time.perf_counter() - before) / n
 
     first = {name: min(sample(call, 1), sample(call, 2)) for name, call in calls.items()}
-    counts = {name: repeats or min(200, max(10, math.ceil(SAMPLE / seconds))) for name, seconds in first.items()}
+    counts = {
+        name: repeats or min(200, max(10, math.ceil(SAMPLE / seconds)))
+        for name, seconds in first.items()
+    }
     if not _warm_until:
         _warm_until.append(time.monotonic() + float(os.environ.get(WARM, "1")))
     while time.monotonic() < _warm_until[0]:
@@ -129,7 +159,8 @@ def rounds(calls: Mapping[Any, Callable[[], Any]], repeats: int = 0, wait: Calla
 
 
 def sustained(call: Callable[[], Any], seconds: float) -> Times:
-    """Returns the times of one call, from calls queued for about `seconds` in all. A burst would be faster than the GPU sustains."""
+    """Returns the times of one call, from calls queued for about `seconds` in all. A burst would be
+    faster than the GPU sustains."""
     with measuring():
         once = rounds({"": call}, 1)[""].median
         return rounds({"": call}, max(2, math.ceil(seconds / ROUNDS / once)))[""]

@@ -1,9 +1,11 @@
-"""GPT-3 (Brown et al., arXiv 2005.14165): 174.6 B parameters. Tensor parallel inside a node, 8 stages.
+"""GPT-3 (Brown et al., arXiv 2005.14165): 174.6 B parameters. Tensor parallel inside a node, 8
+stages.
 
-Stages as in Megatron-LM's 175 B (Korthikanti et al., arXiv 2205.05198), each with six chunks of two layers. They gather their weights
-while the pipeline fills, sum their gradients while it drains, and save the activations of save_names, so that no layer recomputes its
-matmuls. On 1,024 H100s, 24 microbatches of four sequences are predicted to be faster than 48 of two (--plan), which accumulate weight
-gradients twice as often.
+Stages as in Megatron-LM's 175 B (Korthikanti et al., arXiv 2205.05198), each with six chunks of two
+layers. They gather their weights while the pipeline fills, sum their gradients while it drains, and
+save the activations of save_names, so that no layer recomputes its matmuls. On 1,024 H100s, 24
+microbatches of four sequences are predicted to be faster than 48 of two (--plan), which accumulate
+weight gradients twice as often.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
@@ -14,7 +16,13 @@ from sharding_rules import MeshConfig, preset
 def get_config() -> TrainConfig:
     return TrainConfig(
         model=DecoderConfig(
-            vocab_size=50257, seq_len=2048, n_layers=96, d_model=12_288, n_heads=96, remat="save_names", vocab_multiple=1024
+            vocab_size=50257,
+            seq_len=2048,
+            n_layers=96,
+            d_model=12_288,
+            n_heads=96,
+            remat="save_names",
+            vocab_multiple=1024,
         ),
         output="runs/gpt_175b",
         mesh=MeshConfig(pipeline=8, data=-1, tensor=8),

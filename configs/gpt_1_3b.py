@@ -1,4 +1,5 @@
-"""The shape of GPT-3 XL (Brown et al., arXiv 2005.14165, table 2.1, with 16 heads of 128): 1.3 B parameters, on one node of eight GPUs.
+"""The shape of GPT-3 XL (Brown et al., arXiv 2005.14165, table 2.1, with 16 heads of 128): 1.3 B
+parameters, on one node of eight GPUs.
 
 The layers are unrolled, so that no activation is stacked for the backward pass.
 """
@@ -10,7 +11,15 @@ from sharding_rules import MeshConfig, preset
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=DecoderConfig(vocab_size=50257, seq_len=2048, n_layers=24, d_model=2048, n_heads=16, remat="save_names", unroll=True),
+        model=DecoderConfig(
+            vocab_size=50257,
+            seq_len=2048,
+            n_layers=24,
+            d_model=2048,
+            n_heads=16,
+            remat="save_names",
+            unroll=True,
+        ),
         output="runs/gpt_1_3b",
         mesh=MeshConfig(fsdp=-1),
         rules=preset("fsdp"),

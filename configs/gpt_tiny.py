@@ -1,4 +1,6 @@
-"""A small Llama for two CPU cores, which learns Python from the source of the standard library in a few minutes."""
+"""A small Llama for two CPU cores, which learns Python from the source of the standard library in a
+few minutes.
+"""
 
 from mesh_lm.config import CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
@@ -20,7 +22,8 @@ def get_config() -> TrainConfig:
             activation="swiglu",
             biases=False,
             tied=False,
-            init_std=0.08,  # about 1 / sqrt(d_model); with 0.02 so narrow a model begins to learn slowly
+            # about 1 / sqrt(d_model); with 0.02 so narrow a model begins to learn slowly
+            init_std=0.08,
         ),
         output="runs/gpt_tiny",
         train=TrainLoop(steps=600, global_batch=16, eval_every=200),

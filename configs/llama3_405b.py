@@ -1,7 +1,9 @@
-"""Llama 3 405B (arXiv 2407.21783): 405.9 B parameters; grouped queries, rotary positions, RMSNorm, SwiGLU; 64 nodes of eight or more.
+"""Llama 3 405B (arXiv 2407.21783): 405.9 B parameters; grouped queries, rotary positions, RMSNorm,
+SwiGLU; 64 nodes of eight or more.
 
-Eight stages of eight chunks, most of two layers. On 16,384 H100s a replica has eight sequences; FSDP and zero3 without stages are
-predicted to be slower, because they send all weights over the network for one sequence of each tensor group.
+Eight stages of eight chunks, most of two layers. On 16,384 H100s a replica has eight sequences;
+FSDP and zero3 without stages are predicted to be slower, because they send all weights over the
+network for one sequence of each tensor group.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop

@@ -1,8 +1,10 @@
-"""Llama 3 70B (arXiv 2407.21783): 70.6 B parameters; grouped queries, rotary positions, RMSNorm, SwiGLU; 64 nodes of eight.
+"""Llama 3 70B (arXiv 2407.21783): 70.6 B parameters; grouped queries, rotary positions, RMSNorm,
+SwiGLU; 64 nodes of eight.
 
-By zero3 over all devices, with tensor parallelism in pairs. A pair computes one sequence at a time and gathers each layer's weights while
-the layer before computes; 72 of the 80 layers recompute no matmul. Single devices with a sequence each would have to recompute 52 of them.
-On 1,024 H100s a pair has two sequences in a step. On 512 it has four: set --train.microbatches=4 there.
+By zero3 over all devices, with tensor parallelism in pairs. A pair computes one sequence at a time
+and gathers each layer's weights while the layer before computes; 72 of the 80 layers recompute no
+matmul. Single devices with a sequence each would have to recompute 52 of them. On 1,024 H100s a
+pair has two sequences in a step. On 512 it has four: set --train.microbatches=4 there.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop

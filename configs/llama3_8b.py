@@ -1,4 +1,5 @@
-"""Llama 3 8B (arXiv 2407.21783): grouped queries, rotary positions, RMSNorm, SwiGLU; 8 nodes of eight GPUs or more.
+"""Llama 3 8B (arXiv 2407.21783): grouped queries, rotary positions, RMSNorm, SwiGLU; 8 nodes of
+eight GPUs or more.
 
 The layers are unrolled, so that no activation is stacked for the backward pass.
 """

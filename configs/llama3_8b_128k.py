@@ -1,7 +1,9 @@
-"""Llama 3 8B at 131,072 tokens, as the last stage of its training (arXiv 2407.21783, section 3.4.2); 8 nodes of eight GPUs or more.
+"""Llama 3 8B at 131,072 tokens, as the last stage of its training (arXiv 2407.21783, section
+3.4.2); 8 nodes of eight GPUs or more.
 
-A node has a sequence, and each of its GPUs 16,384 tokens of it and, in attention, 4 of the 32 heads (Ulysses). Rotary positions are scaled
-as in Llama 3.1. Start from a model of short sequences with --init_from; docs/context.md has longer sequences, too.
+A node has a sequence, and each of its GPUs 16,384 tokens of it and, in attention, 4 of the 32 heads
+(Ulysses). Rotary positions are scaled as in Llama 3.1. Start from a model of short sequences with
+--init_from; docs/context.md has longer sequences, too.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop

@@ -1,8 +1,10 @@
-"""Megatron-LM's scaling table (README of its repository): 119 B (118.50 B parameters), 1536 H100s, 768 sequences a step.
+"""Megatron-LM's scaling table (README of its repository): 119 B (118.50 B parameters), 1536 H100s,
+768 sequences a step.
 
-Tensor 8 x data 192 by zero3, where Megatron-LM has tensor 8 x pipeline 4 x data 48: predicted to be faster than stages of any kind that
-were compiled. With tensor 8 a GPU has room for all the weights that it gathered until the backward pass, so that the network is busy for
-less time than the matmuls; waiting for NVLink costs less than that saves.
+Tensor 8 x data 192 by zero3, where Megatron-LM has tensor 8 x pipeline 4 x data 48: predicted to be
+faster than stages of any kind that were compiled. With tensor 8 a GPU has room for all the weights
+that it gathered until the backward pass, so that the network is busy for less time than the
+matmuls; waiting for NVLink costs less than that saves.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop

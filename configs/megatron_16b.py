@@ -1,7 +1,9 @@
-"""Megatron-LM's scaling table (README of its repository): 16 B (16.13 B parameters), 192 H100s, 192 sequences a step.
+"""Megatron-LM's scaling table (README of its repository): 16 B (16.13 B parameters), 192 H100s, 192
+sequences a step.
 
-By zero3 over all devices, one sequence each, where Megatron-LM has tensor 4 x data 48: predicted to be faster, because each layer's
-weights are gathered while the layer before computes. The activations of save_names fit.
+By zero3 over all devices, one sequence each, where Megatron-LM has tensor 4 x data 48: predicted to
+be faster, because each layer's weights are gathered while the layer before computes. The
+activations of save_names fit.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop
@@ -11,7 +13,15 @@ from sharding_rules import MeshConfig, preset
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=DecoderConfig(vocab_size=131_072, seq_len=4096, n_layers=32, d_model=6144, n_heads=48, tied=False, remat="save_names"),
+        model=DecoderConfig(
+            vocab_size=131_072,
+            seq_len=4096,
+            n_layers=32,
+            d_model=6144,
+            n_heads=48,
+            tied=False,
+            remat="save_names",
+        ),
         output="runs/megatron_16b",
         mesh=MeshConfig(data=192),
         rules=preset("zero3"),

@@ -1,8 +1,10 @@
-"""Megatron-LM's scaling table (README of its repository): 177 B (177.23 B parameters), 2304 H100s, 1152 sequences a step.
+"""Megatron-LM's scaling table (README of its repository): 177 B (177.23 B parameters), 2304 H100s,
+1152 sequences a step.
 
-Tensor 8 x pipeline 6 x data 48 as published, and zero3: stages gather their weights while the pipeline fills, and sum their gradients
-while it drains. Each has eight chunks of 2 layers. 12 microbatches of two sequences; stages save the activations of save_names, so that
-no layer recomputes its matmuls.
+Tensor 8 x pipeline 6 x data 48 as published, and zero3: stages gather their weights while the
+pipeline fills, and sum their gradients while it drains. Each has eight chunks of 2 layers. 12
+microbatches of two sequences; stages save the activations of save_names, so that no layer
+recomputes its matmuls.
 """
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
@@ -12,7 +14,15 @@ from sharding_rules import MeshConfig, preset
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=DecoderConfig(vocab_size=131_072, seq_len=4096, n_layers=96, d_model=12_288, n_heads=96, tied=False, remat="save_names"),
+        model=DecoderConfig(
+            vocab_size=131_072,
+            seq_len=4096,
+            n_layers=96,
+            d_model=12_288,
+            n_heads=96,
+            tied=False,
+            remat="save_names",
+        ),
         output="runs/megatron_177b",
         mesh=MeshConfig(pipeline=6, data=48, tensor=8),
         rules=preset("zero3+megatron_sp"),

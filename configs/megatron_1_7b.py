@@ -1,7 +1,8 @@
-"""Megatron-LM's scaling table (README of its repository): 1.7 B (1.75 B parameters), 48 H100s, 192 sequences a step.
+"""Megatron-LM's scaling table (README of its repository): 1.7 B (1.75 B parameters), 48 H100s, 192
+sequences a step.
 
-Data 48 as published, by zero3. One microbatch: all activations of its four sequences fit. The layers are unrolled, so that no activation is
-stacked for the backward pass.
+Data 48 as published, by zero3. One microbatch: all activations of its four sequences fit. The
+layers are unrolled, so that no activation is stacked for the backward pass.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop
@@ -11,7 +12,15 @@ from sharding_rules import MeshConfig, preset
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=DecoderConfig(vocab_size=131_072, seq_len=4096, n_layers=24, d_model=2048, n_heads=16, tied=False, unroll=True),
+        model=DecoderConfig(
+            vocab_size=131_072,
+            seq_len=4096,
+            n_layers=24,
+            d_model=2048,
+            n_heads=16,
+            tied=False,
+            unroll=True,
+        ),
         output="runs/megatron_1_7b",
         mesh=MeshConfig(data=48),
         rules=preset("zero3"),

@@ -1,7 +1,9 @@
-"""Megatron-LM's scaling table (README of its repository): 32 B (31.51 B parameters), 384 H100s, 192 sequences a step.
+"""Megatron-LM's scaling table (README of its repository): 32 B (31.51 B parameters), 384 H100s, 192
+sequences a step.
 
-Tensor 2 x data 192 by zero3, where Megatron-LM has tensor 8 x data 48: predicted to be faster, because a layer's weights are gathered
-while the layer before computes. Layers keep them until their backward passes, so that the network is busy for less time than the matmuls.
+Tensor 2 x data 192 by zero3, where Megatron-LM has tensor 8 x data 48: predicted to be faster,
+because a layer's weights are gathered while the layer before computes. Layers keep them until their
+backward passes, so that the network is busy for less time than the matmuls.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop

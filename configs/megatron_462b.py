@@ -1,7 +1,9 @@
-"""Megatron-LM's scaling table (README of its repository): 462 B (461.54 B parameters), 6144 H100s, 3072 sequences a step.
+"""Megatron-LM's scaling table (README of its repository): 462 B (461.54 B parameters), 6144 H100s,
+3072 sequences a step.
 
-Tensor 8 x data 768 by zero3, where Megatron-LM has tensor 8 x pipeline 16 x data 48: predicted to be faster than stages of any kind that
-were compiled, although most layers are recomputed. The last 32 keep the weights they gathered until their backward passes.
+Tensor 8 x data 768 by zero3, where Megatron-LM has tensor 8 x pipeline 16 x data 48: predicted to
+be faster than stages of any kind that were compiled, although most layers are recomputed. The last
+32 keep the weights they gathered until their backward passes.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop

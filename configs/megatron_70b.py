@@ -1,8 +1,9 @@
-"""Megatron-LM's scaling table (README of its repository): 70 B (69.84 B parameters), 768 H100s, 384 sequences a step.
+"""Megatron-LM's scaling table (README of its repository): 70 B (69.84 B parameters), 768 H100s, 384
+sequences a step.
 
-Tensor 4 x data 192 by zero3, where Megatron-LM has tensor 8 x pipeline 2 x data 48: predicted to be faster than stages of any kind that
-were compiled. Layers keep the weights they gathered until their backward passes, so that the network is busy for less time than the
-matmuls.
+Tensor 4 x data 192 by zero3, where Megatron-LM has tensor 8 x pipeline 2 x data 48: predicted to be
+faster than stages of any kind that were compiled. Layers keep the weights they gathered until their
+backward passes, so that the network is busy for less time than the matmuls.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop
@@ -13,7 +14,14 @@ from sharding_rules import MeshConfig, preset
 def get_config() -> TrainConfig:
     return TrainConfig(
         model=DecoderConfig(
-            vocab_size=131_072, seq_len=4096, n_layers=84, d_model=8192, n_heads=64, tied=False, remat="save_names", kept_layers=84
+            vocab_size=131_072,
+            seq_len=4096,
+            n_layers=84,
+            d_model=8192,
+            n_heads=64,
+            tied=False,
+            remat="save_names",
+            kept_layers=84,
         ),
         output="runs/megatron_70b",
         mesh=MeshConfig(data=192, tensor=4),

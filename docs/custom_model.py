@@ -1,4 +1,5 @@
-"""A model of your own: a language model without attention, of gated linear recurrences (minGRU; Feng et al., arXiv 2410.01201).
+"""A model of your own: a language model without attention, of gated linear recurrences (minGRU;
+Feng et al., arXiv 2410.01201).
 
 Train it with `mesh-lm train docs/custom_model.py`; docs/custom_model.md walks through it.
 Sizes: B batch, S sequence, D embed, G gates, E recurrent state.
@@ -14,7 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from mesh_lm.config import DataConfig, LaunchConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainLoop
+from mesh_lm.config import (
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TrainLoop,
+)
 from mesh_lm.model import Batch, Context, Sums, positions_of
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.embedding import lookup
@@ -41,7 +49,12 @@ class RecurrentConfig(ModelConfig):
         return Recurrent(self, shard, rngs)
 
     def sizes(self) -> dict[str, tuple[str, int]]:
-        sizes = {"seq_resid": "seq_len", "embed": "d_model", "state": "d_state", "vocab": "vocab_size"}
+        sizes = {
+            "seq_resid": "seq_len",
+            "embed": "d_model",
+            "state": "d_state",
+            "vocab": "vocab_size",
+        }
         return {axis: (field, getattr(self, field)) for axis, field in sizes.items()}
 
     def stack(self) -> Stack:
@@ -57,18 +70,24 @@ class Recurrent(nnx.Module):
 
     def __init__(self, config: RecurrentConfig, shard: Shard, rngs: nnx.Rngs) -> None:
         self.config, self.shard = config, shard
-        self.embedding = normal(rngs, 0.02, (config.vocab_size, config.d_model), ("vocab", "embed"), config.dtype)
+        self.embedding = normal(
+            rngs, 0.02, (config.vocab_size, config.d_model), ("vocab", "embed"), config.dtype
+        )
         self.blocks = Block(config, shard, rngs)
 
     def prepare(self, batch: Batch) -> jax.Array:
         return positions_of(batch) == 0  # the starts of documents, where they are kept separate
 
     def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
-        return lookup(self.embedding[...], batch["tokens"], self.shard, ("vocab", "embed"), self.config.dtype)
+        return lookup(
+            self.embedding[...], batch["tokens"], self.shard, ("vocab", "embed"), self.config.dtype
+        )
 
     def loss(self, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
         x_BSD, head_VD, vocab_size = self.normed(x_BSD), self.embedding[...], self.config.vocab_size
-        return cross_entropy(x_BSD, head_VD, batch["labels"], batch["weights"], self.shard, vocab_size=vocab_size)
+        return cross_entropy(
+            x_BSD, head_VD, batch["labels"], batch["weights"], self.shard, vocab_size=vocab_size
+        )
 
     def normed(self, x_BSD: jax.Array) -> jax.Array:
         return self.shard(rms_norm(x_BSD).astype(self.config.dtype), "batch", "seq_resid", "embed")
@@ -76,7 +95,9 @@ class Recurrent(nnx.Module):
     def logits(self, batch: Batch) -> jax.Array:
         x_BSD = self.normed(hidden_states(self, self.config.stack().segments, batch)[0])
         head_VD = self.shard.weight(self.embedding[...].astype(self.config.dtype), "vocab", "embed")
-        return self.shard(jnp.einsum("bsd,vd->bsv", x_BSD, head_VD), "batch", "seq", "vocab").astype(jnp.float32)
+        return self.shard(
+            jnp.einsum("bsd,vd->bsv", x_BSD, head_VD), "batch", "seq", "vocab"
+        ).astype(jnp.float32)
 
 
 class Block(nnx.Module):
@@ -86,29 +107,48 @@ class Block(nnx.Module):
         self.dtype, self.shard = config.dtype, shard
         L, D, E = config.n_layers, config.d_model, config.d_state
         self.scale = nnx.Param(jnp.ones((L, D)), out_sharding=("layers", "norm"))
-        self.gates = normal(rngs, D**-0.5, (L, D, 3, E), ("layers", "embed", "gate", "state"), config.dtype)
-        self.out = normal(rngs, (2 * L * E) ** -0.5, (L, E, D), ("layers", "state", "embed"), config.dtype)
+        self.gates = normal(
+            rngs, D**-0.5, (L, D, 3, E), ("layers", "embed", "gate", "state"), config.dtype
+        )
+        self.out = normal(
+            rngs, (2 * L * E) ** -0.5, (L, E, D), ("layers", "state", "embed"), config.dtype
+        )
 
     def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, None, Sums]:
         shard, dtype, starts_BS = self.shard, self.dtype, ctx.shared
         h_BSD = shard((self.scale[...] * rms_norm(x_BSD)).astype(dtype), "batch", "seq", "embed")
-        gates_BSGE = jnp.einsum("bsd,dge->bsge", h_BSD, shard.weight(self.gates[...].astype(dtype), "embed", "gate", "state"))
-        update, new, output = jnp.moveaxis(shard(gates_BSGE, "batch", "seq", "gate", "state").astype(jnp.float32), 2, 0)
+        gates_BSGE = jnp.einsum(
+            "bsd,dge->bsge",
+            h_BSD,
+            shard.weight(self.gates[...].astype(dtype), "embed", "gate", "state"),
+        )
+        update, new, output = jnp.moveaxis(
+            shard(gates_BSGE, "batch", "seq", "gate", "state").astype(jnp.float32), 2, 0
+        )
         keep = jnp.where(starts_BS[..., None], 0, jax.nn.sigmoid(-update))
         h_BSE = recurrence(keep, jax.nn.sigmoid(update) * new) * jax.nn.silu(output)
-        y_BSD = shard(h_BSE.astype(dtype), "batch", "seq", "state") @ shard.weight(self.out[...].astype(dtype), "state", "embed")
+        y_BSD = shard(h_BSE.astype(dtype), "batch", "seq", "state") @ shard.weight(
+            self.out[...].astype(dtype), "state", "embed"
+        )
         return x_BSD + shard(y_BSD, "batch", "seq_resid", "embed"), None, {}
 
 
-def normal(rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: tuple[str, ...], dtype: str) -> nnx.Param:
+def normal(
+    rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: tuple[str, ...], dtype: str
+) -> nnx.Param:
     """Stored in fp32, and cast to this type before it is used."""
-    return nnx.Param(std * jax.random.normal(rngs.params(), shape), out_sharding=axes, compute_dtype=dtype)
+    return nnx.Param(
+        std * jax.random.normal(rngs.params(), shape), out_sharding=axes, compute_dtype=dtype
+    )
 
 
 def recurrence(keep_BSE: jax.Array, new_BSE: jax.Array) -> jax.Array:
-    """h_t = keep_t h_{t-1} + new_t along S, in log2(S) parallel rounds, because two such steps make one step of the same form."""
+    """h_t = keep_t h_{t-1} + new_t along S, in log2(S) parallel rounds, because two such steps make
+    one step of the same form."""
 
-    def then(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def then(
+        a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         return a[0] * b[0], a[1] * b[0] + b[1]
 
     return lax.associative_scan(then, (keep_BSE, new_BSE), axis=1)[1]

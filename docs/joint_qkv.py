@@ -1,4 +1,5 @@
-"""A GPT of 1.3 B parameters with a mistake: the numbers are right, the collectives are not. docs/lab.md finds it.
+"""A GPT of 1.3 B parameters with a mistake: the numbers are right, the collectives are not.
+docs/lab.md finds it.
 
 mesh-lm plan docs/joint_qkv.py
 Sizes: B batch, S sequence, D embed, N heads, H head dim.
@@ -56,7 +57,9 @@ class MyConfig(DecoderConfig):
 
 def get_config() -> TrainConfig:
     config = gpt_1_3b.get_config()
-    fields = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
+    fields = {
+        field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)
+    }
     return dataclasses.replace(
         config,
         model=MyConfig(**fields | {"unroll": False}),

@@ -1,10 +1,12 @@
-"""A layer of your own in a decoder that is otherwise mesh_lm's: attention and MLP read the same input, as in GPT-J and PaLM.
+"""A layer of your own in a decoder that is otherwise mesh_lm's: attention and MLP read the same
+input, as in GPT-J and PaLM.
 
 mesh-lm train docs/own_block.py --train.steps=100
 
-Whatever sharding rules, mesh, remat and checkpoints do for the built-in layer, they do for this one. Its two outputs are added before they
-are constrained, so that with tensor parallelism one all-reduce serves both, where the built-in layer needs two (without biases). A
-checkpoint names the class, and `mesh-lm generate` finds it again by that name. Sizes: B batch, S sequence, D embed.
+Whatever sharding rules, mesh, remat and checkpoints do for the built-in layer, they do for this
+one. Its two outputs are added before they are constrained, so that with tensor parallelism one
+all-reduce serves both, where the built-in layer needs two (without biases). A checkpoint names the
+class, and `mesh-lm generate` finds it again by that name. Sizes: B batch, S sequence, D embed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class ParallelLayer(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
         h_BSD, past = self.shard(self.norm(x_BSD), "batch", "seq", "embed"), Past.of(ctx)
-        y_BSD, past = self.attention(h_BSD, ctx.shared, ctx.batch.get("segment_ids"), self.windows[ctx.place], past)
+        y_BSD, past = self.attention(
+            h_BSD, ctx.shared, ctx.batch.get("segment_ids"), self.windows[ctx.place], past
+        )
         y_BSD = (y_BSD + self.mlp(h_BSD)).astype(x_BSD.dtype)
         return x_BSD + self.shard(y_BSD, "batch", "seq_resid", "embed"), past and past.cache, {}
 
@@ -43,5 +47,7 @@ class ParallelLayer(nnx.Module):
 
 def get_config() -> TrainConfig:
     config = gpt_tiny.get_config()
-    model = dataclasses.replace(cast(DecoderConfig, config.model), block=f"{__name__}:ParallelLayer")
+    model = dataclasses.replace(
+        cast(DecoderConfig, config.model), block=f"{__name__}:ParallelLayer"
+    )
     return dataclasses.replace(config, model=model, output="runs/own_block")

@@ -1,4 +1,6 @@
-"""The Python API, exported by the package itself: `import mesh_lm; run = mesh_lm.train("gpt_tiny")`."""
+"""The Python API, exported by the package itself: `import mesh_lm; run =
+mesh_lm.train("gpt_tiny")`.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,19 @@ def train(
     data: Dataset | Sequence[int] | np.ndarray | None = None,
     callbacks: Sequence[Callback | object] = (),
 ) -> Run:
-    """Trains a model, from the newest checkpoint of its output directory where there is one, and returns the run.
+    """Trains a model, from the newest checkpoint of its output directory where there is one, and
+    returns the run.
 
     Args:
-      config: what to train; or a config file, or the name of one that comes with mesh_lm, such as "gpt_tiny".
-      optimizer: a rule of your own (`mesh_lm.optim.Rule`), or a class that makes one of the config's section `optimizer`; None: the one
-        that optimizer.name names. Clipping, the learning rate and weight decay are as the section says.
-      data: what to train on instead of what the config's section `data` names: token ids [n] of which the last twentieth is held out, or
-        a dataset (`mesh_lm.data.dataset.Dataset`). The section still says how documents are separated, and how far to read ahead.
+      config: what to train; or a config file, or the name of one that comes with mesh_lm, such as
+      "gpt_tiny". optimizer: a rule of your own (`mesh_lm.optim.Rule`), or a class that makes one of
+      the config's section `optimizer`; None: the one
+        that optimizer.name names. Clipping, the learning rate and weight decay are as the section
+        says.
+      data: what to train on instead of what the config's section `data` names: token ids [n] of
+      which the last twentieth is held out, or
+        a dataset (`mesh_lm.data.dataset.Dataset`). The section still says how documents are
+        separated, and how far to read ahead.
       callbacks: objects with some of the methods of `Callback`, called in this order.
 
     Raises:
@@ -49,19 +56,23 @@ def train(
         from mesh_lm.data.dataset import dataset_of
 
         data = dataset_of(data)
-        source = dataclasses.replace(config.data, path="", blend=(), tokenizer="", tokenizer_vocab=0)
+        source = dataclasses.replace(
+            config.data, path="", blend=(), tokenizer="", tokenizer_vocab=0
+        )
         config = dataclasses.replace(config, data=source)
     return loop.train(config, optimizer=optimizer, data=data, callbacks=callbacks)
 
 
-def plan(config: TrainConfig | str | Path, target: str = "h100", devices: int = 0, *, flags: str = "auto") -> Report:
-    """Compiles the training step for GPUs that you do not have, and returns what the compiler made of it; nothing is trained.
+def plan(
+    config: TrainConfig | str | Path, target: str = "h100", devices: int = 0, *, flags: str = "auto"
+) -> Report:
+    """Compiles the training step for GPUs that you do not have, and returns what the compiler made
+    of it; nothing is trained.
 
     Args:
-      config: as for `train`.
-      target: the GPU: h100, h200, a100 or b200.
-      devices: how many of them; 0: as many as the mesh says, with an axis of -1 the fewest whole nodes.
-      flags: the set of XLA flags to compile with; auto: the run's own (launch.xla_flags).
+      config: as for `train`. target: the GPU: h100, h200, a100 or b200. devices: how many of them;
+      0: as many as the mesh says, with an axis of -1 the fewest whole nodes. flags: the set of XLA
+      flags to compile with; auto: the run's own (launch.xla_flags).
 
     Raises:
       ConfigError: the config cannot run on that number of devices.
@@ -88,15 +99,17 @@ def load(
     dtype: str = "",
     cpu_devices: int = 0,
 ) -> TrainedModel:
-    """Reads a trained model, each device its own part of the weights; it has `generate` and `score`.
+    """Reads a trained model, each device its own part of the weights; it has `generate` and
+    `score`.
 
     Args:
-      path: the output directory of a run (its newest checkpoint), one step in its `checkpoints`, or a Hugging Face model directory.
-      config: needed for a model class of your own, whose code a checkpoint does not hold: its config, or the file that makes it.
-      mesh, rules: how the model is sharded over the devices; None: as in training where that fits, else a copy on each device.
-      tokenizer: as data.tokenizer; empty: the one kept beside the checkpoint or the weights.
-      dtype: type of matmuls and activations; empty: as in training.
-      cpu_devices: devices to divide the CPU into, before JAX has used one; 0: as they are.
+      path: the output directory of a run (its newest checkpoint), one step in its `checkpoints`, or
+      a Hugging Face model directory. config: needed for a model class of your own, whose code a
+      checkpoint does not hold: its config, or the file that makes it. mesh, rules: how the model is
+      sharded over the devices; None: as in training where that fits, else a copy on each device.
+      tokenizer: as data.tokenizer; empty: the one kept beside the checkpoint or the weights. dtype:
+      type of matmuls and activations; empty: as in training. cpu_devices: devices to divide the CPU
+      into, before JAX has used one; 0: as they are.
 
     Raises:
       ConfigError: there is no such checkpoint, it is of another model, or its tokenizer is missing.
@@ -104,11 +117,19 @@ def load(
     from mesh_lm import distributed
     from mesh_lm.inference.trained import TrainedModel
 
-    model = config if isinstance(config, ModelConfig) else None if config is None else _config(config).model
+    model = (
+        config
+        if isinstance(config, ModelConfig)
+        else None
+        if config is None
+        else _config(config).model
+    )
     options = dataclasses.replace(LaunchConfig(), cpu_devices=cpu_devices)
     distributed.start(TrainConfig(model=model or ModelConfig(), output=str(path), launch=options))
     chosen = preset(rules) if isinstance(rules, str) else rules
-    return TrainedModel.load(path, mesh=mesh, rules=chosen, tokenizer=tokenizer, model=model, dtype=dtype)
+    return TrainedModel.load(
+        path, mesh=mesh, rules=chosen, tokenizer=tokenizer, model=model, dtype=dtype
+    )
 
 
 def _config(config: TrainConfig | str | Path) -> TrainConfig:

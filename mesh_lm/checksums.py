@@ -1,7 +1,8 @@
 """SHA256SUMS: the digests of a directory's files, in the form that `sha256sum` writes and checks.
 
-A .safetensors file has no digest: a flipped bit is another weight. An export writes this list, and whoever reads such a directory compares.
-For a directory of another origin, `sha256sum * > SHA256SUMS` makes one.
+A .safetensors file has no digest: a flipped bit is another weight. An export writes this list, and
+whoever reads such a directory compares. For a directory of another origin, `sha256sum * >
+SHA256SUMS` makes one.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?([^/\0]+)")
 def write(directory: Path) -> None:
     """Lists all files of a directory. Raises OSError."""
     files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != NAME)
-    (directory / NAME).write_text("".join(f"{file_digest(path)}  {path.name}\n" for path in files), encoding="utf-8")
+    (directory / NAME).write_text(
+        "".join(f"{file_digest(path)}  {path.name}\n" for path in files), encoding="utf-8"
+    )
 
 
 def problems(directory: Path, names: Iterable[str]) -> list[str]:
-    """Returns a line for each of these files that is listed, but missing or with another digest. Without a list, there are none.
+    """Returns a line for each of these files that is listed, but missing or with another digest.
+    Without a list, there are none.
 
     Raises OSError.
     """
@@ -37,7 +41,10 @@ def problems(directory: Path, names: Iterable[str]) -> list[str]:
         if not (directory / name).is_file():
             found.append(f"{name} is missing, but {NAME} lists it")
         elif file_digest(directory / name) != listed[name]:
-            found.append(f"{name} is not as {NAME} has it: one of them is damaged; fetch it again, or remove {NAME} to read without it")
+            found.append(
+                f"{name} is not as {NAME} has it: one of them is damaged; fetch it again, or "
+                f"remove {NAME} to read without it"
+            )
     return found
 
 

@@ -1,4 +1,6 @@
-"""The error that a user's mistake raises. In a module of its own, so that worker processes can raise it without importing JAX."""
+"""The error that a user's mistake raises. In a module of its own, so that worker processes can
+raise it without importing JAX.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +14,33 @@ _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 
 
 class ConfigError(ValueError):
-    """A mistake in what the user asked for. Its text is the whole message; the program prints it and exits with status 1."""
+    """A mistake in what the user asked for. Its text is the whole message; the program prints it
+    and exits with status 1.
+    """
 
 
 class ReplacedError(ConfigError):
-    """Another run has taken this run's output over while this one was suspended: it must write nothing more. Status 77."""
+    """Another run has taken this run's output over while this one was suspended: it must write
+    nothing more. Status 77.
+    """
 
 
 class StorageError(ConfigError):
-    """A disk does not work at the moment, on this or another host. Another attempt may succeed: the program exits with status 75."""
+    """A disk does not work at the moment, on this or another host. Another attempt may succeed: the
+    program exits with status 75.
+    """
 
 
 def storage_failed(error: BaseException | None) -> bool:
-    """Returns whether an error is due to a full or failing disk, or a lost mount: itself, or one that it was raised from or during."""
+    """Returns whether an error is due to a full or failing disk, or a lost mount: itself, or one
+    that it was raised from or during.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):
+        if isinstance(error, StorageError) or (
+            isinstance(error, OSError) and error.errno in _STORAGE
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -41,12 +53,17 @@ def listed(head: str, lines: Sequence[str]) -> str:
 
 
 def hub_hint(name: str, kind: str = "") -> str:
-    """How to get what may be the name of a repository on the Hugging Face Hub; empty where `name` is a path. kind: "dataset" or a model."""
+    """How to get what may be the name of a repository on the Hugging Face Hub; empty where `name`
+    is a path. kind: "dataset" or a model.
+    """
     repository = re.fullmatch(r"(?:hf://)?(?:datasets/|models/)?([\w.-]*\w(?:/[\w.-]+)?)", name)
     if not repository or Path(name).suffix in _FILES or Path(name).parts[0] in _FOLDERS:
         return ""
     option = f" --repo-type={kind}" if kind else ""
-    return f". For a name on the Hugging Face Hub: hf download{option} {repository[1]} --local-dir={repository[1]}"
+    return (
+        f". For a name on the Hugging Face Hub: hf download{option} {repository[1]} "
+        f"--local-dir={repository[1]}"
+    )
 
 
 _FILES = {".txt", ".json", ".jsonl", ".gz", ".zst", ".parquet", ".model", ".tiktoken", ".py"}

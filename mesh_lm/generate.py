@@ -1,4 +1,6 @@
-"""`python -m mesh_lm.generate --checkpoint=runs/gpt_tiny --prompt=...`: the same as `mesh-lm generate`."""
+"""`python -m mesh_lm.generate --checkpoint=runs/gpt_tiny --prompt=...`: the same as `mesh-lm
+generate`.
+"""
 
 from mesh_lm.commands.main import door
 

@@ -1,4 +1,6 @@
-"""python -m mesh_lm.harness run --model=mesh_lm --model_args=checkpoint=runs/gpt_tiny: lm-evaluation-harness's own command."""
+"""python -m mesh_lm.harness run --model=mesh_lm --model_args=checkpoint=runs/gpt_tiny:
+lm-evaluation-harness's own command.
+"""
 
 import sys
 

@@ -1,6 +1,8 @@
-"""JSON files that have a SHA-256 of their own content in them, so that one that was changed is not believed.
+"""JSON files that have a SHA-256 of their own content in them, so that one that was changed is not
+believed.
 
-A disk that flips a digit leaves valid JSON. Files of older versions have no digest and are read as they are.
+A disk that flips a digit leaves valid JSON. Files of older versions have no digest and are read as
+they are.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ def sealed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns what was sealed. Raises OSError, and ValueError if it is not JSON, or not as it was written."""
+    """Returns what was sealed. Raises OSError, and ValueError if it is not JSON, or not as it was
+    written.
+    """
     content = strict_json.read(path)
     found = content.pop(_SEAL, None)
     if found is not None and found != _digest(content):

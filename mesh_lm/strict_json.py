@@ -1,7 +1,9 @@
-"""Reads JSON that this process did not write. Whatever `json.loads` would die of is a ValueError here.
+"""Reads JSON that this process did not write. Whatever `json.loads` would die of is a ValueError
+here.
 
-A thousand brackets are a RecursionError in `json.loads`, a long file is a MemoryError, and `[]` where an object was expected is an
-AttributeError a few lines later. Files come from disks that fail and from other people, and messages from whoever can connect.
+A thousand brackets are a RecursionError in `json.loads`, a long file is a MemoryError, and `[]`
+where an object was expected is an AttributeError a few lines later. Files come from disks that fail
+and from other people, and messages from whoever can connect.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from typing import Any, TypeVar
 
 _Kind = TypeVar("_Kind", dict[str, Any], list[Any])
 MESSAGE, FILE, LARGE_FILE = 2**20, 2**26, 2**29
-"""Sizes in bytes: of a message, of a file that describes something, and of one with a vocabulary (the largest known has 35 MB)."""
+"""Sizes in bytes: of a message, of a file that describes something, and of one with a vocabulary
+(the largest known has 35 MB)."""
 _DEPTH = 64
-# It always matches from a quote, also where a string does not end, so that the search takes linear time.
+# It always matches from a quote, also where a string does not end, so that the search takes linear
+# time.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _STEP = [0] * 256
 _STEP[ord("[")] = _STEP[ord("{")] = 1
@@ -24,11 +28,14 @@ _STEP[ord("]")] = _STEP[ord("}")] = -1
 _OTHERS = bytes(byte for byte in range(256) if not _STEP[byte])
 
 
-def loads(text: bytes | str, kind: type[_Kind] = dict, *, size: int = MESSAGE, depth: int = _DEPTH) -> _Kind:
+def loads(
+    text: bytes | str, kind: type[_Kind] = dict, *, size: int = MESSAGE, depth: int = _DEPTH
+) -> _Kind:
     """Returns the object (kind: dict) or the list (kind: list) that `text` spells.
 
-    Raises ValueError if it is longer than `size` bytes, has more than `depth` levels (0: than Python can follow), does not fit into
-    memory, or is not such JSON (json.JSONDecodeError where it is not JSON at all). The message has no part of the text.
+    Raises ValueError if it is longer than `size` bytes, has more than `depth` levels (0: than
+    Python can follow), does not fit into memory, or is not such JSON (json.JSONDecodeError where it
+    is not JSON at all). The message has no part of the text.
     """
     if len(text) > size:
         raise ValueError(f"longer than {size} bytes")
@@ -47,7 +54,9 @@ def loads(text: bytes | str, kind: type[_Kind] = dict, *, size: int = MESSAGE, d
 
 
 def read(path: Path, kind: type[_Kind] = dict, *, size: int = FILE, depth: int = _DEPTH) -> _Kind:
-    """Returns what a file holds, as `loads`. It stops reading after `size` bytes. Raises OSError, and ValueError as `loads`."""
+    """Returns what a file holds, as `loads`. It stops reading after `size` bytes. Raises OSError,
+    and ValueError as `loads`.
+    """
     with open(path, "rb") as file:
         content = file.read(size + 1)
     if len(content) > size:

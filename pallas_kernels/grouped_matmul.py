@@ -1,8 +1,11 @@
-"""Grouped matmul for a mixture of experts: each token is multiplied by the matrix of its own expert, without padding.
+"""Grouped matmul for a mixture of experts: each token is multiplied by the matrix of its own
+expert, without padding.
 
-The public function is `grouped_matmul`. It has two implementations; `choose_grouped_matmul` says which one serves a call and why:
+The public function is `grouped_matmul`. It has two implementations; `choose_grouped_matmul` says
+which one serves a call and why:
 
-- mosaic: kernels for Hopper (`grouped/hopper.py`). They need no temporary arrays. A GPU found a fault in them, and has
+- mosaic: kernels for Hopper (`grouped/hopper.py`). They need no temporary arrays. A GPU found a
+  fault in them, and has
   not run them since it was repaired: see docs/kernels.md.
 - xla: a loop over blocks of tokens (`grouped/xla.py`). It runs on any platform.
 
@@ -42,9 +45,15 @@ class GroupedMatmulProblem:
 
 
 def describe_grouped_matmul(
-    x: Any, w: Any, group_sizes: Any, *, platform: str | None = None, capability: tuple[int, int] | None = None
+    x: Any,
+    w: Any,
+    group_sizes: Any,
+    *,
+    platform: str | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> GroupedMatmulProblem:
-    """The arguments of `grouped_matmul` as a `GroupedMatmulProblem`; arrays may be `jax.ShapeDtypeStruct`s.
+    """The arguments of `grouped_matmul` as a `GroupedMatmulProblem`; arrays may be
+    `jax.ShapeDtypeStruct`s.
 
     Raises ValueError with every fault.
     """
@@ -53,32 +62,50 @@ def describe_grouped_matmul(
     if x.ndim != 2 or w.ndim != 3 or group_sizes.ndim != 1:
         faults.append(f"x must be [T, D], w [E, D, F] and group_sizes [E], got {shapes}")
     elif x.shape[1] != w.shape[1] or group_sizes.shape[0] != w.shape[0]:
-        faults.append(f"x [T, D] and w [E, D, F] must have the same D, w and group_sizes [E] the same E, got {shapes}")
+        faults.append(
+            "x [T, D] and w [E, D, F] must have the same D, w and group_sizes [E] the same E, "
+            "got "
+            f"{shapes}"
+        )
     if 0 in (*x.shape, *w.shape):
         faults.append(f"every dim must be at least 1, got {shapes}")
     if x.dtype != w.dtype or str(x.dtype) not in DTYPES:
-        faults.append(f"x and w must have one dtype of {', '.join(DTYPES)}, got {x.dtype}, {w.dtype}; cast the weights to the tokens' type")
+        faults.append(
+            f"x and w must have one dtype of {', '.join(DTYPES)}, got {x.dtype}, {w.dtype}; "
+            "cast "
+            "the weights to the tokens' type"
+        )
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         faults.append(f"group_sizes must be integers, got {group_sizes.dtype}")
     if faults:
         raise ValueError("grouped_matmul: " + "; ".join(faults))
     platform, capability = target_of(platform, capability)
     E, D, F = w.shape
-    return GroupedMatmulProblem(platform, capability, str(x.dtype), tokens=x.shape[0], d_in=D, d_out=F, groups=E)
+    return GroupedMatmulProblem(
+        platform, capability, str(x.dtype), tokens=x.shape[0], d_in=D, d_out=F, groups=E
+    )
 
 
 def unsupported_reason(problem: GroupedMatmulProblem) -> str | None:
-    """Every reason why `mosaic` cannot serve this problem, in one line; None if it can. `xla` serves all problems."""
+    """Every reason why `mosaic` cannot serve this problem, in one line; None if it can. `xla`
+    serves all problems.
+    """
     on_gpu = problem.platform == "gpu"
     reasons = {
         f"it needs a Hopper GPU, and the platform is {problem.platform}": not on_gpu,
         # wgmma exists on sm_90a alone.
-        f"it needs compute capability 9.0, and this GPU has {problem.capability[0]}.{problem.capability[1]}": on_gpu
-        and problem.capability != (9, 0),
-        f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype not in ("bfloat16", "float16"),
+        (
+            "it needs compute capability 9.0, and this GPU has "
+            f"{problem.capability[0]}.{problem.capability[1]}"
+        ): on_gpu and problem.capability != (9, 0),
+        f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype
+        not in ("bfloat16", "float16"),
         # Mosaic copies arrays whose dims are multiples of the swizzle's tile, 8 x 64.
-        f"its widths are multiples of 64, not {problem.d_in} and {problem.d_out}": problem.d_in % 64 != 0 or problem.d_out % 64 != 0,
-        f"its tokens are a multiple of 8 from 64 on, not {problem.tokens}": problem.tokens % 8 != 0 or problem.tokens < 64,
+        f"its widths are multiples of 64, not {problem.d_in} and {problem.d_out}": problem.d_in % 64
+        != 0
+        or problem.d_out % 64 != 0,
+        f"its tokens are a multiple of 8 from 64 on, not {problem.tokens}": problem.tokens % 8 != 0
+        or problem.tokens < 64,
         f"it is tested with {compat.SUPPORTED}, and this is jax {jax.__version__}": not compat.is_supported(),
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds) or None
@@ -91,12 +118,20 @@ def choose_grouped_matmul(problem: GroupedMatmulProblem) -> Choice:
     """
     if reason := unsupported_reason(problem):
         return Choice("xla", {"mosaic": reason})
-    return Choice("mosaic", {"xla": "its loop multiplies one block of tokens at a time, which leaves most of a GPU idle"})
+    return Choice(
+        "mosaic",
+        {
+            "xla": (
+                "its loop multiplies one block of tokens at a time, which leaves most of a GPU idle"
+            )
+        },
+    )
 
 
 def choose_trusted_grouped_matmul(problem: GroupedMatmulProblem) -> Choice:
-    """The implementation that serves `problem` on this process's GPUs: as `choose_grouped_matmul`, but `mosaic` only if it passed its
-    self-test, which the first call for a kind of problem may run (`pallas_kernels.trust`).
+    """The implementation that serves `problem` on this process's GPUs: as `choose_grouped_matmul`,
+    but `mosaic` only if it passed its self-test, which the first call for a kind of problem may run
+    (`pallas_kernels.trust`).
     """
 
     def verdict() -> Verdict:
@@ -104,7 +139,9 @@ def choose_trusted_grouped_matmul(problem: GroupedMatmulProblem) -> Choice:
 
         return trusted(kind_of(problem))
 
-    return trusted_choice(choose_grouped_matmul(problem), verdict, lambda reason: Choice("xla", {"mosaic": reason}))
+    return trusted_choice(
+        choose_grouped_matmul(problem), verdict, lambda reason: Choice("xla", {"mosaic": reason})
+    )
 
 
 def grouped_matmul(
@@ -119,18 +156,21 @@ def grouped_matmul(
     """x[t] @ w[group of t] for every token t, accumulated in fp32 (MegaBlocks, arXiv 2211.15841).
 
     Args:
-      x: [T, D], sorted by group: the first group_sizes[0] tokens are those of group 0, and so on. All must be
+      x: [T, D], sorted by group: the first group_sizes[0] tokens are those of group 0, and so on.
+      All must be
         finite, including those that belong to no group.
-      w: [E, D, F] in x's dtype.
-      group_sizes: integers [E] of at least 0; their sum is at most T.
-      implementation: None lets `choose_grouped_matmul` decide, and `choose_trusted_grouped_matmul` on this process's own GPUs.
-      platform, capability: of the target device; None: this process's. See `pallas_kernels.describe_attention`.
+      w: [E, D, F] in x's dtype. group_sizes: integers [E] of at least 0; their sum is at most T.
+      implementation: None lets `choose_grouped_matmul` decide, and `choose_trusted_grouped_matmul`
+      on this process's own GPUs. platform, capability: of the target device; None: this process's.
+      See `pallas_kernels.describe_attention`.
 
-    Returns [T, F] in x's dtype. Tokens after the last group get 0, and gradient 0. Has a gradient with respect to x and w.
+    Returns [T, F] in x's dtype. Tokens after the last group get 0, and gradient 0. Has a gradient
+    with respect to x and w.
 
     Shapes are those of one device: under a mesh, call it inside `jax.shard_map(check_vma=False)`.
 
-    Raises ValueError with every fault of the arguments, `Unsupported` when `implementation` cannot serve the call.
+    Raises ValueError with every fault of the arguments, `Unsupported` when `implementation` cannot
+    serve the call.
     """
     problem = describe_grouped_matmul(x, w, group_sizes, platform=platform, capability=capability)
     here = platform is None and capability is None
@@ -147,13 +187,21 @@ def _product(x_TD: Array, w_EDF: Array, sizes_E: Array, name: str) -> Array:
     return _ROWS[name](x_TD, w_EDF, sizes_E, transposed=False)
 
 
-def _forward(x_TD: Array, w_EDF: Array, sizes_E: Array, name: str) -> tuple[Array, tuple[Array, Array, Array]]:
+def _forward(
+    x_TD: Array, w_EDF: Array, sizes_E: Array, name: str
+) -> tuple[Array, tuple[Array, Array, Array]]:
     return _product(x_TD, w_EDF, sizes_E, name), (x_TD, w_EDF, sizes_E)
 
 
-def _backward(name: str, kept: tuple[Array, Array, Array], dy_TF: Array) -> tuple[Array, Array, None]:
+def _backward(
+    name: str, kept: tuple[Array, Array, Array], dy_TF: Array
+) -> tuple[Array, Array, None]:
     x_TD, w_EDF, sizes_E = kept
-    return _ROWS[name](dy_TF, w_EDF, sizes_E, transposed=True), _WEIGHTS[name](x_TD, dy_TF, sizes_E), None
+    return (
+        _ROWS[name](dy_TF, w_EDF, sizes_E, transposed=True),
+        _WEIGHTS[name](x_TD, dy_TF, sizes_E),
+        None,
+    )
 
 
 _product.defvjp(_forward, _backward)

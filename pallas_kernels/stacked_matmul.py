@@ -1,9 +1,12 @@
-"""Matmuls with one matrix of a stack, by its row: the matrix is not copied out of the stack, and its gradient is added in place.
+"""Matmuls with one matrix of a stack, by its row: the matrix is not copied out of the stack, and
+its gradient is added in place.
 
 The public functions are `stacked_matmul` and `add_weight_gradient`. Each has two implementations:
 
-- xla: a slice of the stack, a matmul, and an addition to a row (`stacked/xla.py`). It runs on any platform.
-- mosaic: kernels for Hopper (`stacked/hopper.py`) that take the row as a number on the device. **Experimental**: they
+- xla: a slice of the stack, a matmul, and an addition to a row (`stacked/xla.py`). It runs on any
+  platform.
+- mosaic: kernels for Hopper (`stacked/hopper.py`) that take the row as a number on the device.
+  **Experimental**: they
   serve only calls that ask for them by name. `EXPERIMENTAL` says what they must show first.
 
 Shape suffixes: R rows of the stack, T tokens, K and N the widths of a matrix.
@@ -25,15 +28,22 @@ from pallas_kernels.trust.verdict import Verdict, trusted
 
 IMPLEMENTATIONS = ("mosaic", "xla")
 GOAL = 0.95
-"""The share of cuBLAS's rate at the shapes of gpt_175b from which on the kernels may serve calls by default."""
-EXPERIMENTAL = f"it is experimental until a GPU measures {GOAL:g} of cuBLAS's rate; implementation='mosaic' asks for it"
-"""Why the kernels do not serve a call by default; empty: they do, where they can and passed their self-test."""
+"""The share of cuBLAS's rate at the shapes of gpt_175b from which on the kernels may serve calls by
+default."""
+EXPERIMENTAL = (
+    f"it is experimental until a GPU measures {GOAL:g} of cuBLAS's rate; implementation='mosaic' "
+    "asks for it"
+)
+"""Why the kernels do not serve a call by default; empty: they do, where they can and passed their
+self-test."""
 Form = Literal["product", "transposed", "add"]
 
 
 @dataclasses.dataclass(frozen=True)
 class StackedMatmulProblem:
-    """One call without its arrays. Make it with `describe_stacked_matmul` or `describe_weight_gradient`, which check it."""
+    """One call without its arrays. Make it with `describe_stacked_matmul` or
+    `describe_weight_gradient`, which check it.
+    """
 
     platform: str
     capability: tuple[int, int]
@@ -57,7 +67,8 @@ def describe_stacked_matmul(
     platform: str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> StackedMatmulProblem:
-    """The arguments of `stacked_matmul` as a `StackedMatmulProblem`; arrays may be `jax.ShapeDtypeStruct`s.
+    """The arguments of `stacked_matmul` as a `StackedMatmulProblem`; arrays may be
+    `jax.ShapeDtypeStruct`s.
 
     Raises ValueError with every fault.
     """
@@ -67,13 +78,17 @@ def describe_stacked_matmul(
     if x.ndim != 2 or weights.ndim != 3:
         faults.append(f"x must be {wanted} and weights [R, K, N], got {shapes}")
     elif x.shape[1] != weights.shape[1 + transposed]:
-        faults.append(f"x {wanted} and weights [R, K, N] must have the same {wanted[4]}, got {shapes}")
+        faults.append(
+            f"x {wanted} and weights [R, K, N] must have the same {wanted[4]}, got {shapes}"
+        )
     faults += _faults({"x": x, "weights": weights}, row, f"{shapes}")
     if faults:
         raise ValueError("stacked_matmul: " + "; ".join(faults))
     R, K, N = weights.shape
     form: Form = "transposed" if transposed else "product"
-    return StackedMatmulProblem(*target_of(platform, capability), form, str(x.dtype), x.shape[0], K, N, R)
+    return StackedMatmulProblem(
+        *target_of(platform, capability), form, str(x.dtype), x.shape[0], K, N, R
+    )
 
 
 def describe_weight_gradient(
@@ -86,7 +101,8 @@ def describe_weight_gradient(
     platform: str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> StackedMatmulProblem:
-    """The arguments of `add_weight_gradient` as a `StackedMatmulProblem`; arrays may be `jax.ShapeDtypeStruct`s.
+    """The arguments of `add_weight_gradient` as a `StackedMatmulProblem`; arrays may be
+    `jax.ShapeDtypeStruct`s.
 
     Raises ValueError with every fault.
     """
@@ -95,14 +111,18 @@ def describe_weight_gradient(
     if sums.ndim != 3 or x.ndim != 2 or dy.ndim != 2:
         faults.append(f"sums must be [R, K, N], x [T, K] and dy [T, N], got {shapes}")
     elif x.shape[0] != dy.shape[0] or sums.shape[1:] != (x.shape[1], dy.shape[1]):
-        faults.append(f"sums [R, K, N], x [T, K] and dy [T, N] must have the same T, K and N, got {shapes}")
+        faults.append(
+            f"sums [R, K, N], x [T, K] and dy [T, N] must have the same T, K and N, got {shapes}"
+        )
     if sums.dtype != jnp.float32:
         faults.append(f"sums must be float32, got {sums.dtype}")
     faults += _faults({"x": x, "dy": dy}, row, shapes, sums)
     if faults:
         raise ValueError("add_weight_gradient: " + "; ".join(faults))
     R, K, N = sums.shape
-    return StackedMatmulProblem(*target_of(platform, capability), "add", str(x.dtype), x.shape[0], K, N, R, rounded)
+    return StackedMatmulProblem(
+        *target_of(platform, capability), "add", str(x.dtype), x.shape[0], K, N, R, rounded
+    )
 
 
 def _faults(factors: dict[str, Any], row: Any, shapes: str, *others: Any) -> list[str]:
@@ -112,7 +132,10 @@ def _faults(factors: dict[str, Any], row: Any, shapes: str, *others: Any) -> lis
     if 0 in (n for array in (x, y, *others) for n in array.shape):
         faults.append(f"every dim must be at least 1, got {shapes}")
     if x.dtype != y.dtype or str(x.dtype) not in DTYPES[:3]:
-        faults.append(f"{a} and {b} must have one dtype of {', '.join(DTYPES[:3])}, got {x.dtype} and {y.dtype}; cast one to the other's")
+        faults.append(
+            f"{a} and {b} must have one dtype of {', '.join(DTYPES[:3])}, got {x.dtype} and "
+            f"{y.dtype}; cast one to the other's"
+        )
     kind, shape = getattr(row, "dtype", jnp.result_type(row)), jnp.shape(row)
     if shape or not jnp.issubdtype(kind, jnp.integer):
         faults.append(f"row must be one integer, got {kind}{list(shape)}")
@@ -120,18 +143,28 @@ def _faults(factors: dict[str, Any], row: Any, shapes: str, *others: Any) -> lis
 
 
 def unsupported_reason(problem: StackedMatmulProblem) -> str | None:
-    """Every reason why `mosaic` cannot serve this problem, in one line; None if it can. `xla` serves all problems."""
+    """Every reason why `mosaic` cannot serve this problem, in one line; None if it can. `xla`
+    serves all problems.
+    """
     on_gpu = problem.platform == "gpu"
     K, N, T = problem.K, problem.N, problem.tokens
     reasons = {
         f"it needs a Hopper GPU, and the platform is {problem.platform}": not on_gpu,
         # wgmma exists on sm_90a alone.
-        f"it needs compute capability 9.0, and this GPU has {problem.capability[0]}.{problem.capability[1]}": on_gpu
-        and problem.capability != (9, 0),
-        f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype not in ("bfloat16", "float16"),
+        (
+            "it needs compute capability 9.0, and this GPU has "
+            f"{problem.capability[0]}.{problem.capability[1]}"
+        ): on_gpu and problem.capability != (9, 0),
+        f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype
+        not in ("bfloat16", "float16"),
         # Mosaic copies arrays whose dims are multiples of the swizzle's tile, 8 x 64.
-        f"its widths are multiples of 64, not {K} and {N}; pad to {_up(K, 64)} and {_up(N, 64)}": K % 64 != 0 or N % 64 != 0,
-        f"its tokens are a multiple of 8 from 64 on, not {T}; pad to {max(64, _up(T, 8))}": T % 8 != 0 or T < 64,
+        f"its widths are multiples of 64, not {K} and {N}; pad to {_up(K, 64)} and {_up(N, 64)}": K
+        % 64
+        != 0
+        or N % 64 != 0,
+        f"its tokens are a multiple of 8 from 64 on, not {T}; pad to {max(64, _up(T, 8))}": T % 8
+        != 0
+        or T < 64,
         f"it is tested with {compat.SUPPORTED}, and this is jax {jax.__version__}": not compat.is_supported(),
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds) or None
@@ -145,12 +178,16 @@ def choose_stacked_matmul(problem: StackedMatmulProblem) -> Choice:
     """The implementation that serves a problem, with the reason against the other. Pure."""
     if reason := unsupported_reason(problem) or EXPERIMENTAL:
         return Choice("xla", {"mosaic": reason})
-    return Choice("mosaic", {"xla": "it copies the matrix out of its stack, or its gradient to memory and back"})
+    return Choice(
+        "mosaic",
+        {"xla": "it copies the matrix out of its stack, or its gradient to memory and back"},
+    )
 
 
 def choose_trusted_stacked_matmul(problem: StackedMatmulProblem) -> Choice:
-    """The implementation that serves `problem` on this process's GPUs: as `choose_stacked_matmul`, but `mosaic` only if it passed its
-    self-test, which the first call for a kind of problem may run (`pallas_kernels.trust`).
+    """The implementation that serves `problem` on this process's GPUs: as `choose_stacked_matmul`,
+    but `mosaic` only if it passed its self-test, which the first call for a kind of problem may run
+    (`pallas_kernels.trust`).
     """
 
     def verdict() -> Verdict:
@@ -158,7 +195,9 @@ def choose_trusted_stacked_matmul(problem: StackedMatmulProblem) -> Choice:
 
         return trusted(kind_of(problem))
 
-    return trusted_choice(choose_stacked_matmul(problem), verdict, lambda reason: Choice("xla", {"mosaic": reason}))
+    return trusted_choice(
+        choose_stacked_matmul(problem), verdict, lambda reason: Choice("xla", {"mosaic": reason})
+    )
 
 
 def stacked_matmul(
@@ -174,21 +213,30 @@ def stacked_matmul(
     """x @ weights[row], accumulated in fp32; with `transposed`, x @ weights[row]^T.
 
     Args:
-      x: [T, K]; with `transposed`, [T, N].
-      weights: [R, K, N] in x's dtype.
-      row: an integer, which may be traced. One outside of 0 to R - 1 counts as the nearest one, unlike an index of NumPy.
-      implementation: None lets `choose_stacked_matmul` decide, and `choose_trusted_stacked_matmul` on this process's own GPUs.
-      platform, capability: of the target device; None: this process's. See `pallas_kernels.describe_attention`.
+      x: [T, K]; with `transposed`, [T, N]. weights: [R, K, N] in x's dtype. row: an integer, which
+      may be traced. One outside of 0 to R - 1 counts as the nearest one, unlike an index of NumPy.
+      implementation: None lets `choose_stacked_matmul` decide, and `choose_trusted_stacked_matmul`
+      on this process's own GPUs. platform, capability: of the target device; None: this process's.
+      See `pallas_kernels.describe_attention`.
 
-    Returns [T, N] in x's dtype; with `transposed`, [T, K]. Has a gradient with respect to x and weights. That of weights is a whole stack,
-    which is 0 but for the row: in a loop over rows, add to one stack with `add_weight_gradient` instead.
+    Returns [T, N] in x's dtype; with `transposed`, [T, K]. Has a gradient with respect to x and
+    weights. That of weights is a whole stack, which is 0 but for the row: in a loop over rows, add
+    to one stack with `add_weight_gradient` instead.
 
     Shapes are those of one device: under a mesh, call it inside `jax.shard_map(check_vma=False)`.
 
-    Raises ValueError with every fault of the arguments, `Unsupported` when `implementation` cannot serve the call.
+    Raises ValueError with every fault of the arguments, `Unsupported` when `implementation` cannot
+    serve the call.
     """
-    problem = describe_stacked_matmul(x, weights, row, transposed=transposed, platform=platform, capability=capability)
-    name = _serving(problem, implementation, here=platform is None and capability is None, caller="stacked_matmul")
+    problem = describe_stacked_matmul(
+        x, weights, row, transposed=transposed, platform=platform, capability=capability
+    )
+    name = _serving(
+        problem,
+        implementation,
+        here=platform is None and capability is None,
+        caller="stacked_matmul",
+    )
     return _product(x, weights, jnp.asarray(row, jnp.int32), transposed, name)
 
 
@@ -203,29 +251,40 @@ def add_weight_gradient(
     platform: str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Array:
-    """`sums` with x^T dy added to its row: the gradient of the weights of `stacked_matmul`, summed over microbatches.
+    """`sums` with x^T dy added to its row: the gradient of the weights of `stacked_matmul`, summed
+    over microbatches.
 
-    Megatron-LM calls this gradient accumulation fusion. In a jitted program whose `sums` are donated, or carried by a loop, they stay
-    where they are, and other rows are not touched.
+    Megatron-LM calls this gradient accumulation fusion. In a jitted program whose `sums` are
+    donated, or carried by a loop, they stay where they are, and other rows are not touched.
 
     Args:
-      sums: fp32 [R, K, N].
-      row: an integer, which may be traced. One outside of 0 to R - 1 counts as the nearest one, unlike an index of NumPy.
-      x, dy: [T, K] and [T, N] in one dtype.
-      rounded: whether the sum over the tokens is rounded to x's dtype before it is added, as when a matmul with a result of that dtype is
+      sums: fp32 [R, K, N]. row: an integer, which may be traced. One outside of 0 to R - 1 counts
+      as the nearest one, unlike an index of NumPy. x, dy: [T, K] and [T, N] in one dtype. rounded:
+      whether the sum over the tokens is rounded to x's dtype before it is added, as when a matmul
+      with a result of that dtype is
         added to fp32 sums. False: nothing is rounded.
       implementation, platform, capability: as for `stacked_matmul`.
 
-    Returns fp32 [R, K, N]. `mosaic` adds in the L2 cache, where numbers too small to be normal count as 0. It has no gradient.
+    Returns fp32 [R, K, N]. `mosaic` adds in the L2 cache, where numbers too small to be normal
+    count as 0. It has no gradient.
 
     Shapes and errors are as for `stacked_matmul`.
     """
-    problem = describe_weight_gradient(sums, row, x, dy, rounded=rounded, platform=platform, capability=capability)
-    name = _serving(problem, implementation, here=platform is None and capability is None, caller="add_weight_gradient")
+    problem = describe_weight_gradient(
+        sums, row, x, dy, rounded=rounded, platform=platform, capability=capability
+    )
+    name = _serving(
+        problem,
+        implementation,
+        here=platform is None and capability is None,
+        caller="add_weight_gradient",
+    )
     return _add(name, sums, jnp.asarray(row, jnp.int32), x, dy, rounded)
 
 
-def _serving(problem: StackedMatmulProblem, implementation: str | None, *, here: bool, caller: str) -> str:
+def _serving(
+    problem: StackedMatmulProblem, implementation: str | None, *, here: bool, caller: str
+) -> str:
     """The implementation that serves a call."""
     return serving(
         caller, implementation, IMPLEMENTATIONS,
@@ -242,18 +301,28 @@ def _product(x: Array, weights_RKN: Array, row: Array, transposed: bool, name: s
 
     width = weights_RKN.shape[1 if transposed else 2]
     chosen, about = plan.plan_for(len(x), width, x.shape[1])
-    return hopper.product(chosen, x, weights_RKN, row, transpose=transposed, occupancy=about.occupancy)
+    return hopper.product(
+        chosen, x, weights_RKN, row, transpose=transposed, occupancy=about.occupancy
+    )
 
 
-def _forward(x: Array, weights_RKN: Array, row: Array, transposed: bool, name: str) -> tuple[Array, tuple[Array, Array, Array]]:
+def _forward(
+    x: Array, weights_RKN: Array, row: Array, transposed: bool, name: str
+) -> tuple[Array, tuple[Array, Array, Array]]:
     return _product(x, weights_RKN, row, transposed, name), (x, weights_RKN, row)
 
 
-def _backward(transposed: bool, name: str, kept: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
+def _backward(
+    transposed: bool, name: str, kept: tuple[Array, Array, Array], dy: Array
+) -> tuple[Array, Array, None]:
     x, weights_RKN, row = kept
     zeros = jnp.zeros(weights_RKN.shape, jnp.float32)
     dw_RKN = _add(name, zeros, row, *((dy, x) if transposed else (x, dy)), False)
-    return _product(dy, weights_RKN, row, not transposed, name), dw_RKN.astype(weights_RKN.dtype), None
+    return (
+        _product(dy, weights_RKN, row, not transposed, name),
+        dw_RKN.astype(weights_RKN.dtype),
+        None,
+    )
 
 
 _product.defvjp(_forward, _backward)
@@ -265,4 +334,6 @@ def _add(name: str, sums_RKN: Array, row: Array, x_TK: Array, dy_TN: Array, roun
     from pallas_kernels.stacked import hopper, plan
 
     chosen, about = plan.plan_to_add(x_TK.shape[1], dy_TN.shape[1], len(x_TK))
-    return hopper.add(chosen, sums_RKN, row, x_TK, dy_TN, rounded=rounded, occupancy=about.occupancy)
+    return hopper.add(
+        chosen, sums_RKN, row, x_TK, dy_TN, rounded=rounded, occupancy=about.occupancy
+    )

@@ -1,4 +1,6 @@
-"""Sharding rules as data, the mesh that they map to, and `Shard`, which binds the two. Imports nothing else of this project."""
+"""Sharding rules as data, the mesh that they map to, and `Shard`, which binds the two. Imports
+nothing else of this project.
+"""
 
 from sharding_rules.mesh import AXES as AXES
 from sharding_rules.mesh import ISLAND as ISLAND

@@ -1,4 +1,6 @@
-"""`python -m sharding_rules report | diff`: what XLA makes of a program for GPUs that you do not have, and what a change does to that."""
+"""`python -m sharding_rules report | diff`: what XLA makes of a program for GPUs that you do not
+have, and what a change does to that.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +27,51 @@ from sharding_rules.presets import preset
 from sharding_rules.rules import Rules
 
 PROGRAMS = "sharding_rules.programs"
-"""Entry points of this group know a kind of config: (--config=FILE and its like, rules, target, number of devices) -> Report."""
+"""Entry points of this group know a kind of config: (--config=FILE and its like, rules, target,
+number of devices) -> Report."""
 
 ConfigReader = Callable[[list[str], Rules, str, int], Report]
 
 
 def main(argv: list[str]) -> int:
-    """Runs `python -m sharding_rules` with these arguments and returns the exit status. A user's mistake prints one message."""
+    """Runs `python -m sharding_rules` with these arguments and returns the exit status. A user's
+    mistake prints one message.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack characters of the report
-    parser = argparse.ArgumentParser("python -m sharding_rules", description=__doc__, allow_abbrev=False)
+        # a locale may lack characters of the report
+        sys.stdout.reconfigure(errors="backslashreplace")
+    parser = argparse.ArgumentParser(
+        "python -m sharding_rules", description=__doc__, allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    _report_options(commands.add_parser("report", help="compile a function of a Python file, and show the report", allow_abbrev=False))
-    _diff_options(commands.add_parser("diff", help="compare two saved reports, or a config under two sets of rules", allow_abbrev=False))
+    _report_options(
+        commands.add_parser(
+            "report",
+            help="compile a function of a Python file, and show the report",
+            allow_abbrev=False,
+        )
+    )
+    _diff_options(
+        commands.add_parser(
+            "diff",
+            help="compare two saved reports, or a config under two sets of rules",
+            allow_abbrev=False,
+        )
+    )
     arguments, changes = parser.parse_known_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # XLA would take a GPU that is here, and its memory, to compile for those that are not
+    # XLA would take a GPU that is here, and its memory, to compile for those that are not
+    jax.config.update("jax_platforms", "cpu")
     try:
         if arguments.devices < 0:
             raise LabError(f"--devices={arguments.devices} must be at least 1")
-        return _report(arguments, changes) if arguments.command == "report" else _diff(arguments, changes)
-    except ValueError as error:  # of this package, and of the program's own: they are all messages for the user
+        return (
+            _report(arguments, changes)
+            if arguments.command == "report"
+            else _diff(arguments, changes)
+        )
+    except (
+        ValueError
+    ) as error:  # of this package, and of the program's own: they are all messages for the user
         if type(error) is ValueError:
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -52,20 +79,45 @@ def main(argv: list[str]) -> int:
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("program", metavar="FILE.py:FUNCTION", help="FUNCTION(devices) returns (step, arguments, mesh)")
-    parser.add_argument("--target", default="h100", choices=list(TARGETS), help="the GPU (default: h100)")
-    parser.add_argument("--devices", type=int, default=8, help="how many of them; whole nodes of 8 (default: 8)")
-    parser.add_argument("--out", default="", metavar="FILE", help=f"a file instead of the screen; it ends in {ENDINGS}")
+    parser.add_argument(
+        "program",
+        metavar="FILE.py:FUNCTION",
+        help="FUNCTION(devices) returns (step, arguments, mesh)",
+    )
+    parser.add_argument(
+        "--target", default="h100", choices=list(TARGETS), help="the GPU (default: h100)"
+    )
+    parser.add_argument(
+        "--devices", type=int, default=8, help="how many of them; whole nodes of 8 (default: 8)"
+    )
+    parser.add_argument(
+        "--out",
+        default="",
+        metavar="FILE",
+        help=f"a file instead of the screen; it ends in {ENDINGS}",
+    )
 
 
 def _diff_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("reports", nargs="*", metavar="REPORT.json", help="two saved reports, before and after")
-    parser.add_argument("--config", default="", help="or a run; its fields can be changed as in training: --config.model.n_layers=2")
-    parser.add_argument("--rules", default="", help="a preset, or a product such as hsdp+megatron_sp")
+    parser.add_argument(
+        "reports", nargs="*", metavar="REPORT.json", help="two saved reports, before and after"
+    )
+    parser.add_argument(
+        "--config",
+        default="",
+        help="or a run; its fields can be changed as in training: --config.model.n_layers=2",
+    )
+    parser.add_argument(
+        "--rules", default="", help="a preset, or a product such as hsdp+megatron_sp"
+    )
     parser.add_argument("--against", default="", help="the rules that it is compared with")
     parser.add_argument("--target", default="h100", choices=list(TARGETS))
-    parser.add_argument("--devices", type=int, default=0, help="0: as many as the config's mesh says")
-    parser.add_argument("--out", default="", metavar="FILE.html", help="a page instead of the screen")
+    parser.add_argument(
+        "--devices", type=int, default=0, help="0: as many as the config's mesh says"
+    )
+    parser.add_argument(
+        "--out", default="", metavar="FILE.html", help="a page instead of the screen"
+    )
 
 
 def _report(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -74,7 +126,9 @@ def _report(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.out and not arguments.out.endswith((".html", ".json")):
         raise LabError(f"--out={arguments.out}: expected a file that ends in {ENDINGS}")
     make = _function(arguments.program)
-    step, args, mesh = _program(arguments.program, make(devices(arguments.target, arguments.devices)))
+    step, args, mesh = _program(
+        arguments.program, make(devices(arguments.target, arguments.devices))
+    )
     report = compile_report(step, *args, mesh=mesh, name=arguments.program.rpartition(":")[2])
     findings = lint(report)
     if arguments.out:
@@ -86,7 +140,9 @@ def _report(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _function(words: str) -> Callable[..., Any]:
-    """The function that FILE.py:FUNCTION names. What the file raises when it is imported passes through."""
+    """The function that FILE.py:FUNCTION names. What the file raises when it is imported passes
+    through.
+    """
     file, _, name = words.rpartition(":")
     if not (file.endswith(".py") and name):
         raise LabError(f"{words!r} is not FILE.py:FUNCTION")
@@ -108,14 +164,20 @@ def _program(words: str, returned: Any) -> tuple[Any, tuple[Any, ...], jax.shard
         case (step, tuple() | list() as args, jax.sharding.Mesh() as mesh) if callable(step):
             return step, tuple(args), mesh
     raise LabError(
-        f"{words} must return (step, arguments, mesh): a function, a tuple of its arguments, and a jax.sharding.Mesh of the devices"
+        f"{words} must return (step, arguments, mesh): a function, a tuple of its arguments, "
+        "and a "
+        "jax.sharding.Mesh of the devices"
     )
 
 
 def _diff(arguments: argparse.Namespace, changes: list[str]) -> int:
     if arguments.reports:
         if len(arguments.reports) != 2 or arguments.config or changes:
-            raise LabError("diff takes two saved reports, BEFORE.json AFTER.json, or --config, --rules and --against")
+            raise LabError(
+                "diff takes two saved reports, BEFORE.json AFTER.json, or --config, --rules "
+                "and "
+                "--against"
+            )
         before, after = map(load, arguments.reports)
     else:
         before, after = _under_rules(arguments, changes)
@@ -128,8 +190,13 @@ def _diff(arguments: argparse.Namespace, changes: list[str]) -> int:
 
 
 def _under_rules(arguments: argparse.Namespace, changes: list[str]) -> tuple[Report, Report]:
-    if missing := [option for option in ("config", "rules", "against") if not getattr(arguments, option)]:
-        raise LabError(f"diff needs --{missing[0]}: --config=FILE --rules=A --against=B, or two saved reports, BEFORE.json AFTER.json")
+    if missing := [
+        option for option in ("config", "rules", "against") if not getattr(arguments, option)
+    ]:
+        raise LabError(
+            f"diff needs --{missing[0]}: --config=FILE --rules=A --against=B, or two saved "
+            "reports, BEFORE.json AFTER.json"
+        )
     both = [preset(name) for name in (arguments.against, arguments.rules)]
     read, words = _config_reader(), [f"--config={arguments.config}", *changes]
     before, after = (read(words, rules, arguments.target, arguments.devices) for rules in both)
@@ -139,7 +206,11 @@ def _under_rules(arguments: argparse.Namespace, changes: list[str]) -> tuple[Rep
 def _config_reader() -> ConfigReader:
     readers = list(entry_points(group=PROGRAMS))
     if not readers:
-        raise LabError(f"no installed package can read a config (entry points {PROGRAMS}); run: pip install -e .")
+        raise LabError(
+            f"no installed package can read a config (entry points {PROGRAMS}); run: pip "
+            "install "
+            "-e ."
+        )
     return readers[0].load()
 
 

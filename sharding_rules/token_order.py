@@ -1,4 +1,6 @@
-"""The order of a sequence's tokens in memory, where a mesh axis shards it and attention is causal."""
+"""The order of a sequence's tokens in memory, where a mesh axis shards it and attention is
+causal.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,21 @@ from sharding_rules.rules import Rules, axes_of
 
 
 def token_order(rules: Rules, mesh: Mapping[str, int], n_tokens: int) -> np.ndarray | None:
-    """The index of each token in its sequence, int32 [n_tokens], in the order in memory; None: in their own order.
+    """The index of each token in its sequence, int32 [n_tokens], in the order in memory; None: in
+    their own order.
 
-    mesh: the size of each mesh axis. With a causal mask the last tokens have the most keys. So of 2 n chunks, the shard i of n along the
-    axes that exchange by gather or ring has the chunks i and 2 n - 1 - i, which are as much work together as those of any other shard
-    (zig-zag; Brandon et al., arXiv 2311.09431, have stripes instead). Ulysses divides heads, and needs no such order.
+    mesh: the size of each mesh axis. With a causal mask the last tokens have the most keys. So of 2
+    n chunks, the shard i of n along the axes that exchange by gather or ring has the chunks i and 2
+    n - 1 - i, which are as much work together as those of any other shard (zig-zag; Brandon et al.,
+    arXiv 2311.09431, have stripes instead). Ulysses divides heads, and needs no such order.
 
     n_tokens must be a multiple of 2 n.
     """
-    axes = [axis for axis in axes_of(rules.activations.get("seq")) if rules.context.get(axis) in ("gather", "ring")]
+    axes = [
+        axis
+        for axis in axes_of(rules.activations.get("seq"))
+        if rules.context.get(axis) in ("gather", "ring")
+    ]
     ways = math.prod(mesh[axis] for axis in axes)
     if ways == 1:
         return None

@@ -27,16 +27,34 @@ def values_and_grads(attention, weights, arrays):
 
     def loss(*arrays):
         out, lse = attention(*arrays)
-        return (out * w_out).sum() + jnp.where(lse == -jnp.inf, 0, jnp.sin(lse) * w_lse).sum(), (out, lse)
+        return (out * w_out).sum() + jnp.where(lse == -jnp.inf, 0, jnp.sin(lse) * w_lse).sum(), (
+            out,
+            lse,
+        )
 
     (_, values), grads = jax.value_and_grad(loss, tuple(range(len(arrays))), has_aux=True)(*arrays)
     return values, grads
 
 
-def chunked(q, k, v, sinks=None, segment_ids=None, kv_segment_ids=None, q_offset=0, chunk=512, **features):
+def chunked(
+    q, k, v, sinks=None, segment_ids=None, kv_segment_ids=None, q_offset=0, chunk=512, **features
+):
     problem = describe_attention(
-        q, k, v, sinks=sinks, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset, return_lse=True, **features
+        q,
+        k,
+        v,
+        sinks=sinks,
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_offset=q_offset,
+        return_lse=True,
+        **features,
     )
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
-    arrays = {"sinks": sinks, "segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "q_offset": q_offset}
+    arrays = {
+        "sinks": sinks,
+        "segment_ids": segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "q_offset": q_offset,
+    }
     return xla.attend(q, k, v, problem, **arrays, q_chunk=chunk, kv_chunk=chunk)

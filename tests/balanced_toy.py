@@ -1,5 +1,6 @@
-"""The mixture of experts of `experts_toy` with buffers: the bias that balances a router (DeepSeek-V3, arXiv 2412.19437), with a row for
-each layer; and the number of labels read so far, outside of layers, which embedding, layers and loss use."""
+"""The mixture of experts of `experts_toy` with buffers: the bias that balances a router
+(DeepSeek-V3, arXiv 2412.19437), with a row for each layer; and the number of labels read so far,
+outside of layers, which embedding, layers and loss use."""
 
 from __future__ import annotations
 
@@ -58,12 +59,20 @@ class BalancedConfig(ExpertsConfig):
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
         return Counting(self, shard, rngs)
 
-    def updated(self, buffers: dict[str, jax.Array], sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def updated(
+        self, buffers: dict[str, jax.Array], sums: dict[str, jax.Array]
+    ) -> dict[str, jax.Array]:
         load_LE = sums["moe/load"]
         more = RATE * jnp.sign(load_LE.mean(-1, keepdims=True) - load_LE)
         return {"moe.bias": buffers["moe.bias"] + more, "seen": buffers["seen"] + sums["weight"]}
 
 
-_FIELDS: dict[str, Any] = {field.name: getattr(experts_toy.MODEL, field.name) for field in dataclasses.fields(experts_toy.MODEL)}
-_FIELDS["segments"] = SegmentConfig("dense", 2, "sharing", remat="none"), SegmentConfig("moe", 4, "balanced")
+_FIELDS: dict[str, Any] = {
+    field.name: getattr(experts_toy.MODEL, field.name)
+    for field in dataclasses.fields(experts_toy.MODEL)
+}
+_FIELDS["segments"] = (
+    SegmentConfig("dense", 2, "sharing", remat="none"),
+    SegmentConfig("moe", 4, "balanced"),
+)
 MODEL = BalancedConfig(**_FIELDS)

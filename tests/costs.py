@@ -1,6 +1,8 @@
-"""What each test costs beside its seconds: traces, lowerings, XLA compiles, processor time and processes.
+"""What each test costs beside its seconds: traces, lowerings, XLA compiles, processor time and
+processes.
 
-The counts travel with the test's report to the JUnit file, from which benchmarks/test_costs.py makes tests/seconds.json and a table.
+The counts travel with the test's report to the JUnit file, from which benchmarks/test_costs.py
+makes tests/seconds.json and a table.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ EVENTS = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowerings",
     "/jax/core/compile/backend_compile_duration": "compiles",
 }
-"""JAX's monitoring events -> our counts. A program read from the cache on disk is a compile too, of few seconds."""
+"""JAX's monitoring events -> our counts. A program read from the cache on disk is a compile too, of
+few seconds."""
 COUNTS = ("traces", "lowerings", "trace_s", "compiles", "compile_s", "processes", "cpu_s")
-"""Of a test with its fixtures. trace_s: seconds of traces and lowerings. compile_s: seconds in XLA. processes: those that it started
-itself. cpu_s: of this process and of those that ended and were waited for."""
+"""Of a test with its fixtures. trace_s: seconds of traces and lowerings. compile_s: seconds in XLA.
+processes: those that it started itself. cpu_s: of this process and of those that ended and were
+waited for."""
 
 _totals: Counter[str] = Counter()
 
@@ -41,7 +45,8 @@ def _on_audit(event: str, _: Any) -> None:
 
 
 def cpu_seconds() -> float:
-    """Returns the processor seconds of this process so far, with those of its children that have ended."""
+    """Returns the processor seconds of this process so far, with those of its children that have
+    ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 

@@ -14,7 +14,8 @@ from processes import PATIENCE, ROOT, environment
 
 
 class Runner:
-    """The process of a script that answers each line of its input by a line "\\0[verdict, text]". An example that kills it restarts it.
+    """The process of a script that answers each line of its input by a line "\\0[verdict, text]".
+    An example that kills it restarts it.
 
     Attributes:
       verdicts: how often each verdict was given.
@@ -32,23 +33,35 @@ class Runner:
         """Raises AssertionError for an example that is neither refused nor correct."""
         verdict, text = self.judged(example)
         line = json.dumps(example)
-        assert verdict in ("same", "refused"), f"{verdict}: {text}\nPYTHONPATH=tests:. python tests/{self._script.name} '{line}'"
+        assert verdict in ("same", "refused"), (
+            f"{verdict}: {text}\nPYTHONPATH=tests:. python tests/{self._script.name} '{line}'"
+        )
 
     def judged(self, example: dict[str, Any]) -> tuple[str, str]:
         """(verdict, what was said): that of the script, or "hung" or "aborted"."""
         line = json.dumps(example)
         verdict, text = self._answer(line)
-        if verdict in ("hung", "aborted"):  # on few cores, XLA:CPU's collectives sometimes starve each other and time out
+        # on few cores, XLA:CPU's collectives sometimes starve each other and time out
+        if verdict in ("hung", "aborted"):
             verdict, text = self._answer(line)
         self.verdicts[verdict] += 1
         return verdict, text
 
     def _answer(self, line: str) -> tuple[str, str]:
         if self._process is None:
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said.open("w", encoding="utf-8")}
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": self._said.open("w", encoding="utf-8"),
+            }
             environ = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}") | {"XLA_FLAGS": ""}
-            environ["XLA_FLAGS"] = f"{environment()['XLA_FLAGS']} --xla_force_host_platform_device_count={self._n_devices}"
-            self._process = subprocess.Popen([sys.executable, str(self._script)], text=True, env=environ, **pipes)
+            environ["XLA_FLAGS"] = (
+                f"{environment()['XLA_FLAGS']} "
+                f"--xla_force_host_platform_device_count={self._n_devices}"
+            )
+            self._process = subprocess.Popen(
+                [sys.executable, str(self._script)], text=True, env=environ, **pipes
+            )
         process = self._process
         assert process.stdin and process.stdout
         process.stdin.write(line + "\n")

@@ -1,6 +1,8 @@
-"""A kind of layer that the project does not have yet: a mixture of experts, with array sums and a matrix that layers share.
+"""A kind of layer that the project does not have yet: a mixture of experts, with array sums and a
+matrix that layers share.
 
-Every expert computes every token, so that only the model contract is tested. Sizes: B batch, S sequence, D embed, E experts, F mlp.
+Every expert computes every token, so that only the model contract is tested. Sizes: B batch, S
+sequence, D embed, E experts, F mlp.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class ExpertsDecoder(Decoder):
 
     def __init__(self, config: ExpertsConfig, shard: Shard, rngs: nnx.Rngs) -> None:
         super().__init__(config, shard, rngs)
-        self.mixer = Weights(config, rngs)((config.d_model, config.d_model), ("embed", "fused"), 0.3)
+        self.mixer = Weights(config, rngs)(
+            (config.d_model, config.d_model), ("embed", "fused"), 0.3
+        )
 
     def prepare(self, batch: Batch) -> jax.Array:
         return self.shard.weight(self.mixer[...].astype(self.config.dtype), "embed", "fused")
@@ -56,20 +60,35 @@ class Layer(dense_kind.Layer):
         h_BSD = self._enter(self.mlp_norm(x_BSD), ctx)
         y_BSD, sums = self.experts(jnp.tanh(h_BSD @ ctx.shared), ctx.batch["weights"])
         x_BSD, cache, _ = super().__call__(x_BSD, dataclasses.replace(ctx, shared=None))
-        return self._add(x_BSD, y_BSD, ctx.dropout.fold(ctx.number) if ctx.dropout else None, 2, ctx), cache, sums
+        return (
+            self._add(x_BSD, y_BSD, ctx.dropout.fold(ctx.number) if ctx.dropout else None, 2, ctx),
+            cache,
+            sums,
+        )
 
     def experts(self, x_BSD: jax.Array, weights_BS: jax.Array) -> tuple[jax.Array, Sums]:
         shard, dtype = self.shard, x_BSD.dtype
-        logits_BSE = jnp.einsum("bsd,de->bse", x_BSD.astype(jnp.float32), shard.weight(self.router[...], "embed", "experts"))
+        logits_BSE = jnp.einsum(
+            "bsd,de->bse",
+            x_BSD.astype(jnp.float32),
+            shard.weight(self.router[...], "embed", "experts"),
+        )
         p_BSE = jax.nn.sigmoid(logits_BSE)
         chosen = jax.lax.top_k(jax.lax.stop_gradient(self.ranked(p_BSE)), ACTIVE)[1]
         mask_BSE = jax.nn.one_hot(chosen, EXPERTS).sum(-2)
         gate_BSE = (p_BSE * mask_BSE / (p_BSE * mask_BSE).sum(-1, keepdims=True)).astype(dtype)
-        up, down = (shard.weight(w[...].astype(dtype), "experts", "embed", "mlp") for w in (self.up, self.down_experts))
+        up, down = (
+            shard.weight(w[...].astype(dtype), "experts", "embed", "mlp")
+            for w in (self.up, self.down_experts)
+        )
         h_BSEF = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x_BSD, up))
         z_loss = 1e-2 * (weights_BS * jax.nn.logsumexp(logits_BSE, -1) ** 2).sum()
         load_E = (weights_BS[..., None] * mask_BSE).sum((0, 1))
-        return jnp.einsum("bsef,edf,bse->bsd", h_BSEF, down, gate_BSE), {"objective": z_loss, "router_z": z_loss, "load": load_E}
+        return jnp.einsum("bsef,edf,bse->bsd", h_BSEF, down, gate_BSE), {
+            "objective": z_loss,
+            "router_z": z_loss,
+            "load": load_E,
+        }
 
     def ranked(self, p_BSE: jax.Array) -> jax.Array:
         """The logits that select the experts of a token."""
@@ -78,12 +97,16 @@ class Layer(dense_kind.Layer):
 
 def n_params(config: DecoderConfig) -> int:
     d = config.d_model
-    return dense_kind.n_params(dataclasses.replace(config, d_ff=d)) + EXPERTS * (d + 2 * d * D_EXPERT)
+    return dense_kind.n_params(dataclasses.replace(config, d_ff=d)) + EXPERTS * (
+        d + 2 * d * D_EXPERT
+    )
 
 
 def flops_per_token(config: DecoderConfig) -> float:
     d = config.d_model
-    return dense_kind.flops_per_token(dataclasses.replace(config, d_ff=d)) + 6 * (EXPERTS * d + EXPERTS * 2 * d * D_EXPERT)
+    return dense_kind.flops_per_token(dataclasses.replace(config, d_ff=d)) + 6 * (
+        EXPERTS * d + EXPERTS * 2 * d * D_EXPERT
+    )
 
 
 MODEL = ExpertsConfig(
@@ -98,5 +121,9 @@ MODEL = ExpertsConfig(
 def rules(name: str) -> Rules:
     """A preset with a row for this model's own axis."""
     base = preset(name)
-    more = {kind: {"experts": None} for kind in ("gradients", "optimizer") if getattr(base, kind) is not None}
+    more = {
+        kind: {"experts": None}
+        for kind in ("gradients", "optimizer")
+        if getattr(base, kind) is not None
+    }
     return base.replace(name, params={"experts": None}, activations={"experts": None}, **more)

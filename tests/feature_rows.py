@@ -1,8 +1,10 @@
-"""Features that were never together: one training step of any combination must equal one device, or be refused by `check`.
+"""Features that were never together: one training step of any combination must equal one device, or
+be refused by `check`.
 
-`FACTORS` are the features, `array` is a covering array of them (`covering.array`): every two values of two features meet in a row.
-`python tests/feature_rows.py ROW` runs one row, a JSON object; without an argument, one for each line of its input. The answer is a line of
-JSON: [verdict, what was said].
+`FACTORS` are the features, `array` is a covering array of them (`covering.array`): every two values
+of two features meet in a row. `python tests/feature_rows.py ROW` runs one row, a JSON object;
+without an argument, one for each line of its input. The answer is a line of JSON: [verdict, what
+was said].
 
 Islands are not among the rules: they train apart, so that no step of theirs equals one device.
 """
@@ -35,7 +37,16 @@ import jax
 import numpy as np
 from covering import Constraint, Row
 from flat_layout import flattened, unflattened
-from support import BATCH, SEQ, VOCAB, assert_same_gradients, host_batch, in_memory_order, on_devices, shard_on
+from support import (
+    BATCH,
+    SEQ,
+    VOCAB,
+    assert_same_gradients,
+    host_batch,
+    in_memory_order,
+    on_devices,
+    shard_on,
+)
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.errors import ConfigError
@@ -52,7 +63,17 @@ from mesh_lm.training.step import train_step
 from sharding_rules import MeshConfig, Shard, ShardingRuleError, make_mesh, preset
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "replicas": ("ddp", "zero1", "zero2", "distributed", "zero3", "fsdp", "hsdp", "by_node", "zero3+fsdp"),
+    "replicas": (
+        "ddp",
+        "zero1",
+        "zero2",
+        "distributed",
+        "zero3",
+        "fsdp",
+        "hsdp",
+        "by_node",
+        "zero3+fsdp",
+    ),
     "tensor": ("", "megatron", "megatron_sp", "megatron_2d"),
     "context": ("", "context_gather", "ulysses", "ring", "usp"),
     "stages": (1, 2),
@@ -75,15 +96,19 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "microbatches": (2, 4),
 }
-"""The replicas, tensor and context are parts of the rules, and the mesh is what they need. mixed: segments of unequal lengths, of which
-the second recomputes everything."""
+"""The replicas, tensor and context are parts of the rules, and the mesh is what they need. mixed:
+segments of unequal lengths, of which the second recomputes everything."""
 
 N_DEVICES = 16
 _MESHES = {
-    "ddp": {"data": 2}, "zero1": {"data": 2}, "zero2": {"data": 2}, "distributed": {"data": 2}, "zero3": {"data": 2}, "fsdp": {"fsdp": 2},
-    "hsdp": {"data": 2, "fsdp": 2}, "by_node": {"data": 2, "node": 2}, "zero3+fsdp": {"data": 2, "fsdp": 2},
-    "megatron": {"tensor": 2}, "megatron_sp": {"tensor": 2}, "megatron_2d": {"tensor": 2, "tensor_y": 2},
-    "context_gather": {"sequence": 2}, "ulysses": {"sequence": 2}, "ring": {"sequence": 2}, "usp": {"sequence": 2, "ulysses": 2},
+    "ddp": {"data": 2}, "zero1": {"data": 2}, "zero2": {"data": 2}, "distributed": {"data": 2},
+    "zero3": {"data": 2}, "fsdp": {"fsdp": 2},
+    "hsdp": {"data": 2, "fsdp": 2}, "by_node": {"data": 2, "node": 2},
+    "zero3+fsdp": {"data": 2, "fsdp": 2},
+    "megatron": {"tensor": 2}, "megatron_sp": {"tensor": 2},
+    "megatron_2d": {"tensor": 2, "tensor_y": 2},
+    "context_gather": {"sequence": 2}, "ulysses": {"sequence": 2}, "ring": {"sequence": 2},
+    "usp": {"sequence": 2, "ulysses": 2},
 }  # fmt: skip
 _FLAT = ("distributed", "zero3", "zero3+fsdp")
 """Rules that keep matrices as flat vectors."""
@@ -111,7 +136,10 @@ def _within(n_devices: int) -> tuple[Constraint, ...]:
         for names in itertools.combinations(parts, n):
 
             def fits(*values: Any, names: tuple[str, ...] = names) -> bool:
-                return math.prod(_mesh(**(parts | dict(zip(names, values, strict=True)))).values()) <= n_devices
+                return (
+                    math.prod(_mesh(**(parts | dict(zip(names, values, strict=True)))).values())
+                    <= n_devices
+                )
 
             found.append((names, fits))
     return tuple(found)
@@ -130,13 +158,30 @@ _CONSTRAINTS: tuple[Constraint, ...] = (
     (("replicas", "kept_layers"), lambda replicas, kept: replicas in _GATHERED or not kept),
     (("stages", "remat_layers"), lambda stages, layers: stages == 1 or layers is None),
     (("remat", "remat_layers"), lambda remat, layers: remat in LIGHTER or layers is None),
-    (("replicas", "remat"), lambda replicas, remat: replicas not in _GATHERED or remat != "offload"),
+    (
+        ("replicas", "remat"),
+        lambda replicas, remat: replicas not in _GATHERED or remat != "offload",
+    ),
     (("stash", "remat"), lambda stash, remat: stash == "input" or remat != "offload"),
-    (("tensor", "context", "halves"), lambda tensor, context, halves: bool(tensor or context) or not halves),
+    (
+        ("tensor", "context", "halves"),
+        lambda tensor, context, halves: bool(tensor or context) or not halves,
+    ),
     (("pairs", "halves"), lambda pairs, halves: not (pairs and halves)),
-    (("replicas", "microbatches", "halves"), lambda replicas, n, halves: _sequences(replicas, n) % 2 == 0 or not halves),
-    (("replicas", "optimizer"), lambda replicas, name: replicas not in _FLAT or name in ("adamw", "lion")),
-    (("replicas", "reduction"), lambda replicas, kind: kind != "int8" or replicas in ("ddp", "zero1", "distributed", "hsdp")),
+    (
+        ("replicas", "microbatches", "halves"),
+        lambda replicas, n, halves: _sequences(replicas, n) % 2 == 0 or not halves,
+    ),
+    (
+        ("replicas", "optimizer"),
+        lambda replicas, name: replicas not in _FLAT or name in ("adamw", "lion"),
+    ),
+    (
+        ("replicas", "reduction"),
+        lambda replicas, kind: (
+            kind != "int8" or replicas in ("ddp", "zero1", "distributed", "hsdp")
+        ),
+    ),
 )
 """What keeps features apart."""
 
@@ -155,25 +200,37 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="consta
 
 
 def model_of(row: Row) -> DecoderConfig:
-    """The model of a row. With windows it has twice the layers, because a stage holds complete periods of them."""
+    """The model of a row. With windows it has twice the layers, because a stage holds complete
+    periods of them."""
     period = len(row["window"]) or 1
     n_layers = 4 * period
     shares = {"one": (4,), "two": (2, 2), "mixed": (1, 3)}[row["segments"]]
     segments: tuple[SegmentConfig, ...] = ()
     if len(shares) > 1:
         late = "full" if row["segments"] == "mixed" else None
-        segments = (SegmentConfig("early", shares[0] * period), SegmentConfig("late", shares[1] * period, remat=late))
+        segments = (
+            SegmentConfig("early", shares[0] * period),
+            SegmentConfig("late", shares[1] * period, remat=late),
+        )
     return DecoderConfig(
-        vocab_size=VOCAB, vocab_multiple=16, seq_len=SEQ, n_layers=n_layers, segments=segments, d_model=32, n_heads=8, loss_chunk=24,
-        dropout=0.1, n_kv_heads=row["kv_heads"], tied=row["tied"], window=row["window"], dtype=row["dtype"], remat=row["remat"],
-        remat_layers=row["remat_layers"] and row["remat_layers"] * period, kept_layers=row["kept_layers"] * period, unroll=row["unroll"],
+        vocab_size=VOCAB, vocab_multiple=16, seq_len=SEQ, n_layers=n_layers, segments=segments,
+        d_model=32, n_heads=8, loss_chunk=24,
+        dropout=0.1, n_kv_heads=row["kv_heads"], tied=row["tied"], window=row["window"],
+        dtype=row["dtype"], remat=row["remat"],
+        remat_layers=row["remat_layers"] and row["remat_layers"] * period,
+        kept_layers=row["kept_layers"] * period, unroll=row["unroll"],
         batch_halves=row["halves"],
     )  # fmt: skip
 
 
 def config_of(row: Row) -> TrainConfig:
     """The config of a row."""
-    rules = [row["replicas"], row["tensor"], row["context"], "" if row["reduction"] == "auto" else f"reduce_{row['reduction']}"]
+    rules = [
+        row["replicas"],
+        row["tensor"],
+        row["context"],
+        "" if row["reduction"] == "auto" else f"reduce_{row['reduction']}",
+    ]
     return TrainConfig(
         model=model_of(row),
         output="nowhere",
@@ -182,7 +239,12 @@ def config_of(row: Row) -> TrainConfig:
         train=TrainLoop(steps=10, global_batch=BATCH, microbatches=row["microbatches"]),
         optimizer=dataclasses.replace(OPTIMIZER, name=row["optimizer"]),
         data=DataConfig(tokenizer_vocab=64, documents=row["documents"]),
-        pipeline=PipelineConfig(schedule=row["schedule"], chunks=row["chunks"], stash=row["stash"], pair_layers=row["pairs"]),
+        pipeline=PipelineConfig(
+            schedule=row["schedule"],
+            chunks=row["chunks"],
+            stash=row["stash"],
+            pair_layers=row["pairs"],
+        ),
     )
 
 
@@ -232,22 +294,29 @@ class Recorded:
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         return self._rule.slots(leaves) | {"gradient": dict(leaves)}
 
-    def direction(self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs) -> tuple[Params, Slots]:
+    def direction(
+        self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
+    ) -> tuple[Params, Slots]:
         own = {name: slot for name, slot in slots.items() if name != "gradient"}
         directions, after = self._rule.direction(grads, own, params, count=count, leaves=leaves)
         return directions, after | {"gradient": grads}
 
 
 def stepped(config: TrainConfig, separate: bool) -> Stepped:
-    """The outcome of a step from the same weights for any config. separate: documents do not attend to each other."""
+    """The outcome of a step from the same weights for any config. separate: documents do not attend
+    to each other."""
     devices = jax.devices()[: _n_devices(config)]
-    layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh, devices)), config.pipeline)
+    layout = ModelLayout.of(
+        config.model, Shard(config.rules, make_mesh(config.mesh, devices)), config.pipeline
+    )
     optimizer = Optimizer(config.optimizer, config.train.steps, Recorded(config.optimizer))
     batch = on_devices(host_batch(config.train.microbatches, separate=separate), layout)
     after, metrics = train_step(layout, optimizer, seed=3)(_state(layout, optimizer), batch)
 
     held = jax.tree.map(np.asarray, after)
-    params = {name: x for name, x in held["params"].items() if name not in layout.flat.names} | held.get(MASTER, {})
+    params = {
+        name: x for name, x in held["params"].items() if name not in layout.flat.names
+    } | held.get(MASTER, {})
     return Stepped(
         *(float(metrics[name]) for name in ("loss", "grad_norm", "labels")),
         gradients=_joined(unflattened(layout, held["gradient"])),
@@ -261,9 +330,13 @@ def _state(layout: ModelLayout, optimizer: Optimizer) -> State:
     weights = {name: weight(name, shape.shape, layout) for name, shape in layout.shapes.items()}
     in_memory = {name: in_memory_order(layout, name, x) for name, x in weights.items()}
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
-    state["params"] = {name: in_memory[name].astype(like.dtype) for name, like in abstract["params"].items()}
+    state["params"] = {
+        name: in_memory[name].astype(like.dtype) for name, like in abstract["params"].items()
+    }
     if MASTER in abstract:
-        state[MASTER] = {vector.name: flattened(vector, in_memory, layout) for vector in layout.flat.vectors}
+        state[MASTER] = {
+            vector.name: flattened(vector, in_memory, layout) for vector in layout.flat.vectors
+        }
     state["recent"] = initial_statistics()
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, abstract)
 
@@ -285,7 +358,9 @@ def _random(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def _joined(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays by name, with those of the segments early and late joined to that of one segment."""
-    found = {name: x for name, x in arrays.items() if name.partition(".")[0] not in ("early", "late")}
+    found = {
+        name: x for name, x in arrays.items() if name.partition(".")[0] not in ("early", "late")
+    }
     for name, x in arrays.items():
         segment, _, rest = name.partition(".")
         if segment == "early":
@@ -306,7 +381,10 @@ def reference(row: Row) -> Stepped:
 @functools.cache
 def _reference(*model: Any) -> Stepped:
     row = PLAIN | dict(zip(_OF_MODEL, model, strict=False))
-    return stepped(dataclasses.replace(config_of(row), rules=preset("ddp"), mesh=MeshConfig()), row["documents"] == "packed")
+    return stepped(
+        dataclasses.replace(config_of(row), rules=preset("ddp"), mesh=MeshConfig()),
+        row["documents"] == "packed",
+    )
 
 
 @functools.cache
@@ -324,7 +402,9 @@ def _update(*model: Any) -> Any:
 
     def update(gradients: Params) -> Params:
         norm = jax.numpy.float32(1)  # which the clipping does not reach
-        return optimizer.update(gradients, norm, slots, weights, np.int32(0), np.int32(0), leaves=layout.leaves)[0]
+        return optimizer.update(
+            gradients, norm, slots, weights, np.int32(0), np.int32(0), leaves=layout.leaves
+        )[0]
 
     return jax.jit(update)
 
@@ -335,32 +415,51 @@ def _assert_equals_one_device(row: Row, config: TrainConfig, found: Stepped) -> 
     exact = row["dtype"] == "float32" and row["reduction"] in ("auto", "float32")
     if exact:
         assert_same_gradients(found.gradients, wanted.gradients)
-        assert abs(found.loss - wanted.loss) <= 1e-5 * wanted.loss, f"loss {found.loss}, not {wanted.loss}"
-        assert abs(found.grad_norm - wanted.grad_norm) <= 1e-5 * wanted.grad_norm, f"norm {found.grad_norm}, not {wanted.grad_norm}"
+        assert abs(found.loss - wanted.loss) <= 1e-5 * wanted.loss, (
+            f"loss {found.loss}, not {wanted.loss}"
+        )
+        assert abs(found.grad_norm - wanted.grad_norm) <= 1e-5 * wanted.grad_norm, (
+            f"norm {found.grad_norm}, not {wanted.grad_norm}"
+        )
     else:
-        _assert_close(found.gradients, wanted.gradients, _LEAST_INT8 if row["reduction"] == "int8" else _LEAST)
-        assert abs(found.loss - wanted.loss) <= 5e-3 * wanted.loss, f"loss {found.loss}, not {wanted.loss}"
-        assert abs(found.grad_norm - wanted.grad_norm) <= 2e-2 * wanted.grad_norm, f"norm {found.grad_norm}, not {wanted.grad_norm}"
-    # From the gradients of this step, because a sign or an orthogonal matrix would amplify the differences to those of one device.
+        _assert_close(
+            found.gradients, wanted.gradients, _LEAST_INT8 if row["reduction"] == "int8" else _LEAST
+        )
+        assert abs(found.loss - wanted.loss) <= 5e-3 * wanted.loss, (
+            f"loss {found.loss}, not {wanted.loss}"
+        )
+        assert abs(found.grad_norm - wanted.grad_norm) <= 2e-2 * wanted.grad_norm, (
+            f"norm {found.grad_norm}, not {wanted.grad_norm}"
+        )
+    # From the gradients of this step, because a sign or an orthogonal matrix would amplify the
+    # differences to those of one device.
     updated = _update(*(row[name] for name in _OF_MODEL))(found.gradients)
     for name, new in updated.items():
         error = np.abs(found.params[name] - new).max()
-        assert error <= _UPDATE_TOLERANCE[row["optimizer"]] * OPTIMIZER.learning_rate, f"{name}: the update differs by {error:.2e}"
+        assert error <= _UPDATE_TOLERANCE[row["optimizer"]] * OPTIMIZER.learning_rate, (
+            f"{name}: the update differs by {error:.2e}"
+        )
 
 
 _UPDATE_TOLERANCE = {"adamw": 1e-3, "lion": 1e-3, "adafactor": 1e-3, "muon": 2e-2}
-"""Of the learning rate, the largest step of an element. Muon's matrix products are in the order of the mesh."""
+"""Of the learning rate, the largest step of an element. Muon's matrix products are in the order of
+the mesh."""
 _ROUNDING = 0.05
-"""Relative error of a gradient whose parts were rounded to eight bits. A microbatch that is missing is a multiple of that."""
+"""Relative error of a gradient whose parts were rounded to eight bits. A microbatch that is missing
+is a multiple of that."""
 _LEAST = 0.02
 """Of the largest norm: an array with a smaller one is compared with that."""
 _LEAST_INT8 = 0.04
-"""As _LEAST. In a flat vector over eight shards a matrix of these models has fewer elements a shard than the 256 that share a scale, so it
-is rounded as coarsely as its neighbour: queries by 10 %, whose norm is 0.018 of the largest; by 0.75 % with blocks of 64."""
+"""As _LEAST. In a flat vector over eight shards a matrix of these models has fewer elements a shard
+than the 256 that share a scale, so it is rounded as coarsely as its neighbour: queries by 10 %,
+whose norm is 0.018 of the largest; by 0.75 % with blocks of 64."""
 
 
-def _assert_close(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], least: float) -> None:
-    """Asserts |g - ref| <= 0.05 max(|ref|, least x the largest |ref|), where |.| is the norm of an array."""
+def _assert_close(
+    found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], least: float
+) -> None:
+    """Asserts |g - ref| <= 0.05 max(|ref|, least x the largest |ref|), where |.| is the norm of an
+    array."""
     assert found.keys() == wanted.keys()
     norms = {name: float(np.linalg.norm(w)) for name, w in wanted.items()}
     largest = max(norms.values())
@@ -371,7 +470,10 @@ def _assert_close(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarr
 
 def from_json(text: str) -> Row:
     """A row from a JSON object, which has lists for tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in json.loads(text).items()
+    }
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Reads flat vectors with NumPy, by the description of their layout, without the code under test."""
+"""Reads flat vectors with NumPy, by the description of their layout, without the code under
+test."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def matrices(vector: FlatVector, x: np.ndarray, layout: ModelLayout) -> dict[str
                 for axis in axes_of(entry):
                     index = index * mesh[axis] + at.get(axis, 0)
                 box.append(slice(index * size, (index + 1) * size))
-            part = parts[:, *place, matrix.offset : matrix.offset + matrix.size].reshape(rows, *matrix.local)
+            part = parts[:, *place, matrix.offset : matrix.offset + matrix.size].reshape(
+                rows, *matrix.local
+            )
             out[matrix.name][(..., *box)] = part if vector.rows else part[0]
     return out
 
@@ -48,18 +51,32 @@ def flattened(vector: FlatVector, whole: dict[str, np.ndarray], layout: ModelLay
 
 
 def engine_weights(layout: ModelLayout, plain: Rules | str = "ddp") -> dict[str, jax.Array]:
-    """The weights of seed 0 as the engine reads them, with the vectors that layers gather. plain: rules for one device."""
-    whole = {name: in_memory_order(layout, name, x) for name, x in initial(ModelLayout.of(layout.config, shard_on(plain))).items()}
+    """The weights of seed 0 as the engine reads them, with the vectors that layers gather. plain:
+    rules for one device."""
+    whole = {
+        name: in_memory_order(layout, name, x)
+        for name, x in initial(ModelLayout.of(layout.config, shard_on(plain))).items()
+    }
     vectors = {v.name: v for v in layout.flat.vectors if v.gathered_by_layer}
-    out = {name: jax.device_put(flattened(v, whole, layout), v.sharding) for name, v in vectors.items()}
-    where = {name: sharding for name, sharding in layout.shardings("params").items() if name not in layout.flat.gathered_names}
+    out = {
+        name: jax.device_put(flattened(v, whole, layout), v.sharding) for name, v in vectors.items()
+    }
+    where = {
+        name: sharding
+        for name, sharding in layout.shardings("params").items()
+        if name not in layout.flat.gathered_names
+    }
     return out | {
-        name: jax.device_put(whole[name].astype(layout.flat.compute_dtypes.get(name, np.float32)), s) for name, s in where.items()
+        name: jax.device_put(
+            whole[name].astype(layout.flat.compute_dtypes.get(name, np.float32)), s
+        )
+        for name, s in where.items()
     }
 
 
 def unflattened(layout: ModelLayout, part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A part of a state on the host, "master" or a slot, by parameter, with layers in model order and without padding."""
+    """A part of a state on the host, "master" or a slot, by parameter, with layers in model order
+    and without padding."""
     vectors = {vector.name: vector for vector in layout.flat.vectors}
     found = {}
     for name, x in part.items():
@@ -69,7 +86,8 @@ def unflattened(layout: ModelLayout, part: dict[str, np.ndarray]) -> dict[str, n
 
 
 def on_disk(layout: ModelLayout, state: State) -> dict[str, np.ndarray]:
-    """The arrays in a checkpoint of a state: {"params/blocks.mlp.up.weight": array}, with layers in model order and fp32 weights."""
+    """The arrays in a checkpoint of a state: {"params/blocks.mlp.up.weight": array}, with layers in
+    model order and fp32 weights."""
     out = {}
     for part, held in state.items():
         if part in COUNTERS:
@@ -77,7 +95,16 @@ def on_disk(layout: ModelLayout, state: State) -> dict[str, np.ndarray]:
             continue
         vectors = layout.flat.leaves if part not in ("params", "buffers") else {}
         follows = layout.flat.names if part == "params" else ()
-        plain = {name: in_model_order(layout, name, x) for name, x in held.items() if name not in vectors and name not in follows}
-        apart = unflattened(layout, {name: np.asarray(held[name]) for name in vectors if name in held})
-        out |= {f"{'params' if part == MASTER else part}/{name}": x for name, x in {**plain, **apart}.items()}
+        plain = {
+            name: in_model_order(layout, name, x)
+            for name, x in held.items()
+            if name not in vectors and name not in follows
+        }
+        apart = unflattened(
+            layout, {name: np.asarray(held[name]) for name in vectors if name in held}
+        )
+        out |= {
+            f"{'params' if part == MASTER else part}/{name}": x
+            for name, x in {**plain, **apart}.items()
+        }
     return out

@@ -1,7 +1,9 @@
-"""The lowered programs of 24 configurations, from DDP to ZeRO-3 with stages, int8 and bf16 sums, islands and buffers.
+"""The lowered programs of 24 configurations, from DDP to ZeRO-3 with stages, int8 and bf16 sums,
+islands and buffers.
 
-`python tests/lowered_programs.py DIRECTORY NAME...` writes the StableHLO of the training step and of the evaluation of each, without source
-lines, to DIRECTORY/NAME.step and NAME.evaluation. Nothing is compiled.
+`python tests/lowered_programs.py DIRECTORY NAME...` writes the StableHLO of the training step and
+of the evaluation of each, without source lines, to DIRECTORY/NAME.step and NAME.evaluation. Nothing
+is compiled.
 """
 
 from __future__ import annotations
@@ -55,29 +57,56 @@ CONFIGURATIONS = {
     "ddp": Configuration(GPT, "ddp", {"data": 2}, microbatches=1),
     "ddp-outlier": Configuration(GPT, "ddp", {"data": 2}, outlier=4.0),
     "fsdp-tensor": Configuration(GPT, "fsdp+megatron_sp", {"fsdp": 2, "tensor": 2}),
-    "hsdp-bfloat16": Configuration(dataclasses.replace(GPT, dtype="bfloat16"), "hsdp+reduce_bfloat16", {"data": 2, "fsdp": 2}),
+    "hsdp-bfloat16": Configuration(
+        dataclasses.replace(GPT, dtype="bfloat16"), "hsdp+reduce_bfloat16", {"data": 2, "fsdp": 2}
+    ),
     "by_node": Configuration(GPT, "by_node", {"data": 2, "extra": ("node=4",)}),
     "int8": Configuration(GPT, "ddp+reduce_int8", {"data": 2}, outlier=4.0),
-    "distributed": Configuration(GPT, "distributed+megatron", {"data": 2, "tensor": 2}, outlier=4.0),
+    "distributed": Configuration(
+        GPT, "distributed+megatron", {"data": 2, "tensor": 2}, outlier=4.0
+    ),
     "distributed-int8": Configuration(GPT, "distributed+reduce_int8", {"data": 2}),
     "distributed-int8-stages": Configuration(GPT, "distributed+reduce_int8", _STAGES),
     "stages": Configuration(GPT, "ddp", _STAGES, microbatches=4),
     "stages-residuals": Configuration(GPT, "zero2", _STAGES, 4, _RESIDUALS),
-    "zero3": Configuration(dataclasses.replace(GPT, remat="full"), "zero3", {"data": 4}, microbatches=1, outlier=4.0),
-    "zero3-megatron_sp": Configuration(_deeper(GPT, 3, remat="save_names"), "zero3+megatron_sp", {"data": 2, "tensor": 2}),
-    "zero3-partly-kept": Configuration(_deeper(GPT, 4, remat="full", remat_layers=1, kept_layers=2), "zero3", {"data": 4}),
-    "zero3-unrolled": Configuration(_deeper(GPT, 3, remat="save_names", kept_layers=3, unroll=True), "zero3", {"data": 4}, 1),
-    "zero3-fsdp": Configuration(_deeper(LLAMA, 4), "zero3+fsdp+reduce_float32", {"data": 2, "fsdp": 2}),
-    "zero3-lighter": Configuration(_deeper(LLAMA, 4, remat_layers=2, kept_layers=4), "zero3", {"data": 4}),
+    "zero3": Configuration(
+        dataclasses.replace(GPT, remat="full"), "zero3", {"data": 4}, microbatches=1, outlier=4.0
+    ),
+    "zero3-megatron_sp": Configuration(
+        _deeper(GPT, 3, remat="save_names"), "zero3+megatron_sp", {"data": 2, "tensor": 2}
+    ),
+    "zero3-partly-kept": Configuration(
+        _deeper(GPT, 4, remat="full", remat_layers=1, kept_layers=2), "zero3", {"data": 4}
+    ),
+    "zero3-unrolled": Configuration(
+        _deeper(GPT, 3, remat="save_names", kept_layers=3, unroll=True), "zero3", {"data": 4}, 1
+    ),
+    "zero3-fsdp": Configuration(
+        _deeper(LLAMA, 4), "zero3+fsdp+reduce_float32", {"data": 2, "fsdp": 2}
+    ),
+    "zero3-lighter": Configuration(
+        _deeper(LLAMA, 4, remat_layers=2, kept_layers=4), "zero3", {"data": 4}
+    ),
     "zero3-stages": Configuration(_deeper(GPT, 4), "zero3", _STAGES, microbatches=4),
-    "paired": Configuration(_deeper(GPT, 4, remat="save_names"), "megatron_sp", {"pipeline": 2, "tensor": 2}, 4, _PAIRED),
-    "islands": Configuration(GPT, "ddp", {"data": 2, "island": 2}, optimizer=OptimizerConfig(outer_steps=3), outlier=4.0),
+    "paired": Configuration(
+        _deeper(GPT, 4, remat="save_names"), "megatron_sp", {"pipeline": 2, "tensor": 2}, 4, _PAIRED
+    ),
+    "islands": Configuration(
+        GPT, "ddp", {"data": 2, "island": 2}, optimizer=OptimizerConfig(outer_steps=3), outlier=4.0
+    ),
     "buffers": Configuration(balanced_toy.MODEL, experts_toy.rules("ddp"), {"data": 2}),
     "buffers-distributed-stages": Configuration(
-        balanced_toy.MODEL, experts_toy.rules("distributed"), _STAGES, 2, PipelineConfig(chunks=2, layers=(1, 2, 2, 1)), outlier=4.0
+        balanced_toy.MODEL,
+        experts_toy.rules("distributed"),
+        _STAGES,
+        2,
+        PipelineConfig(chunks=2, layers=(1, 2, 2, 1)),
+        outlier=4.0,
     ),
     "experts-zero3": Configuration(experts_toy.MODEL, experts_toy.rules("zero3"), {"data": 4}),
-    "muon": Configuration(GPT, "fsdp", {"fsdp": 2}, microbatches=1, optimizer=OptimizerConfig(name="muon")),
+    "muon": Configuration(
+        GPT, "fsdp", {"fsdp": 2}, microbatches=1, optimizer=OptimizerConfig(name="muon")
+    ),
 }
 
 

@@ -11,4 +11,6 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = tuple(NAMES)) -> Schedul
     name, stages = draw(st.sampled_from(names)), draw(st.integers(1, 6))
     chunks = draw(st.integers(1, 3)) if NAMES[name].chunked else 1
     microbatches = draw(st.integers(1, 13)) if chunks == 1 else stages * draw(st.integers(1, 3))
-    return make_schedule(name, stages, microbatches, chunks, packed=draw(st.sampled_from((None, True, False))))
+    return make_schedule(
+        name, stages, microbatches, chunks, packed=draw(st.sampled_from((None, True, False)))
+    )

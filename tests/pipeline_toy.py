@@ -1,7 +1,8 @@
-"""A model with features that the decoder lacks: sequences sharded over a mesh axis, an auxiliary loss, layers that permute.
+"""A model with features that the decoder lacks: sequences sharded over a mesh axis, an auxiliary
+loss, layers that permute.
 
-Instead of attention, each token reads its sequence's mean (an all-gather) or the previous token (a collective-permute).
-Sizes: L layers, B batch, S sequence, D embed, V vocabulary.
+Instead of attention, each token reads its sequence's mean (an all-gather) or the previous token (a
+collective-permute). Sizes: L layers, B batch, S sequence, D embed, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class ToyConfig(ModelConfig):
 class ToyLayer(nnx.Module):
     def __init__(self, config: ToyConfig, rngs: nnx.Rngs) -> None:
         self.permutes, (L, D) = config.permutes, (config.n_layers, config.d_model)
-        self.weight = nnx.Param(0.3 * jax.random.normal(rngs.params(), (L, D, D)), out_sharding=("layers", "embed", "mlp"))
+        self.weight = nnx.Param(
+            0.3 * jax.random.normal(rngs.params(), (L, D, D)),
+            out_sharding=("layers", "embed", "mlp"),
+        )
 
     def __call__(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, None, Sums]:
         y = jnp.tanh((x + self.mixed(x)) @ self.weight[...])
@@ -54,7 +58,11 @@ class ToyLayer(nnx.Module):
         parts = lax.axis_size(AXIS) if AXIS in jax.sharding.get_abstract_mesh().manual_axes else 1
         if self.permutes:
             last = x[:, -1:]
-            before = lax.ppermute(last, AXIS, [(i, i + 1) for i in range(parts - 1)]) if parts > 1 else jnp.zeros_like(last)
+            before = (
+                lax.ppermute(last, AXIS, [(i, i + 1) for i in range(parts - 1)])
+                if parts > 1
+                else jnp.zeros_like(last)
+            )
             return jnp.concatenate([before, x[:, :-1]], axis=1)
         whole = lax.all_gather(x, AXIS, axis=1, tiled=True) if parts > 1 else x
         return whole.mean(1, keepdims=True)
@@ -71,10 +79,14 @@ class Toy(nnx.Module):
         return None
 
     def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
-        return jnp.einsum("bsv,vd->bsd", jax.nn.one_hot(batch["tokens"], self.config.vocab_size), self.table[...])
+        return jnp.einsum(
+            "bsv,vd->bsd", jax.nn.one_hot(batch["tokens"], self.config.vocab_size), self.table[...]
+        )
 
     def loss(self, x: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
         logits = jnp.einsum("bsd,vd->bsv", x, self.table[...])
-        hit = (jax.nn.one_hot(batch["labels"], self.config.vocab_size) * jax.nn.log_softmax(logits)).sum(-1)
+        hit = (
+            jax.nn.one_hot(batch["labels"], self.config.vocab_size) * jax.nn.log_softmax(logits)
+        ).sum(-1)
         loss = -(batch["weights"] * hit).sum()
         return {"objective": loss, "loss": loss, "weight": batch["weights"].sum()}

@@ -1,7 +1,8 @@
 """One training step under random rules: it must equal one device, or be refused with a message.
 
-`python tests/random_rules.py '{"model": "gpt", "mesh": {"tensor": 2}, "rules": {"params": {"mlp": ["tensor"]}}}'` runs one example; without
-an argument, one for each line of its input. The answer is a line of JSON: [verdict, what was said].
+`python tests/random_rules.py '{"model": "gpt", "mesh": {"tensor": 2}, "rules": {"params": {"mlp":
+["tensor"]}}}'` runs one example; without an argument, one for each line of its input. The answer is
+a line of JSON: [verdict, what was said].
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ import dataclasses
 import jax
 import numpy as np
 from flat_layout import unflattened
-from support import GPT, LLAMA, assert_same_gradients, by_stage, host_batch, initial, on_devices, shard_on
+from support import (
+    GPT,
+    LLAMA,
+    assert_same_gradients,
+    by_stage,
+    host_batch,
+    initial,
+    on_devices,
+    shard_on,
+)
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.errors import ConfigError
@@ -42,14 +52,20 @@ from sharding_rules import MeshConfig, ShardingRuleError, preset
 MODELS = {"gpt": GPT, "llama": dataclasses.replace(LLAMA, window=())}
 BASE = "hsdp+megatron"
 """The rules that an example changes."""
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9, eps=1.0)
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9, eps=1.0
+)
 """A config in which an update is nearly linear in the gradient, and does not amplify its noise."""
 Example = dict[str, Any]
 
 
 def config_of(example: Example) -> TrainConfig:
-    """The config of {"model", "mesh", "rules" (column -> row -> mesh axes), "microbatches", "pipeline"}."""
-    changes: dict[str, Any] = {kind: {row: tuple(axes) or None for row, axes in rows.items()} for kind, rows in example["rules"].items()}
+    """The config of {"model", "mesh", "rules" (column -> row -> mesh axes), "microbatches",
+    "pipeline"}."""
+    changes: dict[str, Any] = {
+        kind: {row: tuple(axes) or None for row, axes in rows.items()}
+        for kind, rows in example["rules"].items()
+    }
     return TrainConfig(
         model=MODELS[example["model"]],
         output="nowhere",
@@ -84,24 +100,39 @@ Found = tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray
 
 
 def stepped(config: TrainConfig) -> Found:
-    """Metrics, first moments (a tenth of the gradients) and new parameters after a step from seed 0, layers in model order."""
+    """Metrics, first moments (a tenth of the gradients) and new parameters after a step from seed
+    0, layers in model order."""
     sizes = {axis: size for axis, size in config.mesh.sizes().items() if size > 1}
     shard = shard_on(config.rules, **sizes)
-    layout, optimizer = ModelLayout.of(config.model, shard, config.pipeline), Optimizer(config.optimizer, config.train.steps)
+    layout, optimizer = (
+        ModelLayout.of(config.model, shard, config.pipeline),
+        Optimizer(config.optimizer, config.train.steps),
+    )
     whole = initial(ModelLayout.of(config.model, shard_on("ddp")))
     if layout.flat.vectors:
         everywhere = jax.NamedSharding(shard.mesh, jax.P())
-        state = fresh_state(layout, optimizer, {name: jax.device_put(x, everywhere) for name, x in whole.items()})
+        state = fresh_state(
+            layout, optimizer, {name: jax.device_put(x, everywhere) for name, x in whole.items()}
+        )
     else:  # with NumPy, without a program to compile
         abstract = abstract_state(layout, optimizer)
-        zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract)
-        state = zeros | {"params": by_stage(layout, whole), "recent": jax.device_put(initial_statistics(), abstract["recent"].sharding)}
+        zeros = jax.tree.map(
+            lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract
+        )
+        state = zeros | {
+            "params": by_stage(layout, whole),
+            "recent": jax.device_put(initial_statistics(), abstract["recent"].sharding),
+        }
     batch = on_devices(host_batch(config.train.microbatches), layout)
     after, metrics = train_step(layout, optimizer, seed=3)(state, batch)
 
     held = jax.tree.map(np.asarray, after)
-    params = {name: x for name, x in held["params"].items() if name not in layout.flat.names} | held.get(MASTER, {})
-    return {name: np.asarray(x) for name, x in metrics.items()}, *(unflattened(layout, part) for part in (held["mu"], params))
+    params = {
+        name: x for name, x in held["params"].items() if name not in layout.flat.names
+    } | held.get(MASTER, {})
+    return {name: np.asarray(x) for name, x in metrics.items()}, *(
+        unflattened(layout, part) for part in (held["mu"], params)
+    )
 
 
 @functools.cache

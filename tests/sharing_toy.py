@@ -1,4 +1,5 @@
-"""The dense layer, with the shared matrix of `experts_toy.ExpertsDecoder` before its MLP. Layers of two segments share the matrix."""
+"""The dense layer, with the shared matrix of `experts_toy.ExpertsDecoder` before its MLP. Layers of
+two segments share the matrix."""
 
 from __future__ import annotations
 

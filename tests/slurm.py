@@ -1,6 +1,7 @@
 """A Slurm cluster of two nodes on this machine, in one directory; nothing outside of it is changed.
 
-Debian's slurm-wlm allows several slurmd on a host. The nodes are called 127.0.0.1 and 127.0.0.2, so that their names resolve.
+Debian's slurm-wlm allows several slurmd on a host. The nodes are called 127.0.0.1 and 127.0.0.2, so
+that their names resolve.
 """
 
 import contextlib
@@ -50,16 +51,22 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def cluster(directory: Path) -> Iterator[dict[str, str]]:
-    """The environment in which srun and sbatch reach the cluster, which lives as long as the context."""
+    """The environment in which srun and sbatch reach the cluster, which lives as long as the
+    context."""
     for name in ("state", "127.0.0.1", "127.0.0.2"):
         (directory / name).mkdir()
     low = _two_free_ports()
-    config = _CONFIG.format(host=socket.gethostname().split(".")[0], dir=directory, ports=(free_port(), low, low + 1))
+    config = _CONFIG.format(
+        host=socket.gethostname().split(".")[0], dir=directory, ports=(free_port(), low, low + 1)
+    )
     (directory / "slurm.conf").write_text(config, encoding="utf-8")
     (key := directory / "munge.key").write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)
     environment = os.environ | {"SLURM_CONF": str(directory / "slurm.conf"), "PATH": _path()}
-    munge = [f"--{name}={directory}/munge.{name.removesuffix('-file')}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+    munge = [
+        f"--{name}={directory}/munge.{name.removesuffix('-file')}"
+        for name in ("socket", "pid-file", "log-file", "seed-file")
+    ]
     daemons = [
         ["munged", "--force", "--foreground", f"--key-file={key}", *munge],
         ["slurmctld", "-D"],
@@ -69,11 +76,17 @@ def cluster(directory: Path) -> Iterator[dict[str, str]]:
     running = []
     try:
         for daemon in daemons:
-            running.append(subprocess.Popen(daemon, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            running.append(
+                subprocess.Popen(
+                    daemon, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+            )
             time.sleep(1)
         deadline = time.monotonic() + 60
         while _output(["sinfo", "-h", "-o", "%D %t"], environment) != "2 idle":
-            assert time.monotonic() < deadline, (directory / "ctld.log").read_text(encoding="utf-8")[-2000:]
+            assert time.monotonic() < deadline, (directory / "ctld.log").read_text(
+                encoding="utf-8"
+            )[-2000:]
             time.sleep(0.5)
         yield environment
     finally:

@@ -1,4 +1,5 @@
-"""Finds words of docs/style_words.toml in Markdown and in Python's docstrings, comments and messages: python tests/style.py FILE..."""
+"""Finds words of docs/style_words.toml in Markdown and in Python's docstrings, comments and
+messages: python tests/style.py FILE..."""
 
 from __future__ import annotations
 
@@ -40,7 +41,12 @@ def words() -> tuple[Word, ...]:
     """The list, compiled. Raises KeyError where an allowed context has no reason."""
     rows = tomllib.loads(WORDS.read_text(encoding="utf-8"))["word"]
     return tuple(
-        Word(re.compile(row["pattern"], re.I), row["instead"], tuple(_allowed(one) for one in row.get("allow", ()))) for row in rows
+        Word(
+            re.compile(row["pattern"], re.I),
+            row["instead"],
+            tuple(_allowed(one) for one in row.get("allow", ())),
+        )
+        for row in rows
     )
 
 
@@ -50,19 +56,25 @@ def _allowed(row: dict[str, str]) -> re.Pattern[str]:
 
 
 def found(text: str) -> list[str]:
-    """A line for each private word in a text: the word in its context, and what to write instead."""
+    """A line for each private word in a text: the word in its context, and what to write
+    instead."""
     plain = " ".join(text.split())
     return [f"{hit!r}: {word.instead}" for word in words() for hit in word.hits(plain)]
 
 
 def paragraphs(markdown: str) -> Iterator[tuple[int, str]]:
-    """(number of the first line, text) of each paragraph, table row and heading: without code, comments and the targets of links."""
+    """(number of the first line, text) of each paragraph, table row and heading: without code,
+    comments and the targets of links."""
     kept, fence = [], ""
-    for line in re.sub(r"<!--.*?-->", lambda match: "\n" * match[0].count("\n"), markdown, flags=re.S).splitlines():
+    for line in re.sub(
+        r"<!--.*?-->", lambda match: "\n" * match[0].count("\n"), markdown, flags=re.S
+    ).splitlines():
         mark = re.match(r"\s*(```|~~~)", line)
         if mark:
             fence = "" if fence else mark[1]
-        kept.append("" if mark or fence else re.sub(r"\]\([^)]*\)", "]", re.sub(r"`+[^`]*`+", "`", line)))
+        kept.append(
+            "" if mark or fence else re.sub(r"\]\([^)]*\)", "]", re.sub(r"`+[^`]*`+", "`", line))
+        )
     start, lines = 1, []
     for number, line in enumerate([*kept, ""], 1):
         alone = line.startswith(("|", "#"))
@@ -77,7 +89,8 @@ def paragraphs(markdown: str) -> Iterator[tuple[int, str]]:
 
 
 def long_lines(markdown: str) -> list[int]:
-    """The numbers of lines of prose over LONGEST columns: not those of code, tables, headings, images and HTML."""
+    """The numbers of lines of prose over LONGEST columns: not those of code, tables, headings,
+    images and HTML."""
     fence, numbers = False, []
     for number, line in enumerate(markdown.splitlines(), 1):
         if re.match(r"\s*(```|~~~)", line):
@@ -88,9 +101,14 @@ def long_lines(markdown: str) -> list[int]:
 
 
 def documentation(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of docstrings, those of fields and constants included, which --help prints, and of comments."""
+    """(line, text) of docstrings, those of fields and constants included, which --help prints, and
+    of comments."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node.lineno, node.value.value
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -98,17 +116,25 @@ def documentation(source: str) -> Iterator[tuple[int, str]]:
 
 
 def messages(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of what a program may print: each string of three words or more that is no docstring. Values in it are `x`."""
+    """(line, text) of what a program may print: each string of three words or more that is no
+    docstring. Values in it are `x`."""
     tree = ast.parse(source)
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    inside = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values
+    }
     for node in ast.walk(tree):
         if id(node) in documentation | inside:
             continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
         elif isinstance(node, ast.JoinedStr):
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values)
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values
+            )
         else:
             continue
         if len(re.findall(r"[a-z]{2,}", text)) > 2:
@@ -118,7 +144,11 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
 def problems(path: Path) -> list[str]:
     """FILE:LINE and what is wrong there, for a Markdown page or a Python file."""
     text = path.read_text(encoding="utf-8")
-    parts = paragraphs(text) if path.suffix == ".md" else sorted([*documentation(text), *messages(text)])
+    parts = (
+        paragraphs(text)
+        if path.suffix == ".md"
+        else sorted([*documentation(text), *messages(text)])
+    )
     said = [f"{path}:{line}: {problem}" for line, part in parts for problem in found(part)]
     if path.suffix == ".md":
         said += [f"{path}:{line}: over {LONGEST} columns" for line in long_lines(text)]
@@ -126,9 +156,16 @@ def problems(path: Path) -> list[str]:
 
 
 def main(names: list[str]) -> int:
-    """Prints what it finds in files, and in the .md and .py files of directories. Returns 1 where that is anything."""
-    files = [file for name in map(Path, names) for file in (sorted(name.glob("**/*")) if name.is_dir() else [name])]
-    said = [problem for file in files if file.suffix in (".md", ".py") for problem in problems(file)]
+    """Prints what it finds in files, and in the .md and .py files of directories. Returns 1 where
+    that is anything."""
+    files = [
+        file
+        for name in map(Path, names)
+        for file in (sorted(name.glob("**/*")) if name.is_dir() else [name])
+    ]
+    said = [
+        problem for file in files if file.suffix in (".md", ".py") for problem in problems(file)
+    ]
     print(*said, f"{len(said)} in all", sep="\n")
     return bool(said)
 

@@ -1,4 +1,5 @@
-"""Tiny models, batches, and the comparison that every parallel form must pass. Each reference is compiled once per run."""
+"""Tiny models, batches, and the comparison that every parallel form must pass. Each reference is
+compiled once per run."""
 
 from __future__ import annotations
 
@@ -28,13 +29,16 @@ _SIZES: dict[str, Any] = {
     "loss_chunk": 24,
 }
 GPT = DecoderConfig(**_SIZES, n_heads=4, dropout=0.1)
-"""A model with learned positions, LayerNorm, GELU, biases, tied head, dropout, and a loss chunk that does not divide the tokens."""
+"""A model with learned positions, LayerNorm, GELU, biases, tied head, dropout, and a loss chunk
+that does not divide the tokens."""
 LLAMA = DecoderConfig(
-    **_SIZES, n_heads=8, n_kv_heads=2, head_dim=8, init_std=0.1, positions="rotary", rope_scaling=8.0, rope_original_seq_len=64,
+    **_SIZES, n_heads=8, n_kv_heads=2, head_dim=8, init_std=0.1, positions="rotary",
+    rope_scaling=8.0, rope_original_seq_len=64,
     norm="rmsnorm", activation="swiglu", biases=False, tied=False,
     z_loss=1e-3, head_softcap=5.0, softcap=0.5, window=(4, 0), sinks=True, remat="full",
 )  # fmt: skip
-"""A model with what GPT lacks: grouped queries, a window on every other layer, both softcaps, sinks, z-loss, untied head, remat."""
+"""A model with what GPT lacks: grouped queries, a window on every other layer, both softcaps,
+sinks, z-loss, untied head, remat."""
 
 
 def shard_on(rules: Rules | str, **mesh: int) -> Shard:
@@ -45,22 +49,32 @@ def shard_on(rules: Rules | str, **mesh: int) -> Shard:
 
 
 def host_batch(microbatches: int, seed: int = 0, separate: bool = False) -> dict[str, np.ndarray]:
-    """Leaves [M, B, S] of a global batch of BATCH sequences, the same for any M. Samples have from few to all labels."""
+    """Leaves [M, B, S] of a global batch of BATCH sequences, the same for any M. Samples have from
+    few to all labels."""
     random = np.random.default_rng(seed)
     text = random.integers(0, VOCAB, (BATCH, SEQ + 1))
     batch = {
         "tokens": text[:, :-1].astype(np.int32),
         "labels": text[:, 1:].astype(np.int32),
-        "weights": (random.random((BATCH, SEQ)) < np.linspace(0.1, 1, BATCH)[:, None]).astype(np.float32),
+        "weights": (random.random((BATCH, SEQ)) < np.linspace(0.1, 1, BATCH)[:, None]).astype(
+            np.float32
+        ),
         "sample_ids": np.arange(BATCH, dtype=np.uint32) + 7,
     }
     if separate:
         starts = random.random((BATCH, SEQ)) < 0.2
         batch["segment_ids"] = np.cumsum(starts, 1).astype(np.int32)
         places = np.arange(SEQ)
-        batch["positions"] = (places - np.maximum.accumulate(np.where(starts, places, 0), 1)).astype(np.int32)
-    parts = {name: x.reshape(microbatches, BATCH // microbatches, *x.shape[1:]) for name, x in batch.items()}
-    return parts | {"indices": np.broadcast_to(np.arange(SEQ, dtype=np.int32), (microbatches, 1, SEQ))}
+        batch["positions"] = (
+            places - np.maximum.accumulate(np.where(starts, places, 0), 1)
+        ).astype(np.int32)
+    parts = {
+        name: x.reshape(microbatches, BATCH // microbatches, *x.shape[1:])
+        for name, x in batch.items()
+    }
+    return parts | {
+        "indices": np.broadcast_to(np.arange(SEQ, dtype=np.int32), (microbatches, 1, SEQ))
+    }
 
 
 def on_devices(batch: dict[str, np.ndarray], layout: ModelLayout) -> dict[str, jax.Array]:
@@ -68,7 +82,10 @@ def on_devices(batch: dict[str, np.ndarray], layout: ModelLayout) -> dict[str, j
     order = token_order(layout.shard.rules, mesh.shape, SEQ)
     if order is not None:
         batch = {name: x[..., order] if x.ndim == 3 else x for name, x in batch.items()}
-    return {name: jax.device_put(x, jax.NamedSharding(mesh, engine.leaf_spec(spec, x.shape))) for name, x in batch.items()}
+    return {
+        name: jax.device_put(x, jax.NamedSharding(mesh, engine.leaf_spec(spec, x.shape)))
+        for name, x in batch.items()
+    }
 
 
 def with_flipped_bit(x: jax.Array, device: int, word: int = 0, bit: int = 0) -> jax.Array:
@@ -96,14 +113,19 @@ def gradients(
 ) -> Outcome:
     """The results of one call of the engine, with layers in model order.
 
-    params: those of one device, where a test is not about initial bits; without them the seed-0 initialisation is one more program.
+    params: those of one device, where a test is not about initial bits; without them the seed-0
+    initialisation is one more program.
     """
     layout = ModelLayout.of(config, shard, pipeline)
     if params is None:
         params = initial(layout)
     batch = on_devices(host_batch(microbatches, separate=separate), layout)
-    sums, grads = jax.jit(engine.value_and_grad(layout))(by_stage(layout, params), batch, jax.random.key(3))
-    ordered = {name: in_model_order(layout, name, x) if x.ndim else float(x) for name, x in sums.items()}
+    sums, grads = jax.jit(engine.value_and_grad(layout))(
+        by_stage(layout, params), batch, jax.random.key(3)
+    )
+    ordered = {
+        name: in_model_order(layout, name, x) if x.ndim else float(x) for name, x in sums.items()
+    }
     return params, ordered, {name: in_model_order(layout, name, x) for name, x in grads.items()}
 
 
@@ -117,17 +139,24 @@ _initial: dict[Hashable, dict[str, np.ndarray]] = {}
 
 
 def initial(layout: ModelLayout) -> dict[str, np.ndarray]:
-    """Parameters of seed 0 in model order. The program that makes them is the same for all schedules and microbatches."""
+    """Parameters of seed 0 in model order. The program that makes them is the same for all
+    schedules and microbatches."""
     where = layout.canonical_shardings("params")
     program = (layout.config, layout.shard.rules, *where.values())
     if program not in _initial:
-        _initial[program] = jax.tree.map(np.asarray, jax.jit(layout.init, out_shardings=where)(jax.random.key(0)))
+        _initial[program] = jax.tree.map(
+            np.asarray, jax.jit(layout.init, out_shardings=where)(jax.random.key(0))
+        )
     return _initial[program]
 
 
 def by_stage(layout: ModelLayout, params: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Parameters in model order -> the order in memory, with NumPy, without a program to compile."""
-    return {name: jax.device_put(in_memory_order(layout, name, params[name]), where) for name, where in layout.shardings("params").items()}
+    """Parameters in model order -> the order in memory, with NumPy, without a program to
+    compile."""
+    return {
+        name: jax.device_put(in_memory_order(layout, name, params[name]), where)
+        for name, where in layout.shardings("params").items()
+    }
 
 
 def in_memory_order(layout: ModelLayout, name: str, x: np.ndarray) -> np.ndarray:
@@ -144,10 +173,16 @@ def reference(config: ModelConfig, separate: bool = False) -> Outcome:
     return gradients(config, shard_on("ddp"), separate=separate)
 
 
-def assert_same_gradients(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
-    """Asserts max|g - ref| <= 1e-5 max(max|ref|, 1e-3 max over all leaves) per leaf. A leaf whose exact gradient is 0 is only noise."""
+def assert_same_gradients(
+    found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float = 1e-5
+) -> None:
+    """Asserts max|g - ref| <= 1e-5 max(max|ref|, 1e-3 max over all leaves) per leaf. A leaf whose
+    exact gradient is 0 is only noise."""
     top = max(np.abs(w).max() for w in wanted.values())
-    errors = {name: np.abs(found[name] - w).max() / max(np.abs(w).max(), 1e-3 * top) for name, w in wanted.items()}
+    errors = {
+        name: np.abs(found[name] - w).max() / max(np.abs(w).max(), 1e-3 * top)
+        for name, w in wanted.items()
+    }
     worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
     assert found.keys() == wanted.keys()
     assert errors[worst] <= tolerance, f"{worst}: relative error {errors[worst]:.2e}"

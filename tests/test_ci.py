@@ -1,4 +1,5 @@
-"""CI's own programs: what it runs for a change, and what it says of its parts and of the tests' seconds."""
+"""CI's own programs: what it runs for a change, and what it says of its parts and of the tests'
+seconds."""
 
 import datetime
 import importlib.util
@@ -133,11 +134,39 @@ PROSE_LINES = (
     "---",
     "  two",
 )
-CODE_LINES = ("```", "```sh", "ls", "    four", "<!-- needs: gpu, none -->", "<!-- status: 1 -->", "```text", "error: no", "    ```")
-ODD_LINES = ("<!--", "-->", "````", "~~~", "~~~sh", "  ```sh", "  ```", "> ```", "- ```sh", "``` inline ```", "\ttab", "$ ls", "</div>")
+CODE_LINES = (
+    "```",
+    "```sh",
+    "ls",
+    "    four",
+    "<!-- needs: gpu, none -->",
+    "<!-- status: 1 -->",
+    "```text",
+    "error: no",
+    "    ```",
+)
+ODD_LINES = (
+    "<!--",
+    "-->",
+    "````",
+    "~~~",
+    "~~~sh",
+    "  ```sh",
+    "  ```",
+    "> ```",
+    "- ```sh",
+    "``` inline ```",
+    "\ttab",
+    "$ ls",
+    "</div>",
+)
 LINES = st.sampled_from(3 * PROSE_LINES + 2 * CODE_LINES + ODD_LINES)
 PAGES = st.lists(LINES, min_size=1, max_size=9)
-EDITS = st.tuples(st.integers(0, 9), st.integers(0, 2), st.lists(st.sampled_from(PROSE_LINES + CODE_LINES), max_size=2))
+EDITS = st.tuples(
+    st.integers(0, 9),
+    st.integers(0, 2),
+    st.lists(st.sampled_from(PROSE_LINES + CODE_LINES), max_size=2),
+)
 COMMON_MARK = MarkdownIt("commonmark")
 
 
@@ -146,13 +175,22 @@ def read_by_the_tests(page: str) -> list[tuple[str, ...]]:
     found = []
     for match in runnable._BLOCK.finditer(page):
         shown = re.match(r"```text\n(error: .*?)^```$", page[match.end() :].lstrip(), re.M | re.S)
-        found.append((match["kind"], match["text"], *map(str, runnable._MARK.findall(match["marks"])), shown[1] if shown else ""))
+        found.append(
+            (
+                match["kind"],
+                match["text"],
+                *map(str, runnable._MARK.findall(match["marks"])),
+                shown[1] if shown else "",
+            )
+        )
     return found
 
 
 def read_by_a_browser(page: str) -> list[tuple[str, str]]:
     """The fenced blocks as CommonMark has them."""
-    return [(token.info, token.content) for token in COMMON_MARK.parse(page) if token.type == "fence"]
+    return [
+        (token.info, token.content) for token in COMMON_MARK.parse(page) if token.type == "fence"
+    ]
 
 
 @settings(max_examples=200)
@@ -175,7 +213,16 @@ def test_the_pages_can_be_read_in_one_way() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["mesh_lm/a.py", "tests/a.md", "benchmarks/results/a.md", "mkdocs.yml", "docs/style_words.toml", "docs/a.py", "a.png", ".ci/run"],
+    [
+        "mesh_lm/a.py",
+        "tests/a.md",
+        "benchmarks/results/a.md",
+        "mkdocs.yml",
+        "docs/style_words.toml",
+        "docs/a.py",
+        "a.png",
+        ".ci/run",
+    ],
 )
 def test_other_files_are_no_prose(path: str) -> None:
     with pytest.raises(change.Doubt, match="neither a page nor an image"):
@@ -183,14 +230,23 @@ def test_other_files_are_no_prose(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "modes", [("100644", "000000"), ("100644", "100755"), ("100755", "100644"), ("100644", "120000"), ("120000", "100644")]
+    "modes",
+    [
+        ("100644", "000000"),
+        ("100644", "100755"),
+        ("100755", "100644"),
+        ("100644", "120000"),
+        ("120000", "100644"),
+    ],
 )
 def test_other_modes_are_no_prose(modes: tuple[str, str]) -> None:
     with pytest.raises(change.Doubt, match="another mode"):
         change.check_prose([change.FileChange("README.md", *modes, b"a", b"b")])
 
 
-@pytest.mark.parametrize("path", ["docs/images/a.png", "docs/a.svg", "README.md", "docs/tours/a.md"])
+@pytest.mark.parametrize(
+    "path", ["docs/images/a.png", "docs/a.svg", "README.md", "docs/tours/a.md"]
+)
 def test_pages_and_images(path: str) -> None:
     change.check_prose([change.FileChange(path, "000000", "100644", b"", b"a")])
     with pytest.raises(change.Doubt, match="nothing differs"):
@@ -209,8 +265,17 @@ class Repository:
 
     def git(self, *words: str) -> str:
         names = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        done = subprocess.run(["git", *names, *words], cwd=self.root, env=environment, capture_output=True, text=True, check=True)
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("GIT_")
+        }
+        done = subprocess.run(
+            ["git", *names, *words],
+            cwd=self.root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return done.stdout
 
     def write(self, files: dict[str, str]) -> None:
@@ -244,7 +309,8 @@ OTHER_PROSE = PAGE.replace("The end.", "Another end.")
 
 
 def test_the_change_of_a_branch(repository: Repository, tmp_path: Path) -> None:
-    """Commits, uncommitted changes and untracked files, from a base that is named, or is the main branch."""
+    """Commits, uncommitted changes and untracked files, from a base that is named, or is the main
+    branch."""
     assert "is the main branch" in repository.answer()
     repository.commit({"README.md": OTHER_PROSE})
     assert repository.answer() == "prose"
@@ -270,7 +336,9 @@ def test_files_that_are_no_prose(repository: Repository) -> None:
     assert "README.md was removed, replaced" in repository.answer(MESH_LM_CI_BASE="main")
     repository.git("checkout", "-q", "README.md")
     (repository.root / "README.md").chmod(0o755)
-    assert "README.md was removed, is no regular file, or has another mode" in repository.answer(MESH_LM_CI_BASE="main")
+    assert "README.md was removed, is no regular file, or has another mode" in repository.answer(
+        MESH_LM_CI_BASE="main"
+    )
     repository.git("checkout", "-q", "README.md")
     (repository.root / "docs" / "new.md").symlink_to("a.md")
     assert "docs/new.md is no regular file" in repository.answer(MESH_LM_CI_BASE="main")
@@ -292,7 +360,14 @@ def test_clones(repository: Repository, tmp_path: Path) -> None:
     repository.commit({"a.py": "x = 3\n"})
     shallow = object.__new__(Repository)
     shallow.root = tmp_path / "shallow"
-    repository.git("clone", "-q", "--depth=1", "--no-single-branch", f"file://{repository.root}", str(shallow.root))
+    repository.git(
+        "clone",
+        "-q",
+        "--depth=1",
+        "--no-single-branch",
+        f"file://{repository.root}",
+        str(shallow.root),
+    )
     assert "is the main branch" in shallow.answer()
     shallow.git("checkout", "-q", "branch")
     shallow.commit({"README.md": OTHER_PROSE})
@@ -306,7 +381,12 @@ def test_clones(repository: Repository, tmp_path: Path) -> None:
 
 
 # What tests say of pages is in tests/docs, and in these files.
-READERS = {"tests/test_readme.py", "tests/test_project.py", "tests/test_ci.py", "tests/sharding_rules/lab/test_segments.py"}
+READERS = {
+    "tests/test_readme.py",
+    "tests/test_project.py",
+    "tests/test_ci.py",
+    "tests/sharding_rules/lab/test_segments.py",
+}
 
 
 def test_every_reader_of_pages_runs_for_prose() -> None:
@@ -314,9 +394,18 @@ def test_every_reader_of_pages_runs_for_prose() -> None:
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert not [name for name in READERS if name not in run]
     reads = re.compile(r"(?:ROOT|DOCS|parents\[\d\]|\))\s*/ [^\n]*\.md\"|docs\"\)?\.(?:r?glob)")
-    files = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent != ROOT / "tests" / "docs"]
-    found = {str(path.relative_to(ROOT)) for path in files if reads.search(path.read_text(encoding="utf-8"))}
-    others = {"tests/benchmarks/test_gpu_minutes.py"}  # reads benchmarks/gpu_hour.md, which is no page of docs/
+    files = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if path.parent != ROOT / "tests" / "docs"
+    ]
+    found = {
+        str(path.relative_to(ROOT))
+        for path in files
+        if reads.search(path.read_text(encoding="utf-8"))
+    }
+    # reads benchmarks/gpu_hour.md, which is no page of docs/
+    others = {"tests/benchmarks/test_gpu_minutes.py"}
     assert found - others <= READERS
 
 
@@ -333,7 +422,15 @@ PARTS = "\n".join(
 
 
 def measured(tests: float, cores: int = 2) -> object:
-    return report.Measurement(installation=30, tests=tests, matmul=2.1, compile=2.1, cores=cores, cpu="a processor", date="2026-11-27")
+    return report.Measurement(
+        installation=30,
+        tests=tests,
+        matmul=2.1,
+        compile=2.1,
+        cores=cores,
+        cpu="a processor",
+        date="2026-11-27",
+    )
 
 
 def test_the_report() -> None:
@@ -345,8 +442,14 @@ def test_the_report() -> None:
     dearest = lines[lines.index("The 5 dearest parts:") + 1 :][:5]
     assert [line.split(" s  ")[0].strip() for line in dearest] == ["400", "230", "70", "30", "3"]
     assert dearest[2].endswith("lint (in the background)")
-    assert "yardstick: 4.20 s (2.10 s of numpy's products of matrices, 2.10 s of a compilation by XLA)" in lines
-    assert "the README's test command: 260 s (installation 30 s, tests 230 s), 61.9 times the yardstick" in lines
+    assert (
+        "yardstick: 4.20 s (2.10 s of numpy's products of matrices, 2.10 s of a compilation by XLA)"
+        in lines
+    )
+    assert (
+        "the README's test command: 260 s (installation 30 s, tests 230 s), 61.9 times the "
+        "yardstick"
+    ) in lines
     assert not [line for line in lines if line.startswith("warning")]
 
 
@@ -370,7 +473,9 @@ def test_a_run_that_ended_early() -> None:
 def test_the_yardstick_is_the_mean_of_all_cores() -> None:
     measured = [{"matmul": 2.0, "compile": 1.0}, {"matmul": 3.0, "compile": 1.5}]
     assert yardstick.mean(measured) == {"matmul": 2.5, "compile": 1.25}
-    assert "jax" not in vars(yardstick) and "numpy" not in vars(yardstick), "they are imported after the environment is set"
+    assert "jax" not in vars(yardstick) and "numpy" not in vars(yardstick), (
+        "they are imported after the environment is set"
+    )
 
 
 def test_the_committed_ratio() -> None:
@@ -379,7 +484,11 @@ def test_the_committed_ratio() -> None:
     assert report.read_measurement(written).date == "2026-11-28"
     if report.COMMITTED.exists():
         committed = report.read_measurement(report.COMMITTED.read_text(encoding="utf-8"))
-        assert json.loads(report.COMMITTED.read_text(encoding="utf-8"))["ratio"] == round(committed.ratio, 2) and committed.cores > 0
+        assert (
+            json.loads(report.COMMITTED.read_text(encoding="utf-8"))["ratio"]
+            == round(committed.ratio, 2)
+            and committed.cores > 0
+        )
 
 
 def test_the_parts_of_the_readmes_command_are_those_of_the_report() -> None:

@@ -1,4 +1,5 @@
-"""The files around the code: what is installed, what is promised of versions, and that templates and metadata can be read."""
+"""The files around the code: what is installed, what is promised of versions, and that templates
+and metadata can be read."""
 
 import ast
 import importlib.metadata
@@ -20,12 +21,15 @@ CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
 
 def test_the_version_is_the_projects() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert mesh_lm.__version__ == citation["version"] == PROJECT.get("version", mesh_lm.__version__)  # else it is read from the package
+    # else it is read from the package
+    assert mesh_lm.__version__ == citation["version"] == PROJECT.get("version", mesh_lm.__version__)
     assert f"## {mesh_lm.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_types_are_announced() -> None:
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]["package-data"]
     for package in ("mesh_lm", "sharding_rules", "pallas_kernels"):
         assert (ROOT / package / "py.typed").exists() and "py.typed" in data[package]
 
@@ -33,7 +37,11 @@ def test_types_are_announced() -> None:
 @pytest.mark.parametrize("path", CONSTRAINTS, ids=lambda path: path.stem)
 def test_tested_versions_are_allowed(path: Path) -> None:
     """Each base dependency is pinned, to a version that pyproject.toml allows."""
-    pins = [Requirement(line) for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    pins = [
+        Requirement(line)
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#")
+    ]
     versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
     for required in map(Requirement, PROJECT["dependencies"]):
         version = versions[canonicalize_name(required.name)]
@@ -41,15 +49,20 @@ def test_tested_versions_are_allowed(path: Path) -> None:
 
 
 def test_an_old_python_is_answered_by_requires_python() -> None:
-    """Without the marker, an old pip first reports that these packages have no version for that Python."""
+    """Without the marker, an old pip first reports that these packages have no version for that
+    Python."""
     oldest = PROJECT["requires-python"].removeprefix(">=")
     for line in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["aot"]):
         assert str(Requirement(line).marker) == f'python_version >= "{oldest}"', line
 
 
 def test_a_constraints_file_for_each_python_that_is_tested() -> None:
-    classifiers = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text}
-    assert {path.stem.removeprefix("python").partition("-")[0] for path in CONSTRAINTS} < classifiers
+    classifiers = {
+        text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text
+    }
+    assert {
+        path.stem.removeprefix("python").partition("-")[0] for path in CONSTRAINTS
+    } < classifiers
 
 
 def test_every_library_that_the_packages_import_is_declared() -> None:
@@ -59,14 +72,23 @@ def test_every_library_that_the_packages_import_is_declared() -> None:
     declared = {*PROJECT["dependencies"]}.union(*PROJECT["optional-dependencies"].values())
     names = {canonicalize_name(Requirement(line).name) for line in declared}
     distributions = importlib.metadata.packages_distributions()
-    imported = {name for package in ours for path in (ROOT / package).rglob("*.py") for name in _imported_libraries(path)}
+    imported = {
+        name
+        for package in ours
+        for path in (ROOT / package).rglob("*.py")
+        for name in _imported_libraries(path)
+    }
     for library in sorted(imported - ours - with_jax):
         providers = {canonicalize_name(name) for name in distributions.get(library, [library])}
-        assert providers & names, f"{library} is imported, and pyproject.toml declares none of {', '.join(sorted(providers))}"
+        assert providers & names, (
+            f"{library} is imported, and pyproject.toml declares none of "
+            f"{', '.join(sorted(providers))}"
+        )
 
 
 def _imported_libraries(path: Path) -> set[str]:
-    """The top-level packages that a file imports, deferred imports included, without the standard library."""
+    """The top-level packages that a file imports, deferred imports included, without the standard
+    library."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -77,10 +99,14 @@ def _imported_libraries(path: Path) -> set[str]:
 
 
 def test_templates_and_hooks_can_be_read() -> None:
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][
+        0
+    ]["hooks"]
     assert {hook["id"] for hook in hooks} >= {"ruff-check", "ruff-format", "pyright"}
     words = next(hook["entry"] for hook in hooks if hook["id"] == "words")
     assert (ROOT / words.split()[-1]).exists()
     for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
         form = yaml.safe_load(path.read_text(encoding="utf-8"))
-        assert path.name == "config.yml" or all(part["attributes"]["label"] for part in form["body"])
+        assert path.name == "config.yml" or all(
+            part["attributes"]["label"] for part in form["body"]
+        )

@@ -1,4 +1,5 @@
-"""The output directory of a run, without training: random weights of a tiny model, saved as by train.py, and a byte tokenizer."""
+"""The output directory of a run, without training: random weights of a tiny model, saved as by
+train.py, and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def write(output: Path, model: DecoderConfig = MODEL) -> TrainConfig:
     with Checkpoints(config) as checkpoints:
         optimizer = Optimizer(config.optimizer, config.train.steps)
         state = fresh_state(layout, optimizer, params) | {"step": jax.device_put(np.int32(3))}
-        checkpoints.save(3, state, {"position": 3, "tokenizer": BYTES.fingerprint}, layout, optimizer)
+        checkpoints.save(
+            3, state, {"position": 3, "tokenizer": BYTES.fingerprint}, layout, optimizer
+        )
     (output / TOKENIZER).mkdir()
     BYTES.save(output / TOKENIZER)
     return config

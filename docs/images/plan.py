@@ -1,4 +1,5 @@
-"""Draws plan_NAME.svg (the report on one screen) and plan_NAME.png (its page, without the long tables; needs Chromium) beside this file.
+"""Draws plan_NAME.svg (the report on one screen) and plan_NAME.png (its page, without the long
+tables; needs Chromium) beside this file.
 
 mesh-lm plan gpt_175b --devices=1024 --output=report.json
 python docs/images/plan.py report.json
@@ -26,7 +27,16 @@ WIDE, TALL = 1280, 1640
 ABRIDGED = """<style>
 .chips, #network h3, #network .scroll, #network .note, .wide tbody tr:nth-child(n+9), .wide tfoot { display: none }
 </style>"""
-BRIGHT = [(63, 70, 77), (216, 114, 107), (108, 199, 154), (235, 166, 80), (91, 155, 223), (171, 138, 214), (91, 155, 223), (228, 230, 230)]
+BRIGHT = [
+    (63, 70, 77),
+    (216, 114, 107),
+    (108, 199, 154),
+    (235, 166, 80),
+    (91, 155, 223),
+    (171, 138, 214),
+    (91, 155, 223),
+    (228, 230, 230),
+]
 THEME = TerminalTheme((21, 24, 27), (228, 230, 230), BRIGHT, BRIGHT)
 SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -48,22 +58,43 @@ def main() -> None:
     console.print(screen(report, findings, facts=facts))
     to = HERE / f"plan_{report.name}"
     text = console.export_svg(theme=THEME, code_format=SVG, unique_id="plan")
-    to.with_suffix(".svg").write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
-    photograph(page(report, findings, facts=facts).replace("</head>", f"{ABRIDGED}</head>"), to.with_suffix(".png"))
+    to.with_suffix(".svg").write_text(
+        "\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8"
+    )
+    photograph(
+        page(report, findings, facts=facts).replace("</head>", f"{ABRIDGED}</head>"),
+        to.with_suffix(".png"),
+    )
 
 
 def photograph(html: str, to: Path) -> None:
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    browser = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if not browser:
         raise SystemExit("the picture of the page needs Chromium")
     with tempfile.TemporaryDirectory() as scratch:
         (file := Path(scratch) / "page.html").write_text(html, encoding="utf-8")
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--blink-settings=preferredColorScheme=1"]
-        flags += [f"--window-size={WIDE},{TALL}", f"--user-data-dir={scratch}", f"--screenshot={scratch}/page.png"]
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--blink-settings=preferredColorScheme=1",
+        ]
+        flags += [
+            f"--window-size={WIDE},{TALL}",
+            f"--user-data-dir={scratch}",
+            f"--screenshot={scratch}/page.png",
+        ]
         subprocess.run([browser, *flags, file.as_uri()], check=True, capture_output=True)
         image = Image.open(f"{scratch}/page.png").convert("RGB")
-    ink = image.point([255 if level < 245 else 0 for level in range(256)] * 3).convert("L").getbbox()
-    image.crop((0, 0, WIDE, min(TALL, ink[3] + 40) if ink else TALL)).quantize(128, dither=Image.Dither.NONE).save(to, optimize=True)
+    ink = (
+        image.point([255 if level < 245 else 0 for level in range(256)] * 3).convert("L").getbbox()
+    )
+    image.crop((0, 0, WIDE, min(TALL, ink[3] + 40) if ink else TALL)).quantize(
+        128, dither=Image.Dither.NONE
+    ).save(to, optimize=True)
 
 
 if __name__ == "__main__":

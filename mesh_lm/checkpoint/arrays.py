@@ -1,4 +1,5 @@
-"""Reads a checkpoint's arrays in parts, without a mesh or a model, so that any machine can verify and compare them.
+"""Reads a checkpoint's arrays in parts, without a mesh or a model, so that any machine can verify
+and compare them.
 
 A part is the shard of one array that one device wrote; at most two parts are in memory.
 """
@@ -32,7 +33,12 @@ class StoredArray:
         self._path, self._name, self._store = path, name, store
         self.shape = tuple(store.shape)
         self.dtype: np.dtype = store.dtype.numpy_dtype
-        self.part = tuple(step or size for step, size in zip(store.chunk_layout.read_chunk.shape or (), self.shape, strict=False))
+        self.part = tuple(
+            step or size
+            for step, size in zip(
+                store.chunk_layout.read_chunk.shape or (), self.shape, strict=False
+            )
+        )
         """Shape of one part; smaller at the end of an axis that it does not divide."""
 
     @property
@@ -52,7 +58,10 @@ class StoredArray:
 
     def boxes(self) -> Iterator[Box]:
         """Yields the slices of each part, in row-major order."""
-        rows = ([slice(at, min(at + step, size)) for at in range(0, size, step)] for size, step in zip(self.shape, self.part, strict=True))
+        rows = (
+            [slice(at, min(at + step, size)) for at in range(0, size, step)]
+            for size, step in zip(self.shape, self.part, strict=True)
+        )
         return itertools.product(*rows)
 
     def __getitem__(self, box: Box) -> np.ndarray:
@@ -61,10 +70,14 @@ class StoredArray:
 
     def digest(self) -> str:
         """Returns the digest of the array, 16 hex digits, as `mesh_lm.state.digest` does."""
-        return joined(host_sums(self[box], [side.start for side in box], self.shape) for box in self.boxes())
+        return joined(
+            host_sums(self[box], [side.start for side in box], self.shape) for box in self.boxes()
+        )
 
     def distance(self, other: StoredArray) -> tuple[int, float]:
-        """Returns how many elements differ bitwise from an array of the same shape and dtype, and the largest |a - b| (may be NaN)."""
+        """Returns how many elements differ bitwise from an array of the same shape and dtype, and
+        the largest |a - b| (may be NaN).
+        """
         grid = self if math.prod(self.part) >= math.prod(other.part) else other
         count, largest = 0, 0.0
         for box in grid.boxes():
@@ -74,23 +87,39 @@ class StoredArray:
                 changed = (a.view(np.uint8) != b.view(np.uint8)).reshape(a.size, -1).any(axis=1)
                 if changed.any():
                     count += int(changed.sum())
-                    largest = float(np.maximum(largest, np.abs(a[changed].astype(np.float64) - b[changed].astype(np.float64)).max()))
+                    largest = float(
+                        np.maximum(
+                            largest,
+                            np.abs(
+                                a[changed].astype(np.float64) - b[changed].astype(np.float64)
+                            ).max(),
+                        )
+                    )
         return count, largest
 
 
 class StoredArrays:
-    """The arrays of one checkpoint by name, such as "params/blocks.mlp.up.weight". Opening it reads only their index."""
+    """The arrays of one checkpoint by name, such as "params/blocks.mlp.up.weight". Opening it reads
+    only their index.
+    """
 
     def __init__(self, path: Path) -> None:
-        """path: a checkpoint, renamed or not. Raises DamagedCheckpoint if the index or the list of arrays cannot be read."""
+        """path: a checkpoint, renamed or not. Raises DamagedCheckpoint if the index or the list of
+        arrays cannot be read.
+        """
         self.path = path
         self._store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path / 'state'}/"}}
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 1 << 20}})  # for the index, not for arrays
+        # for the index, not for arrays
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 1 << 20}})
         with _readable(path, "the list of its arrays"):
-            listed = strict_json.read(path / "state" / "_METADATA", size=strict_json.LARGE_FILE)["tree_metadata"].values()
+            listed = strict_json.read(path / "state" / "_METADATA", size=strict_json.LARGE_FILE)[
+                "tree_metadata"
+            ].values()
             keys = [[str(key["key"]) for key in leaf["key_metadata"]] for leaf in listed]
             stored = ts.KvStore.open(self._store, context=self._context).result().list().result()
-        self._stored = {key.decode().removesuffix("/zarr.json") for key in stored if key.endswith(b"/zarr.json")}
+        self._stored = {
+            key.decode().removesuffix("/zarr.json") for key in stored if key.endswith(b"/zarr.json")
+        }
         self._names = {"/".join(each): ".".join(each) for each in keys}
 
     def __contains__(self, name: str) -> bool:
@@ -100,17 +129,27 @@ class StoredArrays:
         return iter(self._names)
 
     def __getitem__(self, name: str) -> StoredArray:
-        """Returns an array. Raises DamagedCheckpoint if its description is missing or unreadable."""
+        """Returns an array. Raises DamagedCheckpoint if its description is missing or
+        unreadable.
+        """
         if self._names[name] not in self._stored:
             raise DamagedCheckpoint(self.path, [f"{name}: is missing"])
         spec = {"driver": "zarr3", "kvstore": self._store | {"path": f"{self._names[name]}/"}}
         with _readable(self.path, name):
-            return StoredArray(self.path, name, ts.open(spec, context=self._context, open=True, read=True).result())
+            return StoredArray(
+                self.path, name, ts.open(spec, context=self._context, open=True, read=True).result()
+            )
 
     def verified(self, metadata: dict[str, Any]) -> Iterator[tuple[int, str]]:
-        """Yields (bytes, problem or "") for every array that is stored or that `metadata` describes."""
+        """Yields (bytes, problem or "") for every array that is stored or that `metadata`
+        describes.
+        """
         digests = metadata.get("digests", {})
-        wanted = {f"{part}/{name}": leaf for part, leaves in parts_of(metadata).items() for name, leaf in leaves.items()}
+        wanted = {
+            f"{part}/{name}": leaf
+            for part, leaves in parts_of(metadata).items()
+            for name, leaf in leaves.items()
+        }
         for name in dict.fromkeys([*self, *digests, *wanted]):
             if name not in self._names:
                 yield 0, f"{name}: is not in the list of arrays"

@@ -1,9 +1,11 @@
-"""Copies of node-local checkpoints on other nodes, so that a run resumes from a local step although a node, or its disk, is lost.
+"""Copies of node-local checkpoints on other nodes, so that a run resumes from a local step although
+a node, or its disk, is lost.
 
-Processes that see the same files below `checkpoint.local` are one node. Each process sends the files of a step, once they are complete, to
-a process of each of the next `checkpoint.local_copies` nodes, in a ring. A thread does it, and training never waits: if a step is saved
-before the last one was sent, only the newest one follows. At a start, a process whose files are missing fetches them from any node that
-has them, whatever its number was before.
+Processes that see the same files below `checkpoint.local` are one node. Each process sends the
+files of a step, once they are complete, to a process of each of the next `checkpoint.local_copies`
+nodes, in a ring. A thread does it, and training never waits: if a step is saved before the last one
+was sent, only the newest one follows. At a start, a process whose files are missing fetches them
+from any node that has them, whatever its number was before.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from pathlib import Path
 import jax
 
 from mesh_lm import distributed
-from mesh_lm.checkpoint.transfer import ARRIVING, Conversation, TransferFailed, receive_step, send_step
+from mesh_lm.checkpoint.transfer import (
+    ARRIVING,
+    Conversation,
+    TransferFailed,
+    receive_step,
+    send_step,
+)
 from mesh_lm.config import LaunchConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.channel import Refused
@@ -46,8 +54,16 @@ Place = Callable[[int, int], Path]
 class Copies:
     """The copies of one run: this process's server, and the thread that sends its own steps."""
 
-    def __init__(self, n_copies: int, directory: Path, launch: LaunchConfig, place: Place, stored: Callable[[int], None]) -> None:
-        """All processes must call it. directory: the run's, on the node's disk. stored: is called with a process whose step has arrived.
+    def __init__(
+        self,
+        n_copies: int,
+        directory: Path,
+        launch: LaunchConfig,
+        place: Place,
+        stored: Callable[[int], None],
+    ) -> None:
+        """All processes must call it. directory: the run's, on the node's disk. stored: is called
+        with a process whose step has arrived.
 
         Raises ConfigError if there are too few nodes.
         """
@@ -60,11 +76,16 @@ class Copies:
             host, known_as = own_address(slot.coordinator if slot else "")
             secret = Secret.shared()
             self._server = Server(secret, host, place, stored, jax.process_count())
-        self._addresses = [(name, port) for name, port in distributed.gather_from_all([known_as, self._server.port])]
+        self._addresses = [
+            (name, port)
+            for name, port in distributed.gather_from_all([known_as, self._server.port])
+        ]
         self._secret, self._place = secret, place
         self.node = {*next(members for members in nodes if index in members)}
         """The processes of this node."""
-        self.kept_here = self.node | {p for p in range(jax.process_count()) if {*receivers(nodes, p, n_copies)} & self.node}
+        self.kept_here = self.node | {
+            p for p in range(jax.process_count()) if {*receivers(nodes, p, n_copies)} & self.node
+        }
         """The processes whose steps this node keeps."""
         targets = [self._addresses[process] for process in receivers(nodes, index, n_copies)]
         self._sender = Sender(secret, targets, lambda step: place(step, index), index)
@@ -74,11 +95,15 @@ class Copies:
         self._sender.send(step)
 
     def fetch(self, step: int, holder: int) -> None:
-        """Fetches this process's files of a step from the process that has them. Raises OSError or ValueError."""
+        """Fetches this process's files of a step from the process that has them. Raises OSError or
+        ValueError.
+        """
         index = jax.process_index()
         with _connected(self._addresses[holder], self._secret) as conversation:
             conversation.send(get=step, process=index)
-            receive_step(conversation, conversation.receive("sizes")["sizes"], self._place(step, index))
+            receive_step(
+                conversation, conversation.receive("sizes")["sizes"], self._place(step, index)
+            )
 
     def cancel(self) -> None:
         """Gives up what is being sent."""
@@ -91,9 +116,13 @@ class Copies:
 
 
 class Server:
-    """Accepts connections in a thread. Strangers are refused, and cost 64 threads at most, each for `HANDSHAKE` seconds."""
+    """Accepts connections in a thread. Strangers are refused, and cost 64 threads at most, each for
+    `HANDSHAKE` seconds.
+    """
 
-    def __init__(self, secret: Secret, host: str, place: Place, stored: Callable[[int], None], count: int) -> None:
+    def __init__(
+        self, secret: Secret, host: str, place: Place, stored: Callable[[int], None], count: int
+    ) -> None:
         """host: the address to listen on, empty for all. count: processes of the run."""
         self._secret, self._place, self._stored, self._count = secret, place, stored, count
         self._listener = listen(0, host)
@@ -124,7 +153,9 @@ class Server:
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
             try:
-                threading.Thread(target=self._serve, args=(connection, str(address[0])), daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(connection, str(address[0])), daemon=True
+                ).start()
             except RuntimeError:  # the system has no thread left
                 connection.close()
 
@@ -160,13 +191,24 @@ class Server:
                 return
             count, self._refused, self._told = self._refused, 0, time.monotonic()
         many = f"{count} connections" if count > 1 else "a connection"
-        _print(f"refused {many} for local checkpoints, the last from {address.removeprefix('::ffff:')}: {error}")
+        _print(
+            f"refused {many} for local checkpoints, the last from "
+            f"{address.removeprefix('::ffff:')}: {error}"
+        )
 
 
 class Sender:
-    """A thread that sends the newest step to the targets. Until that succeeds again, it warns every ten minutes."""
+    """A thread that sends the newest step to the targets. Until that succeeds again, it warns every
+    ten minutes.
+    """
 
-    def __init__(self, secret: Secret, targets: list[tuple[str, int]], place: Callable[[int], Path], process: int) -> None:
+    def __init__(
+        self,
+        secret: Secret,
+        targets: list[tuple[str, int]],
+        place: Callable[[int], Path],
+        process: int,
+    ) -> None:
         self._secret, self._targets, self._place, self._process = secret, targets, place, process
         self._change = threading.Condition()
         self._next: int | None = None
@@ -183,8 +225,14 @@ class Sender:
             sending = self._sending
         if skipped is not None:
             self._warn(
-                f"step {skipped} was not copied to another node: copying step {sending} took longer than checkpoint.local_every steps",
-                "a lost node means the newest checkpoint in the output until checkpoint.local_every is longer than a copy takes",
+                (
+                    f"step {skipped} was not copied to another node: copying step {sending} took "
+                    "longer than checkpoint.local_every steps"
+                ),
+                (
+                    "a lost node means the newest checkpoint in the output until "
+                    "checkpoint.local_every is longer than a copy takes"
+                ),
             )
 
     def cancel(self) -> None:
@@ -204,7 +252,9 @@ class Sender:
     def wait(self, seconds: float) -> bool:
         """Returns whether nothing is left to send within this time."""
         with self._change:
-            return self._change.wait_for(lambda: self._next is None and self._sending is None, seconds)
+            return self._change.wait_for(
+                lambda: self._next is None and self._sending is None, seconds
+            )
 
     def _run(self) -> None:
         while True:
@@ -224,7 +274,9 @@ class Sender:
                 except (OSError, ValueError) as error:
                     if self._sending == step:  # otherwise it was cancelled
                         reason = getattr(error, "strerror", None) or error
-                        self._warn(f"step {step} could not be copied to the node at {target[0]}: {reason}")
+                        self._warn(
+                            f"step {step} could not be copied to the node at {target[0]}: {reason}"
+                        )
 
     def _send(self, step: int, target: tuple[str, int]) -> None:
         with _connected(target, self._secret) as conversation:
@@ -238,7 +290,9 @@ class Sender:
                 with self._change:
                     self._connection = None
 
-    def _warn(self, text: str, then: str = "if this node is lost, the run resumes from an older step") -> None:
+    def _warn(
+        self, text: str, then: str = "if this node is lost, the run resumes from an older step"
+    ) -> None:
         if time.monotonic() - self._told >= _REPEAT:
             _print(f"warning: {text}; training continues, but {then}")
             self._told = time.monotonic()
@@ -251,7 +305,8 @@ def _connected(address: tuple[str, int], secret: Secret) -> Iterator[Conversatio
 
 
 def nodes_by_disk(directory: Path) -> list[list[int]]:
-    """Returns the processes of each node: those that see each other's files in this directory. All processes must call it.
+    """Returns the processes of each node: those that see each other's files in this directory. All
+    processes must call it.
 
     A process that cannot write there is a node of its own.
     """
@@ -268,11 +323,16 @@ def nodes_by_disk(directory: Path) -> list[list[int]]:
     firsts = distributed.gather_from_all(min(seen))
     with contextlib.suppress(OSError):
         mark.unlink()
-    return [[process for process, each in enumerate(firsts) if each == first] for first in sorted(set(firsts))]
+    return [
+        [process for process, each in enumerate(firsts) if each == first]
+        for first in sorted(set(firsts))
+    ]
 
 
 def receivers(nodes: list[list[int]], process: int, n_copies: int) -> list[int]:
-    """Returns the processes that keep copies for this one: one of each of the next nodes, so that those of a node share the work."""
+    """Returns the processes that keep copies for this one: one of each of the next nodes, so that
+    those of a node share the work.
+    """
     own = next(number for number, members in enumerate(nodes) if process in members)
     place = nodes[own].index(process)
     following = [nodes[(own + distance) % len(nodes)] for distance in range(1, n_copies + 1)]
@@ -280,7 +340,8 @@ def receivers(nodes: list[list[int]], process: int, n_copies: int) -> list[int]:
 
 
 def own_address(coordinator: str) -> tuple[str, str]:
-    """Returns the address to listen on (empty: all), and the one at which other hosts reach this one: where it reaches the coordinator.
+    """Returns the address to listen on (empty: all), and the one at which other hosts reach this
+    one: where it reaches the coordinator.
 
     coordinator: host:port; empty if it is not known.
     """
@@ -293,21 +354,30 @@ def own_address(coordinator: str) -> tuple[str, str]:
     with socket.socket(family, kind) as probe:  # sends nothing
         probe.connect(where)
         own = str(probe.getsockname()[0])
-    return ("", host) if is_loopback(own) else (own, own)  # the coordinator's own host may know itself as 127.0.1.1
+    # the coordinator's own host may know itself as 127.0.1.1
+    return ("", host) if is_loopback(own) else (own, own)
 
 
 def _enough(n_copies: int, n_nodes: int) -> int:
-    """Returns the copies that are possible: fewer than asked for only in a run that may continue with fewer nodes."""
+    """Returns the copies that are possible: fewer than asked for only in a run that may continue
+    with fewer nodes.
+    """
     if n_copies < n_nodes:
         return n_copies
     if os.environ.get(ELASTIC):
         distributed.print_on_process0(
-            f"warning: checkpoint.local_copies={n_copies}, but only {n_nodes} nodes are left: local checkpoints have {n_nodes - 1} copies"
+            f"warning: checkpoint.local_copies={n_copies}, but only {n_nodes} nodes are left: "
+            f"local checkpoints have {n_nodes - 1} copies"
         )
         return n_nodes - 1
-    fix = f"set it to {n_nodes - 1}" + ("" if n_nodes > 1 else ", or checkpoint.local to a directory on each node's own disk")
+    fix = f"set it to {n_nodes - 1}" + (
+        "" if n_nodes > 1 else ", or checkpoint.local to a directory on each node's own disk"
+    )
     why = "processes that see the same files in checkpoint.local count as one node"
-    raise ConfigError(f"checkpoint.local_copies={n_copies} needs {n_copies + 1} nodes, but this run has {n_nodes} ({why}); {fix}")
+    raise ConfigError(
+        f"checkpoint.local_copies={n_copies} needs {n_copies + 1} nodes, but this run has "
+        f"{n_nodes} ({why}); {fix}"
+    )
 
 
 def _print(line: str) -> None:

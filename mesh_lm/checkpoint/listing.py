@@ -39,13 +39,17 @@ class CheckpointEntry:
 
     @property
     def kind(self) -> str:
-        """Empty for a step, else the reason it is not one: "damaged", "passed", "removed", "saving", "orbax", "misnamed"."""
+        """Empty for a step, else the reason it is not one: "damaged", "passed", "removed",
+        "saving", "orbax", "misnamed".
+        """
         if not names_a_step(self.path.name.partition(".")[0]):
             return "misnamed"
         return re.split(r"\W", self.path.name.partition(".")[2])[0]
 
     def descriptions(self) -> dict[str, Any]:
-        """Returns {"data": ..., "metadata": ...}, as in `SavedCheckpoint`. Raises DamagedCheckpoint."""
+        """Returns {"data": ..., "metadata": ...}, as in `SavedCheckpoint`. Raises
+        DamagedCheckpoint.
+        """
         return descriptions(self.path)
 
     @cached_property
@@ -70,7 +74,11 @@ class CheckpointEntry:
         """The condition of the checkpoint, for a listing."""
         if self.kind:
             return _RENAMED.get(self.kind, "not named by a run")
-        return f"damaged: {self._described.reasons[0]}" if isinstance(self._described, DamagedCheckpoint) else "complete by its description"
+        return (
+            f"damaged: {self._described.reasons[0]}"
+            if isinstance(self._described, DamagedCheckpoint)
+            else "complete by its description"
+        )
 
     @property
     def described(self) -> tuple[str, str, str]:
@@ -79,11 +87,17 @@ class CheckpointEntry:
             return "-", "-", "-"
         data, metadata = self._described["data"], self._described["metadata"]
         digests = metadata.get("digests")
-        return str(metadata["format"]), combined(digests) if digests else "-", str(data.get("samples", "-"))
+        return (
+            str(metadata["format"]),
+            combined(digests) if digests else "-",
+            str(data.get("samples", "-")),
+        )
 
     @property
     def written(self) -> float:
-        """Unix time at which its description, or else the directory, was written; 0 if a run has just removed it."""
+        """Unix time at which its description, or else the directory, was written; 0 if a run has
+        just removed it.
+        """
         for path in (self.path / "metadata" / "metadata", self.path):
             with contextlib.suppress(FileNotFoundError):
                 return path.stat().st_mtime
@@ -101,38 +115,65 @@ class CheckpointEntry:
 
 
 def at(path: Path | str) -> list[CheckpointEntry]:
-    """Returns the checkpoints in a run's output or `checkpoints`, or one step, oldest first. Raises ConfigError if there are none."""
+    """Returns the checkpoints in a run's output or `checkpoints`, or one step, oldest first. Raises
+    ConfigError if there are none.
+    """
     path = Path(path).expanduser().absolute()
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if _NAME.fullmatch(directory.name) and (directory.parent.name == "checkpoints" or (directory / "metadata").is_dir()):
+    if _NAME.fullmatch(directory.name) and (
+        directory.parent.name == "checkpoints" or (directory / "metadata").is_dir()
+    ):
         return [CheckpointEntry(directory)]
     if directory.name != "checkpoints":
         if is_huggingface(path):
-            raise ConfigError(f"{path} is a Hugging Face model, not a run: there is no digest of its weights")
-        raise ConfigError(f"{path} holds no checkpoints; name a run's output, its `checkpoints`, or one step there")
-    entries = [CheckpointEntry(child) for child in directory.iterdir() if child.is_dir() and _NAME.fullmatch(child.name)]
+            raise ConfigError(
+                f"{path} is a Hugging Face model, not a run: there is no digest of its weights"
+            )
+        raise ConfigError(
+            f"{path} holds no checkpoints; name a run's output, its `checkpoints`, or one step "
+            "there"
+        )
+    entries = [
+        CheckpointEntry(child)
+        for child in directory.iterdir()
+        if child.is_dir() and _NAME.fullmatch(child.name)
+    ]
     if not entries:
         raise ConfigError(f"no checkpoint in {directory}")
     return sorted(entries, key=lambda entry: (entry.step, entry.path.name))
 
 
 def chosen(path: Path | str, name: str) -> list[CheckpointEntry]:
-    """Returns the steps of a run, or the directory that `path` or `name` names, renamed or not. Raises ConfigError if there is none."""
+    """Returns the steps of a run, or the directory that `path` or `name` names, renamed or not.
+    Raises ConfigError if there is none.
+    """
     entries = at(path)
     if name:
         if not (named := [entry for entry in entries if entry.path.name == name]):
-            raise ConfigError(f"no --step={name}; there are {', '.join(entry.path.name for entry in entries)}")
+            raise ConfigError(
+                f"no --step={name}; there are {', '.join(entry.path.name for entry in entries)}"
+            )
         return named
-    steps = entries if len(entries) == 1 and entries[0].path == Path(path).expanduser().absolute() else [e for e in entries if not e.kind]
+    steps = (
+        entries
+        if len(entries) == 1 and entries[0].path == Path(path).expanduser().absolute()
+        else [e for e in entries if not e.kind]
+    )
     if not steps:
-        raise ConfigError(f"no complete checkpoint among {', '.join(entry.path.name for entry in entries)}; name one of them")
+        raise ConfigError(
+            f"no complete checkpoint among {', '.join(entry.path.name for entry in entries)}; "
+            "name "
+            "one of them"
+        )
     return steps
 
 
 def newest(path: Path | str) -> CheckpointEntry:
-    """Returns the newest step of a run, or the directory that `path` names. Raises ConfigError if there is none."""
+    """Returns the newest step of a run, or the directory that `path` names. Raises ConfigError if
+    there is none.
+    """
     return chosen(path, "")[-1]
 
 

@@ -1,4 +1,6 @@
-"""Manages the checkpoints of a run: when to save, what to keep, and how to handle failed saves and damaged checkpoints."""
+"""Manages the checkpoints of a run: when to save, what to keep, and how to handle failed saves and
+damaged checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -48,34 +50,52 @@ from mesh_lm.state.disk_form import back, to_disk
 _ASK_EVERY = 10
 """Steps between checks among processes whether the current save is complete."""
 _LAST_TRIES = 4
-"""Attempts to save the last step, or the one at which a run is stopped; it would otherwise be lost."""
+"""Attempts to save the last step, or the one at which a run is stopped; it would otherwise be
+lost."""
 _WRITING, _COMPLETE, _FAILED = range(3)
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `<output>/checkpoints`. A context manager, which waits for the current save on exit.
+    """The checkpoints of one run, in `<output>/checkpoints`. A context manager, which waits for the
+    current save on exit.
 
-    Each step is a directory named after its number. `N.damaged` could not be verified; `N.passed` is from steps that the run has rolled
-    back. Both are kept for inspection. Process 0 holds the lease of the output (`mesh_lm.checkpoint.lease`), and gives a save its name
-    only while it does; until then the save is in `N.saving-LIFE`, which no other run uses.
+    Each step is a directory named after its number. `N.damaged` could not be verified; `N.passed`
+    is from steps that the run has rolled back. Both are kept for inspection. Process 0 holds the
+    lease of the output (`mesh_lm.checkpoint.lease`), and gives a save its name only while it does;
+    until then the save is in `N.saving-LIFE`, which no other run uses.
     """
 
     def __init__(
-        self, config: TrainConfig, phases: Phases | None = None, say: Callable[[str], None] = distributed.print_on_process0
-    ) -> None:  # fmt: skip
+        self,
+        config: TrainConfig,
+        phases: Phases | None = None,
+        say: Callable[[str], None] = distributed.print_on_process0,
+    ) -> None:
         """Takes the function that reports saves and damage.
 
-        Raises ConfigError if another run writes there, the directory is not writable, or it conflicts with `checkpoint.resume`.
+        Raises ConfigError if another run writes there, the directory is not writable, or it
+        conflicts with `checkpoint.resume`.
         """
-        self.config, self.policy, self._phases, self._say = config, config.checkpoint, phases or Phases(), say
+        self.config, self.policy, self._phases, self._say = (
+            config,
+            config.checkpoint,
+            phases or Phases(),
+            say,
+        )
         if self.policy.resume == "never" and int(os.environ.get(BEGUN, 0)):
-            self.policy = dataclasses.replace(self.policy, resume="auto")  # a restart: existing checkpoints are this run's own
+            # a restart: existing checkpoints are this run's own
+            self.policy = dataclasses.replace(self.policy, resume="auto")
         try:
             json.dumps(as_dict(config))
         except TypeError as error:
-            raise ConfigError(f"the config must be stored as JSON with every checkpoint, and cannot be: {error}") from error
+            raise ConfigError(
+                f"the config must be stored as JSON with every checkpoint, and cannot be: {error}"
+            ) from error
         if "://" in config.output:
-            raise ConfigError(f"output={config.output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)")
+            raise ConfigError(
+                f"output={config.output} must be a directory; mount a bucket as one (gcsfuse, "
+                "mountpoint-s3)"
+            )
         self.directory = (Path(config.output).expanduser() / "checkpoints").absolute()
         self._lease = held_by_process0(self.directory.parent)
         try:
@@ -84,7 +104,9 @@ class Checkpoints:
             self._life = distributed.broadcast_from_process0(self._lease and self._lease.life)
             self._saver = ocp.AsyncCheckpointer(
                 ocp.CompositeCheckpointHandler(
-                    state=array_handler(), data=ocp.JsonCheckpointHandler(), metadata=ocp.JsonCheckpointHandler()
+                    state=array_handler(),
+                    data=ocp.JsonCheckpointHandler(),
+                    metadata=ocp.JsonCheckpointHandler(),
                 )
             )
             self._saved = max(self._steps(), default=None)
@@ -102,41 +124,63 @@ class Checkpoints:
     def _refusal(self) -> str | None:
         policy = self.policy
         if policy.resume == "required" and self._saved is None:
-            return f"no checkpoint in {self.directory}, but checkpoint.resume=required; set the output of an existing run"
+            return (
+                f"no checkpoint in {self.directory}, but checkpoint.resume=required; set the "
+                "output of an existing run"
+            )
         if policy.resume == "never" and self._saved is not None:
-            return f"{self.directory} already holds step {self._saved}, and checkpoint.resume=never; use a new output directory"
-        if self._saved is None and distributed.broadcast_from_process0(jax.process_index() == 0 and any(self.directory.glob("*.damaged*"))):
+            return (
+                f"{self.directory} already holds step {self._saved}, and checkpoint.resume=never; "
+                "use a new output directory"
+            )
+        if self._saved is None and distributed.broadcast_from_process0(
+            jax.process_index() == 0 and any(self.directory.glob("*.damaged*"))
+        ):
             return self._none_intact()
         return None
 
     def _none_intact(self) -> str:
         damaged = ", ".join(sorted(path.name for path in self.directory.glob("*.damaged*")))
-        fix = "repair one and remove .damaged from its name, or use a new output directory to start from scratch"
+        fix = (
+            "repair one and remove .damaged from its name, or use a new output directory to start "
+            "from scratch"
+        )
         return f"no checkpoint in {self.directory} is intact: {damaged}; {fix}"
 
     def newest(self) -> SavedCheckpoint | None:
-        """Returns the newest checkpoint, without its arrays; None if there is none. Raises DamagedCheckpoint."""
+        """Returns the newest checkpoint, without its arrays; None if there is none. Raises
+        DamagedCheckpoint.
+        """
         return None if self._saved is None else SavedCheckpoint.read(self.directory, self._saved)
 
     def restore(
         self, layout: ModelLayout, optimizer: Optimizer, before: int | None = None
     ) -> tuple[SavedCheckpoint, State] | tuple[None, None]:
-        """Returns the newest intact checkpoint and its state, or (None, None) for a run without checkpoints; the same on all processes.
+        """Returns the newest intact checkpoint and its state, or (None, None) for a run without
+        checkpoints; the same on all processes.
 
-        A damaged checkpoint is reported with its leaves or files and renamed to `N.damaged`, and the one before it is tried.
+        A damaged checkpoint is reported with its leaves or files and renamed to `N.damaged`, and
+        the one before it is tried.
 
         Args:
           before: consider only steps below this one.
 
         Raises:
-          ConfigError: the checkpoint is of another model, or there are checkpoints but none is intact: a run never silently starts over.
+          ConfigError: the checkpoint is of another model, or there are checkpoints but none is
+          intact: a run never silently starts over.
         """
         self._phases.at("restore")
         if before is None and jax.process_index() == 0:
             for name in misnamed_in(self.directory):
-                self._say(f"warning: {self.directory / name} is not a step (that would be {int(name)}); it is ignored")
+                self._say(
+                    f"warning: {self.directory / name} is not a step (that would be "
+                    f"{int(name)}); "
+                    "it is ignored"
+                )
         steps = [step for step in self._steps() if before is None or step < before]
-        if before is None and (local := self._local.restore(max(steps, default=-1), layout, optimizer)):
+        if before is None and (
+            local := self._local.restore(max(steps, default=-1), layout, optimizer)
+        ):
             if steps:
                 self._committed(max(steps))
             self._phases.saved = local[0].step
@@ -146,7 +190,11 @@ class Checkpoints:
                 saved = SavedCheckpoint.read(self.directory, step)
                 state = saved.resumed(layout, optimizer)
             except DamagedCheckpoint as damage:
-                self._say(f"warning: {damage}\nrenamed to {step}.damaged; the checkpoint before it is tried")
+                self._say(
+                    f"warning: {damage}\nrenamed to {step}.damaged; the checkpoint before it "
+                    "is "
+                    "tried"
+                )
                 self._put_aside(step, "damaged")
                 continue
             self._committed(max(self._steps()))
@@ -155,8 +203,11 @@ class Checkpoints:
             raise ConfigError(self._none_intact())
         return None, None
 
-    def roll_back(self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer) -> tuple[SavedCheckpoint, State]:
-        """Rolls back to the newest intact checkpoint below step `before`, and deletes `state`; later checkpoints become `N.passed`.
+    def roll_back(
+        self, before: int, state: State, layout: ModelLayout, optimizer: Optimizer
+    ) -> tuple[SavedCheckpoint, State]:
+        """Rolls back to the newest intact checkpoint below step `before`, and deletes `state`;
+        later checkpoints become `N.passed`.
 
         Raises ConfigError if there is none.
         """
@@ -165,7 +216,11 @@ class Checkpoints:
             leaf.delete()
         saved, older = self.restore(layout, optimizer, before)
         if saved is None or older is None:
-            raise ConfigError(f"the run should roll back to before step {before}, but has no checkpoint before it; save more often")
+            raise ConfigError(
+                f"the run should roll back to before step {before}, but has no checkpoint "
+                "before "
+                "it; save more often"
+            )
         self._local.forget(saved.step)
         for later in self._steps():
             if later > saved.step:
@@ -186,22 +241,37 @@ class Checkpoints:
         return self._soon or again or (self.policy.every > 0 and step % self.policy.every == 0)
 
     def save(
-        self, step: int, state: State, data: dict[str, Any], layout: ModelLayout, optimizer: Optimizer, *, last: bool = False
+        self,
+        step: int,
+        state: State,
+        data: dict[str, Any],
+        layout: ModelLayout,
+        optimizer: Optimizer,
+        *,
+        last: bool = False,
     ) -> State:
-        """Copies the state to the host and returns it; writing continues in the background. A step that is already saved is skipped.
+        """Copies the state to the host and returns it; writing continues in the background. A step
+        that is already saved is skipped.
 
-        Donates `state`, and needs memory for one extra leaf (`mesh_lm.state.disk_form.to_disk`). A failed save is reported, its remains
-        are removed, and it is retried some steps later.
+        Donates `state`, and needs memory for one extra leaf (`mesh_lm.state.disk_form.to_disk`). A
+        failed save is reported, its remains are removed, and it is retried some steps later.
 
         Args:
-          data: the data position after this step, from `Batches.state`.
-          last: whether this is the run's last save: it is waited for and retried immediately; StorageError if it cannot be written.
+          data: the data position after this step, from `Batches.state`. last: whether this is the
+          run's last save: it is waited for and retried immediately; StorageError if it cannot be
+          written.
         """
         if step == self._saved:
             return state
         self._phases.at("save")
         if self._local.due(step) and not (last or self._due(step)):
-            self._local.save(step, state, data, layout, lambda tree: self._metadata(step, tree, digests(tree)) | {"durable": self._saved})
+            self._local.save(
+                step,
+                state,
+                data,
+                layout,
+                lambda tree: self._metadata(step, tree, digests(tree)) | {"durable": self._saved},
+            )
             return state
         self._settle(step, f"; training continues, and saving is retried at once, with step {step}")
         tree, leaf_digests = to_disk(layout, optimizer, state)
@@ -216,12 +286,20 @@ class Checkpoints:
                     break
         else:
             if last:
-                newest = "there is no older checkpoint" if self._saved is None else f"the newest checkpoint is step {self._saved}"
-                raise StorageError(f"step {step} could not be saved in {self.directory}: {self._reason}; {newest}")
+                newest = (
+                    "there is no older checkpoint"
+                    if self._saved is None
+                    else f"the newest checkpoint is step {self._saved}"
+                )
+                raise StorageError(
+                    f"step {step} could not be saved in {self.directory}: {self._reason}; {newest}"
+                )
         return back(layout, optimizer, state, tree)  # Orbax has copied everything to host memory
 
     def poll(self, step: int) -> None:
-        """Checks the current save, and whether the lease was lost. All processes must call it after every step."""
+        """Checks the current save, and whether the lease was lost. All processes must call it after
+        every step.
+        """
         if self._lease:
             self._lease.require_kept()
         if self._writing is None or (jax.process_count() > 1 and step % _ASK_EVERY):
@@ -230,7 +308,9 @@ class Checkpoints:
         if _WRITING not in outcomes:
             self._conclude(step, _FAILED in outcomes)
 
-    def _begin(self, step: int, tree: State, data: dict[str, Any], metadata: dict[str, Any]) -> None:
+    def _begin(
+        self, step: int, tree: State, data: dict[str, Any], metadata: dict[str, Any]
+    ) -> None:
         self._say(f"saving step {step} ({certificate(metadata, data)})")
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(tree),  # pyright: ignore[reportCallIssue]
@@ -268,10 +348,16 @@ class Checkpoints:
             except Exception as error:
                 self._error = error
         self._commit.finish()
-        self._conclude(step, any(outcome != _COMPLETE for outcome in distributed.gather_from_all(self._outcome())), then)
+        self._conclude(
+            step,
+            any(outcome != _COMPLETE for outcome in distributed.gather_from_all(self._outcome())),
+            then,
+        )
 
     def _conclude(self, step: int, failed: bool, then: str | None = None) -> None:
-        """Records the outcome of the current save. then: the end of the warning if it has failed; None: when it is retried."""
+        """Records the outcome of the current save. then: the end of the warning if it has failed;
+        None: when it is retried.
+        """
         writing, self._writing = self._writing, None
         assert writing is not None
         if not failed:
@@ -281,7 +367,8 @@ class Checkpoints:
             return
         self._failures += 1
         self._retry, every = step + 2**self._failures, self.policy.every
-        self._retry = min(self._retry, (step // every + 1) * every) if every else self._retry  # the policy saves then, anyway
+        # the policy saves then, anyway
+        self._retry = min(self._retry, (step // every + 1) * every) if every else self._retry
         self._phases.at("save")
         with contextlib.suppress(Exception):
             self._saver.wait_until_finished()  # takes minutes if only another process failed
@@ -293,42 +380,74 @@ class Checkpoints:
                 self._lease.require_kept()
         reasons = distributed.gather_from_all(reason(self._error) if self._error else "")
         self._reason = next(filter(None, reasons), "it was not completed, and Orbax gave no reason")
-        newest = "THERE IS NO CHECKPOINT" if self._saved is None else f"the newest checkpoint is step {self._saved}"
-        alarm = f"ERROR: {self._failures} saves in a row have failed, and a crash now would lose everything since: {newest}. "
+        newest = (
+            "THERE IS NO CHECKPOINT"
+            if self._saved is None
+            else f"the newest checkpoint is step {self._saved}"
+        )
+        alarm = (
+            f"ERROR: {self._failures} saves in a row have failed, and a crash now would lose "
+            f"everything since: {newest}. "
+        )
         self._say(
-            f"{alarm if self._failures >= self.policy.alarm else 'warning: '}step {writing} could not be saved in {self.directory}: "
-            f"{self._reason}" + (f"; training continues, and saving is retried after step {self._retry}" if then is None else then)
+            f"{alarm if self._failures >= self.policy.alarm else 'warning: '}step {writing} could "
+            f"not be saved in {self.directory}: "
+            f"{self._reason}"
+            + (
+                f"; training continues, and saving is retried after step {self._retry}"
+                if then is None
+                else then
+            )
         )
 
     def _metadata(self, step: int, tree: State, leaf_digests: dict[str, str]) -> dict[str, Any]:
-        about = {"format": FORMAT, "step": step, "config": as_dict(self.config), "parts": described(tree), "digests": leaf_digests}
-        return json.loads(json.dumps(about | {"versions": {"jax": jax.__version__, "orbax": ocp.__version__}}))
+        about = {
+            "format": FORMAT,
+            "step": step,
+            "config": as_dict(self.config),
+            "parts": described(tree),
+            "digests": leaf_digests,
+        }
+        return json.loads(
+            json.dumps(about | {"versions": {"jax": jax.__version__, "orbax": ocp.__version__}})
+        )
 
     def _steps(self) -> list[int]:
         """Returns the steps that process 0 sees."""
-        return distributed.broadcast_from_process0(steps_in(self.directory) if jax.process_index() == 0 else None)
+        return distributed.broadcast_from_process0(
+            steps_in(self.directory) if jax.process_index() == 0 else None
+        )
 
     def _put_aside(self, step: int, why: str) -> None:
         if jax.process_index() == 0:
             self._require_lease()
-            names = itertools.chain([f"{step}.{why}"], (f"{step}.{why}-{n}" for n in itertools.count(2)))
-            free = next(self.directory / name for name in names if not (self.directory / name).exists())
+            names = itertools.chain(
+                [f"{step}.{why}"], (f"{step}.{why}-{n}" for n in itertools.count(2))
+            )
+            free = next(
+                self.directory / name for name in names if not (self.directory / name).exists()
+            )
             (self.directory / str(step)).rename(free)
         self._steps()  # waits for process 0
 
     def _prune(self) -> None:
-        """Removes checkpoints that the policy does not keep, in the background because it may take minutes."""
+        """Removes checkpoints that the policy does not keep, in the background because it may take
+        minutes.
+        """
         if jax.process_index() > 0:
             return
         self._require_lease()
         for step in steps_in(self.directory)[: -self.policy.keep]:
-            with contextlib.suppress(OSError):  # renamed first, so that no half-removed directory is named as a step
+            # renamed first, so that no half-removed directory is named as a step
+            with contextlib.suppress(OSError):
                 doomed = (self.directory / str(step)).rename(self.directory / f"{step}.removed")
                 self._removing = threading.Thread(target=shutil.rmtree, args=(doomed, True))
                 self._removing.start()
 
     def _require_lease(self) -> None:
-        """Raises ReplacedError if another run holds the lease, which is read for this; a disk that does not answer is no reason."""
+        """Raises ReplacedError if another run holds the lease, which is read for this; a disk that
+        does not answer is no reason.
+        """
         if self._lease:
             with contextlib.suppress(OSError):
                 self._lease.require()
@@ -336,8 +455,14 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        alone = kind is not None and jax.process_count() > 1  # perhaps this process alone has failed: the others would not respond
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # perhaps this process alone has failed: the others would not respond
+        alone = kind is not None and jax.process_count() > 1
         try:
             if kind is not None:
                 if not alone:
@@ -359,7 +484,9 @@ class Checkpoints:
             self._lease.release()
 
     def close(self) -> None:
-        """Waits for the current save, and releases the output. Removes the directory if it is empty."""
+        """Waits for the current save, and releases the output. Removes the directory if it is
+        empty.
+        """
         try:
             self._local.close()
             self._settle(0)
@@ -381,7 +508,9 @@ def _open(directory: Path) -> None:
             (probe := directory / f".probe-{jax.process_index()}").touch()
             probe.unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot write checkpoints to {directory}: {error.strerror}"
+            ) from error
     distributed.require_shared(directory)
     if jax.process_index() == 0:  # remains of a killed run
         for pattern in ("*.saving-*", "*.orbax-checkpoint-tmp*", "*.removed*"):
@@ -389,8 +518,9 @@ def _open(directory: Path) -> None:
 
 
 def _remove(directory: Path, pattern: str) -> None:
-    """Removes directories. Each is renamed first, so that a run that was suspended between its last look at the lease and its commit can no
-    longer give a save its step's name: it either did so before this, and then the step is complete, or it finds nothing to rename.
+    """Removes directories. Each is renamed first, so that a run that was suspended between its last
+    look at the lease and its commit can no longer give a save its step's name: it either did so
+    before this, and then the step is complete, or it finds nothing to rename.
     """
     for path in directory.glob(pattern):
         doomed = path.with_name(f"{path.name.partition('.')[0]}.removed-{secrets.token_hex(4)}")

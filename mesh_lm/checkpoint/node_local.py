@@ -1,8 +1,10 @@
-"""Node-local checkpoints: each process saves its devices' shards to a local disk, more often than checkpoints go to shared storage.
+"""Node-local checkpoints: each process saves its devices' shards to a local disk, more often than
+checkpoints go to shared storage.
 
-The files below `checkpoint.local` are `<run>/<step>/<process>-of-<count>/state.raw`, the distinct shards of all leaves, and
-`description.json`, which lists them and is renamed into place last: if it exists, the step is complete. Processes do not wait for each
-other in a save. A restore uses a step only if it is complete on every process.
+The files below `checkpoint.local` are `<run>/<step>/<process>-of-<count>/state.raw`, the distinct
+shards of all leaves, and `description.json`, which lists them and is renamed into place last: if it
+exists, the step is complete. Processes do not wait for each other in a save. A restore uses a step
+only if it is complete on every process.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from mesh_lm.state.disk_form import with_used, without_used
 from mesh_lm.state.host_copy import Shards, assembled, copied
 
 _KEEP = 2
-"""Steps to keep: at a crash, processes may be one save apart, and then have only the previous one in common."""
+"""Steps to keep: at a crash, processes may be one save apart, and then have only the previous one
+in common."""
 _PATIENCE = 60.0
 """Seconds to wait for the previous save before a new one is skipped."""
 _LIFE = re.compile(r"[0-9a-f]{8}")
@@ -45,7 +48,9 @@ _ARRAYS, _DESCRIPTION = FILES
 
 
 class NodeLocalCheckpoints:
-    """The node-local checkpoints of one run; without `checkpoint.local` it does nothing. Disk errors only give a warning."""
+    """The node-local checkpoints of one run; without `checkpoint.local` it does nothing. Disk
+    errors only give a warning.
+    """
 
     def __init__(self, policy: CheckpointConfig, directory: Path, launch: LaunchConfig) -> None:
         """directory: the run's durable checkpoints. All processes must call it."""
@@ -56,7 +61,10 @@ class NodeLocalCheckpoints:
         self._copies: Copies | None = None
         if not self._every:
             return
-        output, life = hashlib.sha256(str(directory).encode()).hexdigest()[:16], _identity(directory)
+        output, life = (
+            hashlib.sha256(str(directory).encode()).hexdigest()[:16],
+            _identity(directory),
+        )
         output, life = distributed.broadcast_from_process0([output, life])
         self.directory = Path(policy.local).expanduser().absolute() / f"{output}-{life}"
         self._index, self._of = jax.process_index(), f"-of-{jax.process_count()}"
@@ -65,57 +73,97 @@ class NodeLocalCheckpoints:
                 if old != self.directory:
                     shutil.rmtree(old, ignore_errors=True)
                     print(
-                        f"{distributed.log_prefix()}warning: {old} is removed: its local checkpoints are of an earlier run with this "
-                        f"output, or {directory / _MARK} was deleted", flush=True,
-                    )  # fmt: skip
+                        f"{distributed.log_prefix()}warning: {old} is removed: its local "
+                        "checkpoints are of an earlier run with this "
+                        f"output, or {directory / _MARK} was deleted",
+                        flush=True,
+                    )
         if policy.local_copies:
-            self._copies = Copies(policy.local_copies, self.directory, launch, self._place, self._prune)
+            self._copies = Copies(
+                policy.local_copies, self.directory, launch, self._place, self._prune
+            )
 
     def due(self, step: int) -> bool:
         """Whether to save after this step."""
         return self._every > 0 and step % self._every == 0
 
     def save(
-        self, step: int, state: State, data: dict[str, Any], layout: ModelLayout, metadata: Callable[[State], dict[str, Any]]
-    ) -> None:  # fmt: skip
-        """Copies this process's shards to host memory; a thread writes them. All processes must call it.
+        self,
+        step: int,
+        state: State,
+        data: dict[str, Any],
+        layout: ModelLayout,
+        metadata: Callable[[State], dict[str, Any]],
+    ) -> None:
+        """Copies this process's shards to host memory; a thread writes them. All processes must
+        call it.
 
         Args:
           state: the training state; params that are computed from the master are not saved.
-          metadata: returns the metadata that a durable checkpoint of a tree would have; may wait for other processes.
+          metadata: returns the metadata that a durable checkpoint of a tree would have; may wait
+          for other processes.
         """
-        # Comes before metadata, which synchronizes processes: so none is more than one save ahead of a slow disk.
+        # Comes before metadata, which synchronizes processes: so none is more than one save ahead
+        # of a slow disk.
         ready, state = self._finish(), without_used(layout, state)
         described = metadata(state)
         parts = copied(state)
         if ready:
             sealed = described | {"seal": seal(data, described)}
-            about = {"step": step, "layout": _layout(state, layout), "data": data, "metadata": sealed}
-            self._thread = threading.Thread(target=self._write, args=(step, parts, about), daemon=True)
+            about = {
+                "step": step,
+                "layout": _layout(state, layout),
+                "data": data,
+                "metadata": sealed,
+            }
+            self._thread = threading.Thread(
+                target=self._write, args=(step, parts, about), daemon=True
+            )
             self._thread.start()
 
-    def restore(self, newest: int, layout: ModelLayout, optimizer: Optimizer) -> tuple[SavedCheckpoint, State] | None:
-        """Returns the newest step that is complete on all processes, if it is newer than `newest` (a durable step, or -1), else None.
+    def restore(
+        self, newest: int, layout: ModelLayout, optimizer: Optimizer
+    ) -> tuple[SavedCheckpoint, State] | None:
+        """Returns the newest step that is complete on all processes, if it is newer than `newest`
+        (a durable step, or -1), else None.
 
-        Its layout must be the same, and its bits are verified. Unusable local steps are removed, and one line says why. All processes must
-        call it and get the same result.
+        Its layout must be the same, and its bits are verified. Unusable local steps are removed,
+        and one line says why. All processes must call it and get the same result.
         """
         if not self._every:
             return None
-        listing = [] if self._fresh else [[step, holds] for step, holds in self._complete().items() if step > newest]
+        listing = (
+            []
+            if self._fresh
+            else [[step, holds] for step, holds in self._complete().items() if step > newest]
+        )
         listings = distributed.gather_from_all(listing)
         held_by = _holders(listings)
         candidates = sorted(held_by, reverse=True)
         where = " or on those of other nodes" if self._copies else ""
-        reasons = [] if candidates or not any(listings) else [f"no step is on the local disks of all processes{where}"]
-        if partial := [step for step in ({} if self._fresh else self._steps()) if step > max(candidates, default=newest)]:
+        reasons = (
+            []
+            if candidates or not any(listings)
+            else [f"no step is on the local disks of all processes{where}"]
+        )
+        if partial := [
+            step
+            for step in ({} if self._fresh else self._steps())
+            if step > max(candidates, default=newest)
+        ]:
             reasons = reasons or [
                 f"step {', '.join(map(str, partial))} is not complete on all processes"
             ]  # as process 0, which prints, sees it
         with contextlib.suppress(OSError):
             for other in self.directory.glob("*/*-of-*"):
                 if not other.name.endswith(self._of):
-                    reasons = reasons or [f"step {other.parent.name} was saved by {other.name.rpartition('-')[2]} processes"]
+                    reasons = reasons or [
+                        (
+                            f"step {other.parent.name} was saved by "
+                            f"{other.name.rpartition('-')[2]} "
+                            "processes"
+                        )
+                    ]
                     shutil.rmtree(other, ignore_errors=True)
         # A node that had another place before keeps nothing of it that no process can use.
         for step, processes in self._steps().items():
@@ -131,7 +179,13 @@ class NodeLocalCheckpoints:
                 saved, state = self._read_or_fetch(step, newest, abstract, layout, listings)
                 outcome = ["", certificate(saved.metadata, saved.data)]
             except (OSError, ValueError, KeyError, TypeError) as error:
-                outcome = [f"step {step} on process {self._index}: {error if isinstance(error, _Unusable) else repr(error)}", ""]
+                outcome = [
+                    (
+                        f"step {step} on process {self._index}: "
+                        f"{error if isinstance(error, _Unusable) else repr(error)}"
+                    ),
+                    "",
+                ]
             problems, proofs = zip(*distributed.gather_from_all(outcome), strict=True)
             reason = next(filter(None, problems), "")
             if not reason and len(set(proofs)) > 1:
@@ -140,11 +194,17 @@ class NodeLocalCheckpoints:
                 reason = f"step {step}: {wrong} differs from what was saved"
             if not reason and saved and state:
                 distributed.print_on_process0(
-                    f"step {step} is on the local disks of all processes ({self.directory}), newer than the output's checkpoints"
+                    (
+                        f"step {step} is on the local disks of all processes ({self.directory}), "
+                        "newer "
+                        "than the output's checkpoints"
+                    )
                     + (f"; fetched from other nodes: {number_ranges(lost)}" if lost else "")
                 )
                 if reasons:
-                    distributed.print_on_process0(f"newer local checkpoints are not used: {'; '.join(reasons)}")
+                    distributed.print_on_process0(
+                        f"newer local checkpoints are not used: {'; '.join(reasons)}"
+                    )
                 return saved, with_used(layout, state)
             reasons.append(reason)
         if reasons:
@@ -153,19 +213,43 @@ class NodeLocalCheckpoints:
         return None
 
     def _read_or_fetch(
-        self, step: int, newest: int, abstract: State, layout: ModelLayout, listings: list[list[Any]]
-    ) -> tuple[SavedCheckpoint, State]:  # fmt: skip
-        """As `_read`, but replaces damaged files that were here at the start by a copy of another node, if there is one."""
+        self,
+        step: int,
+        newest: int,
+        abstract: State,
+        layout: ModelLayout,
+        listings: list[list[Any]],
+    ) -> tuple[SavedCheckpoint, State]:
+        """As `_read`, but replaces damaged files that were here at the start by a copy of another
+        node, if there is one.
+        """
         try:
             return self._read(step, newest, abstract, layout)
         except (OSError, ValueError) as error:
-            holders = {other for other, listing in enumerate(listings) for each, of in listing if each == step and self._index in of}
+            holders = {
+                other
+                for other, listing in enumerate(listings)
+                for each, of in listing
+                if each == step and self._index in of
+            }
             different = isinstance(error, _Unusable) and not isinstance(error, _Damaged)
-            if not self._copies or different or self._index not in holders or not (others := holders - self._copies.node):
+            if (
+                not self._copies
+                or different
+                or self._index not in holders
+                or not (others := holders - self._copies.node)
+            ):
                 raise
             self._copies.fetch(step, min(others))
-            print(f"{distributed.log_prefix()}warning: step {step} in {self.directory}: {error}; fetched from another node", flush=True)
-        return self._read(step, newest, abstract, layout)  # not within the handler, which keeps the arrays that were read so far
+            print(
+                (
+                    f"{distributed.log_prefix()}warning: step {step} in {self.directory}: {error}; "
+                    "fetched from another node"
+                ),
+                flush=True,
+            )
+        # not within the handler, which keeps the arrays that were read so far
+        return self._read(step, newest, abstract, layout)
 
     def forget(self, after: int) -> None:
         """Removes the steps after `after` from this node, because the run was rolled back."""
@@ -224,7 +308,8 @@ class NodeLocalCheckpoints:
         if not self._failed:
             with contextlib.suppress(OSError):  # the log may be on the same disk
                 print(
-                    f"{distributed.log_prefix()}warning: no local checkpoint in {self.directory}: {reason}; training continues, "
+                    f"{distributed.log_prefix()}warning: no local checkpoint in {self.directory}: "
+                    f"{reason}; training continues, "
                     "and a crash now rolls back to the newest checkpoint in the output", flush=True,
                 )  # fmt: skip
         self._failed = True
@@ -233,10 +318,14 @@ class NodeLocalCheckpoints:
         return self.directory / str(step) / f"{process}{self._of}"
 
     def _steps(self) -> dict[int, list[int]]:
-        """Returns {step: processes whose files are here, complete or not}, ascending: this one's, with copies those of all others, too."""
+        """Returns {step: processes whose files are here, complete or not}, ascending: this one's,
+        with copies those of all others, too.
+        """
         found: dict[int, list[int]] = {}
         with contextlib.suppress(OSError):
-            for path in self.directory.glob(f"*/*{self._of}" if self._copies else f"*/{self._index}{self._of}"):
+            for path in self.directory.glob(
+                f"*/*{self._of}" if self._copies else f"*/{self._index}{self._of}"
+            ):
                 process = path.name.removesuffix(self._of)
                 if names_a_step(path.parent.name) and process.isdecimal():
                     found.setdefault(int(path.parent.name), []).append(int(process))
@@ -244,11 +333,16 @@ class NodeLocalCheckpoints:
 
     def _complete(self) -> dict[int, list[int]]:
         """Returns what of `_steps` is complete."""
-        found = {step: [i for i in holds if (self._place(step, i) / _DESCRIPTION).exists()] for step, holds in self._steps().items()}
+        found = {
+            step: [i for i in holds if (self._place(step, i) / _DESCRIPTION).exists()]
+            for step, holds in self._steps().items()
+        }
         return {step: holds for step, holds in found.items() if holds}
 
     def _prune(self, process: int) -> None:
-        """Removes the older steps of a process from this node, and those of processes that do not send their steps here any more."""
+        """Removes the older steps of a process from this node, and those of processes that do not
+        send their steps here any more.
+        """
         complete = self._complete()
         own = [step for step, holds in complete.items() if process in holds]
         for step in own[:-_KEEP]:
@@ -265,8 +359,12 @@ class NodeLocalCheckpoints:
             clear(place)
             place.parent.rmdir()
 
-    def _read(self, step: int, newest: int, abstract: State, layout: ModelLayout) -> tuple[SavedCheckpoint, State]:
-        """Reads and verifies a step. Raises _Unusable, or any error that a foreign description causes."""
+    def _read(
+        self, step: int, newest: int, abstract: State, layout: ModelLayout
+    ) -> tuple[SavedCheckpoint, State]:
+        """Reads and verifies a step. Raises _Unusable, or any error that a foreign description
+        causes.
+        """
         place = self._place(step, self._index)
         about = strict_json.read(place / _DESCRIPTION)
         if about.pop("sha256", None) != _sha256(about) or about["step"] != step:
@@ -274,15 +372,24 @@ class NodeLocalCheckpoints:
         if about["layout"] != (expected := _layout(abstract, layout)):
             raise _Unusable(f"it has different {_differ(expected, about['layout'])}")
         if (durable := about["metadata"].get("durable")) is not None and durable > newest:
-            raise _Unusable(f"it was saved when the output had step {durable}, which is missing now")
+            raise _Unusable(
+                f"it was saved when the output had step {durable}, which is missing now"
+            )
         with (place / _ARRAYS).open("rb") as file:
             leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
-            state = jax.tree.unflatten(tree, [_leaf(file, about["parts"][leaf_name(path)], leaf_name(path), leaf) for path, leaf in leaves])
+            state = jax.tree.unflatten(
+                tree,
+                [
+                    _leaf(file, about["parts"][leaf_name(path)], leaf_name(path), leaf)
+                    for path, leaf in leaves
+                ],
+            )
         return SavedCheckpoint(self.directory, step, about["data"], about["metadata"]), state
 
 
 def _holders(listings: list[list[Any]]) -> dict[int, list[int]]:
-    """Returns {step: for each process the one that has its files, itself if possible} for the steps of which nothing is missing.
+    """Returns {step: for each process the one that has its files, itself if possible} for the steps
+    of which nothing is missing.
 
     listings: what each process sees, [[step, [process, ...]], ...].
     """
@@ -293,7 +400,11 @@ def _holders(listings: list[list[Any]]) -> dict[int, list[int]]:
                 if process == holder or process not in found.setdefault(step, {}):
                     found.setdefault(step, {})[process] = holder
     every = range(len(listings))
-    return {step: [of[process] for process in every] for step, of in found.items() if all(process in of for process in every)}
+    return {
+        step: [of[process] for process in every]
+        for step, of in found.items()
+        if all(process in of for process in every)
+    }
 
 
 class _Unusable(ValueError):
@@ -304,7 +415,9 @@ class _Damaged(_Unusable):
     """Its files have other bytes than were written."""
 
 
-def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+def _leaf(
+    file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.ShapeDtypeStruct
+) -> jax.Array:
     def part(index: str) -> np.ndarray:
         if index not in parts:
             raise _Unusable(f"{name} is sharded differently")
@@ -319,17 +432,30 @@ def _leaf(file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.Shape
 
 
 def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
-    """Returns what must be equal at a restore, as JSON, for arrays or jax.ShapeDtypeStruct. Shardings show in the parts' indices."""
+    """Returns what must be equal at a restore, as JSON, for arrays or jax.ShapeDtypeStruct.
+    Shardings show in the parts' indices.
+    """
     leaves = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         leaves[leaf_name(path)] = [str(x.dtype), *x.shape]
     stages = [[name, stack.stages, *stack.layer_counts] for name, stack in layout.stacks.items()]
     sizes = dict(layout.shard.mesh.shape)
     flat = [
-        [v.name, v.replica_axes, v.shard_axes, [[m.name, m.offset, *m.local, str(layout.flat.specs[m.name])] for m in v.matrices]]
+        [
+            v.name,
+            v.replica_axes,
+            v.shard_axes,
+            [[m.name, m.offset, *m.local, str(layout.flat.specs[m.name])] for m in v.matrices],
+        ]
         for v in layout.flat.vectors
     ]
-    about = {"mesh sizes": sizes, "processes": jax.process_count(), "stages": stages, "leaves": leaves, "flat vectors": flat}
+    about = {
+        "mesh sizes": sizes,
+        "processes": jax.process_count(),
+        "stages": stages,
+        "leaves": leaves,
+        "flat vectors": flat,
+    }
     return json.loads(json.dumps(about))
 
 
@@ -343,7 +469,9 @@ def _sha256(about: dict[str, Any]) -> str:
 
 
 def _identity(directory: Path) -> str:
-    """Returns eight hex digits stored with the durable checkpoints, so that a run that starts from scratch ignores older local steps."""
+    """Returns eight hex digits stored with the durable checkpoints, so that a run that starts from
+    scratch ignores older local steps.
+    """
     mark, new = directory / _MARK, secrets.token_hex(4)
     try:
         if jax.process_index() == 0 and not mark.exists():
@@ -352,7 +480,11 @@ def _identity(directory: Path) -> str:
         if _LIFE.fullmatch(life) and check in ("", _check(life)):  # older versions wrote no check
             return life
         if jax.process_index() == 0:
-            print(f"warning: {mark} is damaged: nothing says whose the local checkpoints are, and none is used")
+            print(
+                f"warning: {mark} is damaged: nothing says whose the local checkpoints are, "
+                "and "
+                "none is used"
+            )
             mark.write_text(f"{new} {_check(new)}", encoding="utf-8")
     except OSError:
         pass

@@ -1,8 +1,10 @@
-"""The transfer of one process's files of a local step between two processes of a job, over an authenticated connection.
+"""The transfer of one process's files of a local step between two processes of a job, over an
+authenticated connection.
 
-Both ends prove that they know the job's secret, as launchers do (`mesh_lm.launch.channel`). Then one message says how long the files are,
-the bytes follow as they are, and a last message has their SHA-256. Files appear under their place in one rename, once that is right. Every
-wait for the other end is limited, and neither end holds more than a MiB of the files in memory.
+Both ends prove that they know the job's secret, as launchers do (`mesh_lm.launch.channel`). Then
+one message says how long the files are, the bytes follow as they are, and a last message has their
+SHA-256. Files appear under their place in one rename, once that is right. Every wait for the other
+end is limited, and neither end holds more than a MiB of the files in memory.
 """
 
 from __future__ import annotations
@@ -50,10 +52,13 @@ class TransferFailed(ConnectionError):
 
 
 class Conversation:
-    """An authenticated connection to another process of the job. Calls wait, at most `SILENCE` seconds for each MiB."""
+    """An authenticated connection to another process of the job. Calls wait, at most `SILENCE`
+    seconds for each MiB.
+    """
 
     def __init__(self, connection: socket.socket, secret: Secret, *, serves: bool) -> None:
-        """Waits until both ends have proved themselves. Raises Refused if the other one cannot, and TransferFailed.
+        """Waits until both ends have proved themselves. Raises Refused if the other one cannot, and
+        TransferFailed.
 
         serves: whether this end accepted the connection.
         """
@@ -77,7 +82,8 @@ class Conversation:
         self._flush(SILENCE)
 
     def receive(self, *required: str, seconds: float | None = None) -> dict[str, Any]:
-        """Returns the next message, which has these fields. Raises TransferFailed if the other end reports a problem instead.
+        """Returns the next message, which has these fields. Raises TransferFailed if the other end
+        reports a problem instead.
 
         seconds: the time allowed, if not `SILENCE`.
         """
@@ -91,7 +97,9 @@ class Conversation:
         return message
 
     def send_bytes(self, data: memoryview) -> None:
-        """Sends bytes that are not part of a message. If the other end hangs up, raises TransferFailed with the reason that it sent."""
+        """Sends bytes that are not part of a message. If the other end hangs up, raises
+        TransferFailed with the reason that it sent.
+        """
         try:
             self._guarded(SILENCE, lambda: self._socket.sendall(data))
         except TransferFailed:
@@ -152,7 +160,8 @@ def send_step(to: Conversation, place: Path, about: dict[str, int]) -> None:
 
 
 def receive_step(source: Conversation, sizes: list[int], place: Path) -> None:
-    """Stores the files that the other end sends after its first message, in one rename, or not at all. Tells it which.
+    """Stores the files that the other end sends after its first message, in one rename, or not at
+    all. Tells it which.
 
     Raises OSError or ValueError.
     """
@@ -161,7 +170,9 @@ def receive_step(source: Conversation, sizes: list[int], place: Path) -> None:
     try:
         arriving.mkdir(parents=True)
         if sum(sizes) > (free := shutil.disk_usage(arriving).free):
-            raise OSError(errno.ENOSPC, f"{sum(sizes)} bytes do not fit into the {free} that are free")
+            raise OSError(
+                errno.ENOSPC, f"{sum(sizes)} bytes do not fit into the {free} that are free"
+            )
         source.send(ready=True)
         for name, left in zip(FILES, sizes, strict=True):
             with open(arriving / name, "wb") as file:
@@ -197,7 +208,9 @@ def flush(file: IO[Any]) -> None:
 
 
 def clear(place: Path) -> None:
-    """Removes a place: first the file that makes it complete, so that a half-removed one is not taken for that."""
+    """Removes a place: first the file that makes it complete, so that a half-removed one is not
+    taken for that.
+    """
     (place / FILES[-1]).unlink(missing_ok=True)
     shutil.rmtree(place, ignore_errors=True)
 

@@ -1,11 +1,13 @@
-"""Looks at the checkpoints of a run from outside: no mesh, no GPU and none of the model's code is needed.
+"""Looks at the checkpoints of a run from outside: no mesh, no GPU and none of the model's code is
+needed.
 
-mesh-lm checkpoint ls runs/gpt_tiny              what is there, by descriptions alone; reads no arrays
-mesh-lm checkpoint verify runs/gpt_tiny          reads every array, and compares digests with the saved ones
-mesh-lm checkpoint diff runs/a runs/b            how config, parameters and arrays of two checkpoints differ
+mesh-lm checkpoint ls runs/gpt_tiny what is there, by descriptions alone; reads no arrays mesh-lm
+checkpoint verify runs/gpt_tiny reads every array, and compares digests with the saved ones mesh-lm
+checkpoint diff runs/a runs/b how config, parameters and arrays of two checkpoints differ
 
-A path is a run's output, its `checkpoints`, or one step there. Status: 0 everything is intact, or the arrays are the same
-bits; 1 a checkpoint is damaged (for ls: its description is), or arrays differ; 2 the command cannot be carried out.
+A path is a run's output, its `checkpoints`, or one step there. Status: 0 everything is intact, or
+the arrays are the same bits; 1 a checkpoint is damaged (for ls: its description is), or arrays
+differ; 2 the command cannot be carried out.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _CANNOT = 2
 class Ls:
     """Lists what is there, oldest first. Only descriptions are read; `verify` reads the arrays.
 
-    The status is 1 if the description of a step is damaged or missing, and 2 if there is no checkpoint.
+    The status is 1 if the description of a step is damaged or missing, and 2 if there is no
+    checkpoint.
     """
 
     POSITIONAL: ClassVar[tuple[str, ...]] = ("path",)
@@ -42,7 +45,8 @@ class Ls:
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """Reads every array of every checkpoint, a part at a time, and compares its digest with the saved one.
+    """Reads every array of every checkpoint, a part at a time, and compares its digest with the
+    saved one.
 
     A checkpoint that was put aside is verified where it is named.
     The status is 0 if all are intact, 1 if one is damaged, and 2 if there is none.
@@ -58,9 +62,11 @@ class Verify:
 
 @dataclasses.dataclass(frozen=True)
 class Diff:
-    """How two checkpoints differ: config, position in the data, arrays. Status: 0 all arrays have the same bits, 1 they differ.
+    """How two checkpoints differ: config, position in the data, arrays. Status: 0 all arrays have
+    the same bits, 1 they differ.
 
-    Differences in the config and in the position in the data are printed, and do not change the status.
+    Differences in the config and in the position in the data are printed, and do not change the
+    status.
     """
 
     POSITIONAL: ClassVar[tuple[str, ...]] = ("a", "b")
@@ -71,7 +77,11 @@ class Diff:
     """The same, of the other."""
 
 
-COMMANDS: dict[str, type[Ls] | type[Verify] | type[Diff]] = {"ls": Ls, "verify": Verify, "diff": Diff}
+COMMANDS: dict[str, type[Ls] | type[Verify] | type[Diff]] = {
+    "ls": Ls,
+    "verify": Verify,
+    "diff": Diff,
+}
 
 
 def parse(argv: Sequence[str], prog: str = "mesh-lm checkpoint") -> Ls | Verify | Diff:
@@ -82,13 +92,17 @@ def parse(argv: Sequence[str], prog: str = "mesh-lm checkpoint") -> Ls | Verify 
         raise SystemExit(0)
     if name not in COMMANDS:
         near = did_you_mean(difflib.get_close_matches(name, COMMANDS, n=1))
-        raise ConfigError(f"{prog} needs one of {', '.join(COMMANDS)}, not {name or 'nothing'}{near}")
+        raise ConfigError(
+            f"{prog} needs one of {', '.join(COMMANDS)}, not {name or 'nothing'}{near}"
+        )
     cls = COMMANDS[name]
     return command(cls, rest, cls.__doc__ or "", f"{prog} {name}")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The status of a command, as the module's docstring has it. Users' mistakes and damage are a message, no exception."""
+    """The status of a command, as the module's docstring has it. Users' mistakes and damage are a
+    message, no exception.
+    """
     try:
         return run(parse(argv))
     except ConfigError as error:
@@ -124,10 +138,14 @@ def _ls(options: Ls) -> int:
     for entry in entries:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.written))
         what = f"{entry.what}{'; a run tries it first' if entry is resumed else ''}"
-        rows.append((entry.path.name, written, inspected.size(entry.nbytes), *entry.described, what))
+        rows.append(
+            (entry.path.name, written, inspected.size(entry.nbytes), *entry.described, what)
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     print("from descriptions alone; `verify` reads the arrays")
     return _DAMAGED if any(entry.is_damaged for entry in entries) else 0
 
@@ -157,7 +175,14 @@ def _verified(entry: CheckpointEntry) -> bool:
         return False
     whole = "whole" if metadata.get("digests") else "no digests (format 1); its arrays can be read"
     seconds = time.monotonic() - began
-    print(f"{entry.path.name}: {whole}; {count} arrays, {size(total)}, state {entry.described[1]}, {seconds:.1f} s", flush=True)
+    print(
+        (
+            f"{entry.path.name}: {whole}; {count} arrays, {size(total)}, state "
+            f"{entry.described[1]}, "
+            f"{seconds:.1f} s"
+        ),
+        flush=True,
+    )
     return True
 
 
@@ -181,11 +206,16 @@ def _diff(options: Diff) -> int:
     if count:
         print(f"{count} arrays differ" if count > 1 else "1 array differs")
     else:
-        print("all arrays have the same bits" + (f": state {one.described[1]}" if before["metadata"].get("digests") else ""))
+        print(
+            "all arrays have the same bits"
+            + (f": state {one.described[1]}" if before["metadata"].get("digests") else "")
+        )
     return _DIFFERENT if count else 0
 
 
-def _differing(one: CheckpointEntry, other: CheckpointEntry, before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+def _differing(
+    one: CheckpointEntry, other: CheckpointEntry, before: dict[str, Any], after: dict[str, Any]
+) -> Iterator[str]:
     """A line for each array that is not the same in both."""
     from mesh_lm.checkpoint.arrays import StoredArrays
     from mesh_lm.checkpoint.reader import parts_of

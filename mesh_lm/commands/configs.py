@@ -17,12 +17,19 @@ class Configs:
 
 def parse(argv: Sequence[str], prog: str = "") -> Configs:
     """Raises ConfigError: the command has no options."""
-    return command(Configs, argv, "Lists the configs that come with mesh_lm. Train one: mesh-lm train NAME.", prog)
+    return command(
+        Configs,
+        argv,
+        "Lists the configs that come with mesh_lm. Train one: mesh-lm train NAME.",
+        prog,
+    )
 
 
 def run(_: Configs) -> int:
     """Prints them, and returns 0."""
-    about = {name: _first_line(path.read_text(encoding="utf-8")) for name, path in shipped().items()}
+    about = {
+        name: _first_line(path.read_text(encoding="utf-8")) for name, path in shipped().items()
+    }
     width = max(map(len, about))
     for name, line in about.items():
         print(f"{name.ljust(width)}  {line}")

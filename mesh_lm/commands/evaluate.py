@@ -29,20 +29,25 @@ class Arguments(ModelArguments):
     """Either a text, or tasks of lm-evaluation-harness."""
 
     text: str = ""
-    """A text file, a .jsonl, a .parquet or a directory, on which perplexity and bits per byte are measured."""
+    """A text file, a .jsonl, a .parquet or a directory, on which perplexity and bits per byte are
+    measured."""
     text_field: str = "text"
     """The field of .jsonl lines, or the column of .parquet files, that holds the text."""
     stride: int = 0
-    """New tokens per window after the first; each is predicted from at least seq_len - stride tokens. 0: half of seq_len."""
+    """New tokens per window after the first; each is predicted from at least seq_len - stride
+    tokens. 0: half of seq_len."""
     start: str = ""
-    """Special token to put before each text, and before each context and prompt of a task, such as <|begin_of_text|>; empty: the
-    end-of-document token, before texts and in place of an empty context."""
+    """Special token to put before each text, and before each context and prompt of a task, such as
+    <|begin_of_text|>; empty: the end-of-document token, before texts and in place of an empty
+    context."""
     max_lost_bytes: float = lost_bytes.TOLERATED
-    """Fraction of the text's bytes that the tokens may fail to spell; bits per byte do not count them."""
+    """Fraction of the text's bytes that the tokens may fail to spell; bits per byte do not count
+    them."""
     tasks: str = ""
     """Tasks of lm-evaluation-harness (pip install -e '.[eval]'), separated by commas."""
     include_path: str = ""
-    """Directory of your own task .yaml files; the tasks that come with the harness are then not read."""
+    """Directory of your own task .yaml files; the tasks that come with the harness are then not
+    read."""
     limit: int = 0
     """Documents per task; 0: all."""
     batch: int = 8
@@ -53,12 +58,21 @@ class Arguments(ModelArguments):
 
 def parse(argv: Sequence[str], prog: str = "") -> Arguments:
     """Raises ConfigError for every mistake that can be seen without the model."""
-    arguments = command(Arguments, argv, "Measures a trained model on a text, or on tasks of lm-evaluation-harness.", prog)
+    arguments = command(
+        Arguments,
+        argv,
+        "Measures a trained model on a text, or on tasks of lm-evaluation-harness.",
+        prog,
+    )
     if bool(arguments.text) == bool(arguments.tasks):
-        raise ConfigError("give either --text=FILE, for perplexity and bits per byte, or --tasks=NAME,... of lm-evaluation-harness")
+        raise ConfigError(
+            "give either --text=FILE, for perplexity and bits per byte, or --tasks=NAME,... of "
+            "lm-evaluation-harness"
+        )
     if arguments.batch < 1 or arguments.stride < 0 or arguments.limit < 0:
         raise ConfigError(
-            f"--batch={arguments.batch} must be at least 1, --stride={arguments.stride} and --limit={arguments.limit} at least 0"
+            f"--batch={arguments.batch} must be at least 1, --stride={arguments.stride} and "
+            f"--limit={arguments.limit} at least 0"
         )
     lost_bytes.require_fraction(arguments.max_lost_bytes, "--max-lost-bytes")
     return arguments
@@ -90,7 +104,11 @@ def _text(arguments: Arguments) -> dict[str, Any]:
 
     from mesh_lm import distributed
     from mesh_lm.inference import Scorer
-    from mesh_lm.inference.perplexity import compressed_bits_per_byte, measure_perplexity, read_texts
+    from mesh_lm.inference.perplexity import (
+        compressed_bits_per_byte,
+        measure_perplexity,
+        read_texts,
+    )
     from mesh_lm.inference.text import document_start
 
     texts = functools.partial(read_texts, arguments.text, arguments.text_field)
@@ -99,27 +117,47 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     seq_len = trained.config.model.seq_len
     if arguments.stride > seq_len:
         raise ConfigError(
-            f"--stride={arguments.stride} is more than the model's seq_len={seq_len}: tokens between windows would be left out"
+            f"--stride={arguments.stride} is more than the model's seq_len={seq_len}: tokens "
+            "between windows would be left out"
         )
     stride = arguments.stride or max(1, seq_len // 2)
     scorer = Scorer(trained.layout, trained.params, arguments.batch)
     start = document_start(trained.tokenizer, arguments.start)
     found = measure_perplexity(
-        scorer, trained.tokenizer, texts(), stride=stride, start=start, max_lost_bytes=arguments.max_lost_bytes,
+        scorer, trained.tokenizer, texts(), stride=stride, start=start,
+        max_lost_bytes=arguments.max_lost_bytes,
         progress=_Teller(jax.process_index() == 0),
     )  # fmt: skip
     told = lost_bytes.described(found.lost_bytes, found.n_bytes + found.lost_bytes)
     summary = found.summary()
-    beside = compressed_bits_per_byte(texts()) if jax.process_index() == 0 else {}  # it alone reports
+    # it alone reports
+    beside = compressed_bits_per_byte(texts()) if jax.process_index() == 0 else {}
     distributed.print_on_process0(
-        f"{summary['bits_per_byte']:.4f} bits per byte ({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
+        f"{summary['bits_per_byte']:.4f} bits per byte "
+        f"({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
         f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"
-        f"{_texts(found.texts)}, {found.tokens:,} tokens, {found.n_bytes:,} bytes; windows of {seq_len} tokens, stride {stride}"
-        + (told and f"\nwarning: {told}; they are not counted")
+        f"{_texts(found.texts)}, {found.tokens:,} tokens, {found.n_bytes:,} bytes; windows of "
+        f"{seq_len} tokens, stride {stride}" + (told and f"\nwarning: {told}; they are not counted")
     )
-    about = {"checkpoint": arguments.checkpoint, "step": trained.step, "text": arguments.text, "seq_len": seq_len, "stride": stride}
-    counts = {"texts": found.texts, "tokens": found.tokens, "bytes": found.n_bytes, "lost_bytes": found.lost_bytes}
-    return {**about, **summary, **{f"{name} bits_per_byte": value for name, value in beside.items()}, **counts}
+    about = {
+        "checkpoint": arguments.checkpoint,
+        "step": trained.step,
+        "text": arguments.text,
+        "seq_len": seq_len,
+        "stride": stride,
+    }
+    counts = {
+        "texts": found.texts,
+        "tokens": found.tokens,
+        "bytes": found.n_bytes,
+        "lost_bytes": found.lost_bytes,
+    }
+    return {
+        **about,
+        **summary,
+        **{f"{name} bits_per_byte": value for name, value in beside.items()},
+        **counts,
+    }
 
 
 def _texts(n: int) -> str:
@@ -127,7 +165,9 @@ def _texts(n: int) -> str:
 
 
 class _Teller:
-    """Says on stderr how far an evaluation is, every ten seconds: what follows on stdout is the result alone."""
+    """Says on stderr how far an evaluation is, every ten seconds: what follows on stdout is the
+    result alone.
+    """
 
     def __init__(self, speaks: bool) -> None:
         self._speaks, self._told = speaks, time.monotonic()
@@ -136,7 +176,11 @@ class _Teller:
         if not self._speaks or time.monotonic() < self._told + _TELL:
             return
         self._told, bits = time.monotonic(), so_far.summary()["bits_per_byte"]
-        print(f"{_texts(so_far.texts)}, {so_far.tokens:,} tokens so far: {bits:.4f} bits per byte", file=sys.stderr, flush=True)
+        print(
+            f"{_texts(so_far.texts)}, {so_far.tokens:,} tokens so far: {bits:.4f} bits per byte",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _tasks(arguments: Arguments) -> dict[str, Any]:
@@ -145,10 +189,18 @@ def _tasks(arguments: Arguments) -> dict[str, Any]:
     from mesh_lm.inference.text import document_start
 
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
-    tasks = harness.find_tasks(names, arguments.include_path)  # first, for what is wrong with their names
+    # first, for what is wrong with their names
+    tasks = harness.find_tasks(names, arguments.include_path)
     trained = arguments.load()
     start = document_start(trained.tokenizer, arguments.start)
-    model = harness.adapter(trained, batch=arguments.batch, start=start, starts_context=bool(arguments.start))
+    model = harness.adapter(
+        trained, batch=arguments.batch, start=start, starts_context=bool(arguments.start)
+    )
     results, table = harness.run(model, tasks, names, limit=arguments.limit)
     distributed.print_on_process0(table)
-    return {"checkpoint": arguments.checkpoint, "step": trained.step, **results, "joined_continuations": model.requests.n_joined}
+    return {
+        "checkpoint": arguments.checkpoint,
+        "step": trained.step,
+        **results,
+        "joined_continuations": model.requests.n_joined,
+    }

@@ -10,7 +10,9 @@ import textwrap
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Returns the docstring of each field of a dataclass and its bases: the string that stands below it."""
+    """Returns the docstring of each field of a dataclass and its bases: the string that stands
+    below it.
+    """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -21,13 +23,21 @@ def field_docs(cls: type) -> dict[str, str]:
             continue
         assert isinstance(body, ast.ClassDef)
         for statement, after in zip(body.body, body.body[1:], strict=False):
-            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+            if not (
+                isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+            ):
                 continue
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            if (
+                isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            ):
                 found[statement.target.id] = after.value.value
     return found
 
 
 def first_sentence(text: str) -> str:
     """Returns the first sentence of a docstring, without its full stop."""
-    return re.split(r"(?<=\.)\s+(?=[A-Z\d])", " ".join(text.split()), maxsplit=1)[0].removesuffix(".")
+    return re.split(r"(?<=\.)\s+(?=[A-Z\d])", " ".join(text.split()), maxsplit=1)[0].removesuffix(
+        "."
+    )

@@ -1,4 +1,6 @@
-"""Names of other trainers whose values mean something else here: each with the formula, and the value where the command determines it."""
+"""Names of other trainers whose values mean something else here: each with the formula, and the
+value where the command determines it.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def _final_fraction(text: str, asked: Asked) -> str:
 
 
 def _decay_steps(asked: Asked) -> float:
-    """Returns the steps that Megatron-LM's fraction of warm-up is of: the schedule's own, else all."""
+    """Returns the steps that Megatron-LM's fraction of warm-up is of: the schedule's own, else
+    all.
+    """
     if steps := asked.typed.get("lr_decay_iters"):
         return int(steps)
     if samples := asked.typed.get("lr_decay_samples"):
@@ -97,7 +101,9 @@ def _of_samples(text: str, asked: Asked) -> str:
 
 
 def _left(text: str) -> int:
-    """Returns the left width of Megatron-LM's (left, right). Raises ValueError where it is not one causal window."""
+    """Returns the left width of Megatron-LM's (left, right). Raises ValueError where it is not one
+    causal window.
+    """
     found = re.fullmatch(r"[(\[]?\s*(\d+)[,\s]+(\d+)\s*[)\]]?", text)
     if found is None or int(found[2]):
         raise ValueError(text)
@@ -167,9 +173,14 @@ MICROBATCHES = Meaning(
     "`train.microbatches`, a count, not a size: global batch / (micro-batch size x data x fsdp)",
     "train.microbatches",
     _microbatches,
-    lambda text, asked: f"{asked.config.train.global_batch} / ({text} x {_axis(asked, 'data')} x {_axis(asked, 'fsdp')})",
+    lambda text, asked: (
+        f"{asked.config.train.global_batch} / ({text} x {_axis(asked, 'data')} x "
+        f"{_axis(asked, 'fsdp')})"
+    ),
 )
-BLEND = Meaning("`data.blend`: prefixes, or weight,prefix,weight,prefix", "data.blend", _with_commas)
+BLEND = Meaning(
+    "`data.blend`: prefixes, or weight,prefix,weight,prefix", "data.blend", _with_commas
+)
 FINAL_FRACTION = Meaning(
     "`optimizer.final_fraction`: minimum / `optimizer.learning_rate`",
     "optimizer.final_fraction",
@@ -195,7 +206,10 @@ CHUNKS = Meaning(
     lambda text, asked: f"{_n_layers(asked)} / ({asked.config.mesh.pipeline} x {text})",
 )
 WINDOW = Meaning(
-    "`model.window`, one width for every layer: left + 1, as it counts the token itself (Megatron's pair is left, right)",
+    (
+        "`model.window`, one width for every layer: left + 1, as it counts the token itself "
+        "(Megatron's pair is left, right)"
+    ),
     "model.window",
     _window,
     lambda text, _: f"{_left(text)} + 1",
@@ -207,17 +221,31 @@ VOCAB_MULTIPLE = Meaning(
     lambda text, asked: f"{text} x {_axis(asked, 'tensor')}",
 )
 REMAT_LAYERS = Meaning(
-    "`model.remat_layers` for `--recompute-method=block`, not with stages; uniform recomputes every layer: `model.remat=full`",
+    (
+        "`model.remat_layers` for `--recompute-method=block`, not with stages; uniform recomputes "
+        "every layer: `model.remat=full`"
+    ),
     "model.remat_layers",
     _remat_layers,
     note=", with `model.remat=full`; the other layers recompute as save_names does",
 )
-TRAIN_SAMPLES = Meaning("`train.steps`: samples / `train.global_batch`, rounded down", "train.steps", _steps_of_samples, _of_samples)
+TRAIN_SAMPLES = Meaning(
+    "`train.steps`: samples / `train.global_batch`, rounded down",
+    "train.steps",
+    _steps_of_samples,
+    _of_samples,
+)
 OPTIMIZER = Meaning(
-    "`optimizer.name`: adamw for adam, which is AdamW there; the others are muon, lion and adafactor", "optimizer.name", _optimizer
+    (
+        "`optimizer.name`: adamw for adam, which is AdamW there; the others are muon, lion and "
+        "adafactor"
+    ),
+    "optimizer.name",
+    _optimizer,
 )
 SCHEDULE = Meaning(
-    "`optimizer.schedule=cosine`, `optimizer.schedule=linear`, `optimizer.schedule=constant`, or `optimizer.schedule=wsd`, "
+    "`optimizer.schedule=cosine`, `optimizer.schedule=linear`, `optimizer.schedule=constant`, or "
+    "`optimizer.schedule=wsd`, "
     "which decays linearly",
     "optimizer.schedule",
     _schedule,
@@ -229,10 +257,19 @@ DECAY_FRACTION = Meaning(
     lambda text, asked: f"{text} / {asked.config.train.steps}",
 )
 WARMUP_SAMPLES = Meaning(
-    "`optimizer.warmup_steps`: samples / `train.global_batch`", "optimizer.warmup_steps", _warmup_of_samples, _of_samples
+    "`optimizer.warmup_steps`: samples / `train.global_batch`",
+    "optimizer.warmup_steps",
+    _warmup_of_samples,
+    _of_samples,
 )
 VALID_BLEND = Meaning("`data.valid_blend`, as `data.blend`", "data.valid_blend", _with_commas)
-ENDPOINT = Meaning("`--rendezvous=ADDRESS:PORT` of node 0, for several nodes", "rendezvous", _rendezvous)
-PER_NODE = Meaning("`--per-node`; without it one process drives all GPUs of its node", "per-node", _processes)
-NODES = Meaning("`--nodes`, and `--min-nodes` for the smaller number of MIN:MAX", "nodes", _processes)
+ENDPOINT = Meaning(
+    "`--rendezvous=ADDRESS:PORT` of node 0, for several nodes", "rendezvous", _rendezvous
+)
+PER_NODE = Meaning(
+    "`--per-node`; without it one process drives all GPUs of its node", "per-node", _processes
+)
+NODES = Meaning(
+    "`--nodes`, and `--min-nodes` for the smaller number of MIN:MAX", "nodes", _processes
+)
 TEXT_FIELD = Meaning("`--text-field`, a single one", "text-field", _one_key)

@@ -28,11 +28,14 @@ class Arguments(ModelArguments):
     POSITIONAL: ClassVar[tuple[str, ...]] = ("checkpoint", "prompt")
 
     prompt: tuple[str, ...] = ()
-    """Text to continue; repeat it for several. Without one, or with an empty one, the model begins a new document."""
+    """Text to continue; repeat it for several. Without one, or with an empty one, the model begins
+    a new document."""
     prompts_file: str = ""
-    """File with more prompts: a .jsonl of objects with a "prompt", or a text file with one prompt per line."""
+    """File with more prompts: a .jsonl of objects with a "prompt", or a text file with one prompt
+    per line."""
     start: str = ""
-    """Special token to put before each prompt, such as <|begin_of_text|> for Llama 3; empty: none."""
+    """Special token to put before each prompt, such as <|begin_of_text|> for Llama 3; empty:
+    none."""
     tokens: int = 0
     """Maximum number of new tokens per text; 0: 200, or fewer if the model's seq_len is reached."""
     temperature: float = 0.8
@@ -40,7 +43,8 @@ class Arguments(ModelArguments):
     top_k: int = 50
     """Sample from the k most likely tokens only; 0: from all."""
     top_p: float = 1.0
-    """Nucleus sampling: of those, sample from the fewest tokens that together have this probability; 1: from all."""
+    """Nucleus sampling: of those, sample from the fewest tokens that together have this
+    probability; 1: from all."""
     stop: tuple[str, ...] = ()
     """End a text before this string; repeat it for several."""
     ignore_eod: bool = False
@@ -52,14 +56,18 @@ class Arguments(ModelArguments):
     stream: bool = True
     """Print a single text while it is generated."""
     output: str = ""
-    """Write a .jsonl to this file, with one object per prompt: prompt, text, tokens, logprobs, reason."""
+    """Write a .jsonl to this file, with one object per prompt: prompt, text, tokens, logprobs,
+    reason."""
 
 
 def parse(argv: Sequence[str], prog: str = "") -> Arguments:
     """Raises ConfigError for every mistake that can be seen without the model."""
     arguments = command(Arguments, argv, "Continues texts with a trained model.", prog)
     if arguments.tokens < 0 or arguments.batch < 1:
-        raise ConfigError(f"--tokens={arguments.tokens} must be at least 0 and --batch={arguments.batch} at least 1")
+        raise ConfigError(
+            f"--tokens={arguments.tokens} must be at least 0 and --batch={arguments.batch} at "
+            "least 1"
+        )
     return arguments
 
 
@@ -78,21 +86,34 @@ def run(arguments: Arguments) -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     trained = arguments.load()
     start = document_start(trained.tokenizer, arguments.start) if arguments.start else None
-    generator = Generator(trained.layout, trained.params, trained.tokenizer, sampling, arguments.batch, start)
+    generator = Generator(
+        trained.layout, trained.params, trained.tokenizer, sampling, arguments.batch, start
+    )
     tokens = arguments.tokens or _room(generator, prompts)
-    options = {"seed": arguments.seed, "stop": tuple(map(as_typed, arguments.stop)), "stop_at_eod": not arguments.ignore_eod}
+    options = {
+        "seed": arguments.seed,
+        "stop": tuple(map(as_typed, arguments.stop)),
+        "stop_at_eod": not arguments.ignore_eod,
+    }
     if len(prompts) == 1 and arguments.stream and not arguments.output:
         for number, piece in enumerate(generator.stream(prompts[0], tokens, **options)):
-            _write(piece if number else prompts[0] + piece)  # the prompt only where it can be continued
+            # the prompt only where it can be continued
+            _write(piece if number else prompts[0] + piece)
         _write("\n")
         return 0
     completions = generator.complete(prompts, tokens, **options)
     if arguments.output:
         _save(Path(arguments.output).expanduser(), prompts, completions)
-        distributed.print_on_process0(f"{len(prompts)} {'text' if len(prompts) == 1 else 'texts'}: {arguments.output}")
+        distributed.print_on_process0(
+            f"{len(prompts)} {'text' if len(prompts) == 1 else 'texts'}: {arguments.output}"
+        )
         return 0
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        head = f"--- {i} ({len(completion.tokens)} tokens, {completion.reason})\n" if len(prompts) > 1 else ""
+        head = (
+            f"--- {i} ({len(completion.tokens)} tokens, {completion.reason})\n"
+            if len(prompts) > 1
+            else ""
+        )
         distributed.print_on_process0(f"{head}{prompt}{completion.text}")
     return 0
 
@@ -107,9 +128,13 @@ def _from_file(name: str) -> Iterator[str]:
         return
     path = Path(name).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")  # not splitlines: JSON may hold U+2028
+        # not splitlines: JSON may hold U+2028
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts-file={name}: cannot be read ({error}); give a text file in UTF-8, or a .jsonl") from error
+        raise ConfigError(
+            f"--prompts-file={name}: cannot be read ({error}); give a text file in UTF-8, or a "
+            ".jsonl"
+        ) from error
     for number, line in enumerate(lines, 1):
         if path.suffix != ".jsonl":
             yield line
@@ -119,7 +144,11 @@ def _from_file(name: str) -> Iterator[str]:
             except (ValueError, TypeError, KeyError):
                 prompt = None
             if not isinstance(prompt, str):
-                raise ConfigError(f'{name}, line {number}: expected a JSON object with a string "prompt", got {line[:60]!r}')
+                raise ConfigError(
+                    f'{name}, line {number}: expected a JSON object with a string "prompt", '
+                    "got "
+                    f"{line[:60]!r}"
+                )
             yield prompt
 
 
@@ -131,7 +160,12 @@ def _save(path: Path, prompts: list[str], completions: list[Completion]) -> None
     try:
         with atomic_write(path) as (file,):
             for prompt, completion in zip(prompts, completions, strict=True):
-                file.write(json.dumps({"prompt": prompt, **dataclasses.asdict(completion)}, ensure_ascii=False).encode() + b"\n")
+                file.write(
+                    json.dumps(
+                        {"prompt": prompt, **dataclasses.asdict(completion)}, ensure_ascii=False
+                    ).encode()
+                    + b"\n"
+                )
     except OSError as error:
         raise ConfigError(f"--output={path}: cannot be written ({error.strerror})") from error
 

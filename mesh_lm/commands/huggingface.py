@@ -34,7 +34,8 @@ class Export:
     tokenizer: str = ""
     """A tokenizer as data.tokenizer names it; empty: the one kept beside the checkpoint."""
     mesh: str = ""
-    """Devices along each mesh axis, as in fsdp=8; empty: as in training where that fits, else all along data."""
+    """Devices along each mesh axis, as in fsdp=8; empty: as in training where that fits, else all
+    along data."""
     rules: str = ""
     """Sharding rules, as in training; empty: those of training."""
     config: str = ""
@@ -66,11 +67,15 @@ def parse_export(argv: Sequence[str], prog: str = "") -> Export:
 
 def parse_import(argv: Sequence[str], prog: str = "") -> Import:
     """The options of `mesh-lm import`. Raises ConfigError."""
-    return command(Import, argv, "Writes the weights of a Hugging Face directory as step 0 of a run.", prog)
+    return command(
+        Import, argv, "Writes the weights of a Hugging Face directory as step 0 of a run.", prog
+    )
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m mesh_lm.huggingface import|export ...`. Raises ConfigError and ShardingRuleError."""
+    """`python -m mesh_lm.huggingface import|export ...`. Raises ConfigError and
+    ShardingRuleError.
+    """
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name in ("-h", "--help"):
         print(f"{__doc__}\n\n--help after either lists its options.")
@@ -87,8 +92,16 @@ def run_export(options: Export) -> int:
 
     _require_exportable(options)
     trained = _load(options.checkpoint, options, options.config)
-    save(options.output, trained.layout, trained.params, dtype=options.dtype, tokenizer=trained.tokenizer)
-    distributed.print_on_process0(f"wrote step {trained.step} of {options.checkpoint} to {options.output} as {options.dtype}")
+    save(
+        options.output,
+        trained.layout,
+        trained.params,
+        dtype=options.dtype,
+        tokenizer=trained.tokenizer,
+    )
+    distributed.print_on_process0(
+        f"wrote step {trained.step} of {options.checkpoint} to {options.output} as {options.dtype}"
+    )
     return 0
 
 
@@ -104,24 +117,41 @@ def run_import(options: Import) -> int:
 
     if not is_huggingface(options.input):
         raise ConfigError(
-            f"--input={options.input} is not a Hugging Face model directory (config.json and .safetensors)"
-            + ("; it is a run's own, which needs no import: --init_from takes it" if config_in(options.input) else hub_hint(options.input))
+            (
+                f"--input={options.input} is not a Hugging Face model directory (config.json and "
+                ".safetensors)"
+            )
+            + (
+                "; it is a run's own, which needs no import: --init_from takes it"
+                if config_in(options.input)
+                else hub_hint(options.input)
+            )
         )
     trained = _load(options.input, options)
-    config = dataclasses.replace(trained.config, output=options.output, checkpoint=CheckpointConfig(resume="never"))
+    config = dataclasses.replace(
+        trained.config, output=options.output, checkpoint=CheckpointConfig(resume="never")
+    )
     with Checkpoints(config) as checkpoints:
         (kept := Path(options.output).expanduser() / TOKENIZER).mkdir(parents=True, exist_ok=True)
         trained.tokenizer.save(kept)
         optimizer = Optimizer(config.optimizer, config.train.steps)
         state = fresh_state(trained.layout, optimizer, trained.params)
-        data = {"position": 0, "corpus": f"none: weights of {options.input}", "tokenizer": trained.tokenizer.fingerprint}
+        data = {
+            "position": 0,
+            "corpus": f"none: weights of {options.input}",
+            "tokenizer": trained.tokenizer.fingerprint,
+        }
         checkpoints.save(0, state, data, trained.layout, optimizer, last=True)
-    distributed.print_on_process0(f"wrote the weights of {options.input} to {options.output} as step 0")
+    distributed.print_on_process0(
+        f"wrote the weights of {options.input} to {options.output} as step 0"
+    )
     return 0
 
 
 def _require_exportable(options: Export) -> None:
-    """Raises ConfigError with what prevents an export, before a weight is read or a device is used."""
+    """Raises ConfigError with what prevents an export, before a weight is read or a device is
+    used.
+    """
     from mesh_lm.checkpoint import config_in
     from mesh_lm.config import load
     from mesh_lm.huggingface.configs import family_for
@@ -130,16 +160,31 @@ def _require_exportable(options: Export) -> None:
 
     saved, output = config_in(options.checkpoint), Path(options.output).expanduser()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ConfigError(f"--output={options.output} exists and is not empty; name another directory")
+        raise ConfigError(
+            f"--output={options.output} exists and is not empty; name another directory"
+        )
     if saved is None:
         return
     if not options.config and (name := saved["model"]["class"]) != DecoderConfig.__name__:
         raise ConfigError(
-            f"{options.checkpoint} is a {name}, a model of your own: no supported class of transformers can express it, unless {name} is a "
-            "DecoderConfig that only has other defaults; then name the config file that creates it: --config=FILE.py"
+            f"{options.checkpoint} is a {name}, a model of your own: no supported class of "
+            f"transformers can express it, unless {name} is a "
+            "DecoderConfig that only has other defaults; then name the config file that creates "
+            "it: --config=FILE.py"
         )
-    family_for(load(options.config).model if options.config else config_from(saved, None, options.checkpoint).model)
+    family_for(
+        load(options.config).model
+        if options.config
+        else config_from(saved, None, options.checkpoint).model
+    )
 
 
 def _load(path: str, options: Export | Import, config: str = "") -> TrainedModel:
-    return ModelArguments(path, mesh=options.mesh, rules=options.rules, tokenizer=options.tokenizer, config=config, compile_cache="").load()
+    return ModelArguments(
+        path,
+        mesh=options.mesh,
+        rules=options.rules,
+        tokenizer=options.tokenizer,
+        config=config,
+        compile_cache="",
+    ).load()

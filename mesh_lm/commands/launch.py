@@ -1,4 +1,5 @@
-"""Starts the processes of a run on this node, watches over them, and starts them again from the newest checkpoint when one is lost.
+"""Starts the processes of a run on this node, watches over them, and starts them again from the
+newest checkpoint when one is lost.
 
 mesh-lm launch --per-node=2 --devices=4 train.py --config=configs/gpt_tiny.py --config.mesh.tensor=2
 """
@@ -28,7 +29,10 @@ from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.wire import LOOPBACK, listen
 
 Request = tuple[Options, list[str]]
-_ABOUT = "Starts the processes of a run on this node, watches over them, and restarts them from the newest checkpoint when one is lost."
+_ABOUT = (
+    "Starts the processes of a run on this node, watches over them, and restarts them from the "
+    "newest checkpoint when one is lost."
+)
 _COMMANDS = ("train", "generate", "evaluate", "import", "export")
 """Subcommands of mesh-lm that can be started by their names."""
 
@@ -44,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(asked: Request) -> int:
-    """Runs the program to its end, restarting it as often as needed. Returns its status, see docs/multi_host.md."""
+    """Runs the program to its end, restarting it as often as needed. Returns its status, see
+    docs/multi_host.md.
+    """
     options, program = asked
     if options.template:
         print(templates.fill(options, program), end="")
@@ -69,9 +75,15 @@ def _run(job: Job) -> int:
     try:
         listener = listen(job.address[1], LOOPBACK if job.nodes == 1 else "")
     except OSError as error:
-        raise ConfigError(f"node 0 cannot listen at --rendezvous={job.rendezvous}: {error.strerror}; choose a free port") from error
+        raise ConfigError(
+            f"node 0 cannot listen at --rendezvous={job.rendezvous}: {error.strerror}; choose "
+            "a "
+            "free port"
+        ) from error
     agent = Agent(job, (LOOPBACK, listener.getsockname()[1]), secret)
-    controller = threading.Thread(target=_control, args=(Controller(job, listener, secret),), daemon=True)
+    controller = threading.Thread(
+        target=_control, args=(Controller(job, listener, secret),), daemon=True
+    )
     controller.start()
     status = agent.run()
     controller.join()
@@ -81,7 +93,9 @@ def _run(job: Job) -> int:
 def _control(controller: Controller) -> None:
     try:
         controller.run()
-    except BaseException:  # without it nobody would end this process, and Linux ends the workers with it
+    except (
+        BaseException
+    ):  # without it nobody would end this process, and Linux ends the workers with it
         try:
             traceback.print_exc()
         finally:
@@ -89,26 +103,40 @@ def _control(controller: Controller) -> None:
 
 
 def parse(argv: Sequence[str], prog: str = "mesh-lm launch") -> Request:
-    """The launcher's own options and the command that it starts. Raises ConfigError, and SystemExit after printing the help."""
+    """The launcher's own options and the command that it starts. Raises ConfigError, and SystemExit
+    after printing the help.
+    """
     words, rest = [], list(argv)
     while rest and rest[0].startswith("-") and rest[0] != "-m":
         words.append(rest.pop(0))
         if "=" not in words[-1] and rest and not rest[0].startswith("-"):
             words.append(rest.pop(0))
-    options = command(Options, words, f"{_ABOUT}\n\n{prog} [options] SCRIPT|-m MODULE|COMMAND [argument ...]", prog, of_command(TORCHRUN))
+    options = command(
+        Options,
+        words,
+        f"{_ABOUT}\n\n{prog} [options] SCRIPT|-m MODULE|COMMAND [argument ...]",
+        prog,
+        of_command(TORCHRUN),
+    )
     if not options.template and (not rest or rest == ["-m"]):
-        raise ConfigError("name a Python script, such as train.py, a command, such as train, or -m and a module, such as mesh_lm.generate")
+        raise ConfigError(
+            "name a Python script, such as train.py, a command, such as train, or -m and a "
+            "module, "
+            "such as mesh_lm.generate"
+        )
     if rest and rest[0] in _COMMANDS and not Path(rest[0]).exists():
         rest = ["-m", "mesh_lm", *rest]
     return options, rest
 
 
 def _require(program: Sequence[str]) -> None:
-    """Raises ConfigError where Python would find no such script or module: starting that again would change nothing."""
+    """Raises ConfigError where Python would find no such script or module: starting that again
+    would change nothing.
+    """
     name = program[0]
     if name == "-m":
-        # The worker looks in this directory, too. find_spec also asks the finder of an editable installation; of a module inside of a
-        # package it would import the package.
+        # The worker looks in this directory, too. find_spec also asks the finder of an editable
+        # installation; of a module inside of a package it would import the package.
         path, parts = [str(Path.cwd()), *sys.path], program[1].split(".")
         for i, part in enumerate(parts):
             found = PathFinder.find_spec(".".join(parts[: i + 1]), path)

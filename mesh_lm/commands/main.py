@@ -1,4 +1,6 @@
-"""`mesh-lm`, or `python -m mesh_lm`: one command for all that the project does. Imports what the chosen subcommand needs, and no more."""
+"""`mesh-lm`, or `python -m mesh_lm`: one command for all that the project does. Imports what the
+chosen subcommand needs, and no more.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,15 @@ OLDEST_PYTHON = (3, 11)
 
 
 class Command(NamedTuple):
-    """A subcommand: in `module`, parse(argv, prog) reads its arguments, and run(arguments) returns its status."""
+    """A subcommand: in `module`, parse(argv, prog) reads its arguments, and run(arguments) returns
+    its status.
+    """
 
     module: str
     about: str
     jax: bool = True
-    """Whether `run` may start JAX with other processes; then `mesh_lm.distributed.run` watches over it."""
+    """Whether `run` may start JAX with other processes; then `mesh_lm.distributed.run` watches over
+    it."""
     cannot: int = EXIT_CANNOT
     """Status after a mistake in its arguments."""
     suffix: str = ""
@@ -43,21 +48,36 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("train", "Train a model"),
     "configs": Command("configs", "List the configs that come with mesh_lm", jax=False),
-    "plan": Command("plan_options", "Compile a run for GPUs that you do not have; show memory, communication and time"),
+    "plan": Command(
+        "plan_options",
+        "Compile a run for GPUs that you do not have; show memory, communication and time",
+    ),
     "prepare": Command("prepare", "Tokenize a corpus into .bin/.idx files", jax=False),
     "generate": Command("generate", "Continue texts with a trained model"),
-    "evaluate": Command("evaluate", "Measure perplexity on a text, or run lm-evaluation-harness tasks"),
-    "import": Command("huggingface", "Make a run from a Hugging Face model directory", suffix="_import"),
-    "export": Command("huggingface", "Write a run as a Hugging Face model directory", suffix="_export"),
-    "checkpoint": Command("checkpoint", "List, verify or compare checkpoints (ls, verify, diff)", cannot=2),
-    "launch": Command("launch", "Start and supervise the processes of a run on this node", jax=False),
+    "evaluate": Command(
+        "evaluate", "Measure perplexity on a text, or run lm-evaluation-harness tasks"
+    ),
+    "import": Command(
+        "huggingface", "Make a run from a Hugging Face model directory", suffix="_import"
+    ),
+    "export": Command(
+        "huggingface", "Write a run as a Hugging Face model directory", suffix="_export"
+    ),
+    "checkpoint": Command(
+        "checkpoint", "List, verify or compare checkpoints (ls, verify, diff)", cannot=2
+    ),
+    "launch": Command(
+        "launch", "Start and supervise the processes of a run on this node", jax=False
+    ),
     "pipeline": Command("pipeline", "Draw pipeline schedules and compare their costs", jax=False),
     "bench": Command("bench", "Run a benchmark of this repository", jax=False),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the subcommand that `argv` (default: of this process) begins with. Returns its exit status; mistakes are one message."""
+    """Runs the subcommand that `argv` (default: of this process) begins with. Returns its exit
+    status; mistakes are one message.
+    """
     output.accept_any_text()
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words else "--help"
@@ -79,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def door(name: str) -> NoReturn:
-    """What `python -m mesh_lm.NAME` does: the subcommand, with the words of this process. Ends it."""
+    """What `python -m mesh_lm.NAME` does: the subcommand, with the words of this process. Ends
+    it.
+    """
     _prepare_process()
     leave(run(name, sys.argv[1:]))
 
@@ -91,19 +113,26 @@ def script() -> NoReturn:
 
 
 def _prepare_process() -> None:
-    """Refuses a Python that is too old, and sets up what this process prints, and Ctrl-C, unless it is ignored, as by background jobs."""
+    """Refuses a Python that is too old, and sets up what this process prints, and Ctrl-C, unless it
+    is ignored, as by background jobs.
+    """
     output.accept_any_text()
     if sys.version_info < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
-        sys.exit(f"error: mesh_lm needs Python {oldest} or newer, and this is Python {platform.python_version()}")
+        sys.exit(
+            f"error: mesh_lm needs Python {oldest} or newer, and this is Python "
+            f"{platform.python_version()}"
+        )
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt; but an import is ended at once: JAX's libraries crash when an exception passes through their start.
+    """Raises KeyboardInterrupt; but an import is ended at once: JAX's libraries crash when an
+    exception passes through their start.
 
-    A second Ctrl-C ends the process at once, whatever it waits for on its way out; there, an exception would be a traceback.
+    A second Ctrl-C ends the process at once, whatever it waits for on its way out; there, an
+    exception would be a traceback.
     """
     signal.signal(signal.SIGINT, _end_at_once)
     while frame:
@@ -120,7 +149,9 @@ def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def run(name: str, argv: Sequence[str]) -> int:
-    """The status of a subcommand; after Ctrl-C, for which it has no answer of its own, a line and status 130."""
+    """The status of a subcommand; after Ctrl-C, for which it has no answer of its own, a line and
+    status 130.
+    """
     try:
         return _run(name, argv)
     except BrokenPipeError:  # what reads this output, such as `head`, has enough
@@ -133,7 +164,9 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 
 def _run(name: str, argv: Sequence[str]) -> int:
-    """The status of a subcommand. Its arguments are read before JAX is imported, where the command can do so."""
+    """The status of a subcommand. Its arguments are read before JAX is imported, where the command
+    can do so.
+    """
     command = COMMANDS[name]
     module: Any = importlib.import_module(f"mesh_lm.commands.{command.module}")
     try:
@@ -149,7 +182,9 @@ def _run(name: str, argv: Sequence[str]) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process. Python would end with status 120 where a full disk, or a closed pipe, takes no more of the log."""
+    """Ends the process. Python would end with status 120 where a full disk, or a closed pipe, takes
+    no more of the log.
+    """
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -167,14 +202,20 @@ def overview() -> str:
         "",
         f"  {PROG} COMMAND --help             the options of a command",
         f"  {PROG} --version                  the versions of mesh_lm, JAX and Python",
-        f"  {PROG} --print-completion=SHELL   a script that completes commands and options in {', '.join(SHELLS)}",
+        (
+            f"  {PROG} --print-completion=SHELL   a script that completes commands and options in "
+            f"{', '.join(SHELLS)}"
+        ),
     ]
     return "\n".join(lines)
 
 
 def version() -> str:
     """Of mesh_lm, JAX and Python."""
-    return f"mesh_lm {mesh_lm.__version__}, jax {importlib.metadata.version('jax')}, Python {platform.python_version()}"
+    return (
+        f"mesh_lm {mesh_lm.__version__}, jax {importlib.metadata.version('jax')}, Python "
+        f"{platform.python_version()}"
+    )
 
 
 def _near(name: str) -> str:

@@ -1,4 +1,6 @@
-"""How something is written here that another program has a name for: what a name stands for, and the answer to who typed it."""
+"""How something is written here that another program has a name for: what a name stands for, and
+the answer to who typed it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Asked:
     run: TrainConfig | None = None
     """The config with the other options; None: the command has no config."""
     typed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Every option with a value as it was typed: its name without dashes in front, with underscores -> the value."""
+    """Every option with a value as it was typed: its name without dashes in front, with underscores
+    -> the value."""
 
     @property
     def config(self) -> TrainConfig:
@@ -42,13 +45,16 @@ class Meaning:
     field: str = ""
     """The field, or the command's option, that takes the value; empty: there is none."""
     convert: Callable[[str, Asked], str] | None = None
-    """Their value -> the value of `field`. Raises ValueError where the command does not determine it. None: the same value."""
+    """Their value -> the value of `field`. Raises ValueError where the command does not determine
+    it. None: the same value."""
     numbers: Callable[[str, Asked], str] | None = None
-    """Their value -> the formula of `ours` with its numbers. Raises ValueError where it is no such value."""
+    """Their value -> the formula of `ours` with its numbers. Raises ValueError where it is no such
+    value."""
     note: str = ""
     """What a suggestion of `field` must add, in Markdown."""
     exact: bool = True
-    """Whether the same value means the same. False: users mean different things by this name, and only the field is suggested."""
+    """Whether the same value means the same. False: users mean different things by this name, and
+    only the field is suggested."""
 
 
 def same(field: str, note: str = "") -> Meaning:
@@ -75,7 +81,11 @@ def one_of(field: str, values: Mapping[str, str], ours: str = "") -> Meaning:
             raise NotBuiltError(text)
         return known[given(text).lower()]
 
-    return Meaning(ours or ", ".join(f"`{field}={value}`" for value in dict.fromkeys(values.values())), field, convert)
+    return Meaning(
+        ours or ", ".join(f"`{field}={value}`" for value in dict.fromkeys(values.values())),
+        field,
+        convert,
+    )
 
 
 def flag(field: str, value: str, note: str = "") -> Meaning:
@@ -104,10 +114,13 @@ def given(text: str) -> str:
 def answer(meaning: Meaning, text: str | None, asked: Asked, prefix: str = "--") -> str:
     """Returns the end of an error: what to write instead of an option that has this meaning.
 
-    text: its value; None where it has none. asked: the other options, which a formula needs. prefix: that of the suggested option, "--"
-    or "--config.".
+    text: its value; None where it has none. asked: the other options, which a formula needs.
+    prefix: that of the suggested option, "--" or "--config.".
     """
-    ours, note = meaning.ours.replace("`", "").removeprefix("no option: "), meaning.note.replace("`", "")
+    ours, note = (
+        meaning.ours.replace("`", "").removeprefix("no option: "),
+        meaning.note.replace("`", ""),
+    )
     if not meaning.field:
         return f"; {ours}"
     if not meaning.convert:
@@ -122,7 +135,9 @@ def answer(meaning: Meaning, text: str | None, asked: Asked, prefix: str = "--")
     except (ValueError, ZeroDivisionError):
         return here + formula
     # A formula is what decides; a switch or a choice is only written otherwise.
-    return (here + formula if meaning.numbers else "") + did_you_mean([f"{prefix}{meaning.field}={value}{note}"])
+    return (here + formula if meaning.numbers else "") + did_you_mean(
+        [f"{prefix}{meaning.field}={value}{note}"]
+    )
 
 
 def _formula(meaning: Meaning, text: str | None, asked: Asked) -> str:
@@ -132,19 +147,28 @@ def _formula(meaning: Meaning, text: str | None, asked: Asked) -> str:
         return ""
 
 
-def of_command(names: Mapping[str, Meaning]) -> Callable[[str, str | None, Mapping[str, str]], tuple[str, str] | None]:
-    """Returns what `options.command` asks for an option that it does not know: the field that is meant, or "", and the end of the error."""
+def of_command(
+    names: Mapping[str, Meaning],
+) -> Callable[[str, str | None, Mapping[str, str]], tuple[str, str] | None]:
+    """Returns what `options.command` asks for an option that it does not know: the field that is
+    meant, or "", and the end of the error.
+    """
     known = {name.replace("-", "_"): meaning for name, meaning in names.items()}
 
     def look_up(name: str, text: str | None, typed: Mapping[str, str]) -> tuple[str, str] | None:
         meaning = known.get(name.lower())
-        return meaning and (meaning.field.replace("-", "_"), answer(meaning, text, Asked(typed=typed)))
+        return meaning and (
+            meaning.field.replace("-", "_"),
+            answer(meaning, text, Asked(typed=typed)),
+        )
 
     return look_up
 
 
 def table(names: Mapping[str, Meaning], heads: tuple[str, str] = ("Megatron-LM", "mesh_lm")) -> str:
-    """Returns a table of the tour in Markdown: the arguments of others, those with the same meaning in one row."""
+    """Returns a table of the tour in Markdown: the arguments of others, those with the same meaning
+    in one row.
+    """
     rows: dict[str, list[str]] = {}
     for name, meaning in names.items():
         rows.setdefault(meaning.ours, []).append(f"`--{name}`")

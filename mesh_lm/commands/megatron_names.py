@@ -6,20 +6,27 @@ from mesh_lm.commands import formulas
 from mesh_lm.commands.meanings import Meaning, explained, flag, one_of, same
 
 MOE = explained("not built: mixture of experts")
-TOKENIZER = "a tokenizer.json, as save_pretrained of transformers writes from vocab.json and merges.txt"
+TOKENIZER = (
+    "a tokenizer.json, as save_pretrained of transformers writes from vocab.json and merges.txt"
+)
 _XLA = explained("no option: XLA schedules communication, by the flag sets of `launch.xla_flags`")
 _FUSION = explained("no option: XLA decides what is fused; leave it out")
 _ONE_DECAY = explained("not built: `optimizer.weight_decay` is the same at every step")
 _SCALER = explained("no option: bfloat16 and float32 need no loss scaling; leave it out")
 _SELECTIVE = explained(
-    "`model.remat`: full for full; for selective save_names, which is not the same: it recomputes all but matmul and attention outputs"
+    "`model.remat`: full for full; for selective save_names, which is not the same: it "
+    "recomputes "
+    "all but matmul and attention outputs"
 )
 _FUSIONS = (
-    "no-masked-softmax-fusion", "no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-bias-dropout-fusion", "no-rope-fusion",
+    "no-masked-softmax-fusion", "no-bias-gelu-fusion", "no-bias-swiglu-fusion",
+    "no-bias-dropout-fusion", "no-rope-fusion",
     "no-gradient-accumulation-fusion", "no-persist-layer-norm",
 )  # fmt: skip
 _STAGE_LAYERS = explained("`pipeline.layers`, the number of layers of each virtual stage")
-_SCHEDULER = explained("no option: the schedule is always the config's, and a checkpoint has none; leave it out")
+_SCHEDULER = explained(
+    "no option: the schedule is always the config's, and a checkpoint has none; leave it out"
+)
 _ONE_IMPLEMENTATION = explained("no option: there is one implementation; leave it out")
 
 MEGATRON: dict[str, Meaning] = {
@@ -62,12 +69,14 @@ MEGATRON: dict[str, Meaning] = {
     "use-flash-attn": explained("no option: `model.attention=auto` is flash attention wherever there is a kernel"),
     "recompute-granularity": _SELECTIVE,
     "recompute-activations": _SELECTIVE,
-    "recompute-method": explained("uniform: `model.remat=full`, which is for every layer; block: `model.remat_layers`, not with stages"),
+    "recompute-method": explained("uniform: `model.remat=full`, which is for every layer; block: `model.remat_layers`, not "
+        "with stages"),
     "recompute-num-layers": formulas.REMAT_LAYERS,
     "tensor-model-parallel-size": same("mesh.tensor", ", with `rules` such as `megatron`"),
     "sequence-parallel": explained("`rules`: megatron_sp instead of megatron"),
     "context-parallel-size": same("mesh.sequence", ", with `rules` such as `ring` or `ulysses`"),
-    "cp-comm-type": explained("`rules`: `ring` for p2p, `context_gather` for all_gather, `ulysses` for a2a, `usp` for a2a+p2p"),
+    "cp-comm-type": explained("`rules`: `ring` for p2p, `context_gather` for all_gather, `ulysses` for a2a, `usp` for "
+        "a2a+p2p"),
     "pipeline-model-parallel-size": same("mesh.pipeline"),
     "num-layers-per-virtual-pipeline-stage": formulas.CHUNKS,
     "num-virtual-stages-per-pipeline-rank": same("pipeline.chunks"),
@@ -94,13 +103,15 @@ MEGATRON: dict[str, Meaning] = {
     "train-samples": formulas.TRAIN_SAMPLES,
     "exit-interval": explained("not built: a run ends at `train.steps`, with the end of its schedule, or on SIGTERM"),
     "skip-train": explained("no option: `mesh-lm evaluate` evaluates a checkpoint"),
-    "exit-duration-in-mins": explained("no option: on SIGTERM the run saves and exits with status 99, as before a Slurm time limit"),
+    "exit-duration-in-mins": explained("no option: on SIGTERM the run saves and exits with status 99, as before a Slurm time "
+        "limit"),
     "exit-signal-handler": explained("no option: on SIGTERM the run saves and exits with status 99"),
     "optimizer": formulas.OPTIMIZER,
     "lr": same("optimizer.learning_rate"),
     "min-lr": formulas.FINAL_FRACTION,
     "lr-decay-style": formulas.SCHEDULE,
-    "lr-wsd-decay-style": explained("no option: `optimizer.schedule=wsd` decays linearly; exponential, cosine, minus_sqrt are not built"),
+    "lr-wsd-decay-style": explained("no option: `optimizer.schedule=wsd` decays linearly; exponential, cosine, minus_sqrt are "
+        "not built"),
     "lr-wsd-decay-iters": formulas.DECAY_FRACTION,
     "lr-decay-iters": explained("no option: the schedule ends at `train.steps`"),
     "lr-decay-samples": explained("no option: the schedule ends at `train.steps`"),
@@ -124,7 +135,8 @@ MEGATRON: dict[str, Meaning] = {
     "test-data-path": explained("no option: a run reads no test data; `mesh-lm evaluate` reads them afterwards"),
     "split": same("data.split"),
     "data-cache-path": same("data.cache"),
-    "dataloader-type": explained("no option: samples are read in the order of Megatron's single; cyclic and external are not built"),
+    "dataloader-type": explained("no option: samples are read in the order of Megatron's single; cyclic and external are "
+        "not built"),
     "mock-data": explained("no random data; `data.path=stdlib` is real text that every machine has"),
     "tokenizer-type": explained("no option: the file that `data.tokenizer` names says what it is"),
     "tokenizer-model": same("data.tokenizer"),
@@ -149,14 +161,16 @@ MEGATRON: dict[str, Meaning] = {
     "non-persistent-save-interval": same("checkpoint.local_every"),
     "non-persistent-local-ckpt-dir": same("checkpoint.local"),
     "replication-factor": Meaning(
-        "`checkpoint.local_copies`: factor - 1", "checkpoint.local_copies", lambda text, _: str(int(text) - 1)
+        "`checkpoint.local_copies`: factor - 1", "checkpoint.local_copies", lambda text,
+        _: str(int(text) - 1)
     ),
     "eval-interval": same("train.eval_every"),
     "eval-iters": formulas.EVAL_SEQUENCES,
     "log-interval": same("train.log_every"),
     "log-throughput": explained("no option: tokens per second are always logged, and MFU where it is known"),
     "check-for-nan-in-loss-and-grad": explained(
-        "no option: a step with a non-finite loss or gradient is always skipped, and `health.skip_limit` of them in a row end the run"
+        "no option: a step with a non-finite loss or gradient is always skipped, and "
+        "`health.skip_limit` of them in a row end the run"
     ),
     "tensorboard-dir": explained("`output`: TensorBoard files are always written there"),
     "wandb-project": same("wandb"),
@@ -165,4 +179,5 @@ MEGATRON: dict[str, Meaning] = {
     "profile-step-end": explained("`profile.steps`: end - start"),
     "distributed-timeout-minutes": explained("`health.stall` and `health.patience`, in seconds"),
 }  # fmt: skip
-"""An argument of Megatron-LM, without dashes at its front -> what it is here. The tour shows all of them."""
+"""An argument of Megatron-LM, without dashes at its front -> what it is here. The tour shows all of
+them."""

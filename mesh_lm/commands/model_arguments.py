@@ -16,9 +16,11 @@ class ModelArguments:
     POSITIONAL: ClassVar[tuple[str, ...]] = ("checkpoint",)
 
     checkpoint: str
-    """A run's output directory (its newest checkpoint), one step in its `checkpoints`, or a Hugging Face model directory."""
+    """A run's output directory (its newest checkpoint), one step in its `checkpoints`, or a Hugging
+    Face model directory."""
     mesh: str = ""
-    """Devices along each mesh axis, as in data=2,tensor=4; empty: as in training where that fits, else all along data."""
+    """Devices along each mesh axis, as in data=2,tensor=4; empty: as in training where that fits,
+    else all along data."""
     rules: str = ""
     """Sharding rules, as in training; empty: those of training."""
     tokenizer: str = ""
@@ -36,5 +38,7 @@ class ModelArguments:
         """Sets up JAX and reads the weights, as `mesh_lm.inference.model_arguments.load` does."""
         from mesh_lm.inference.model_arguments import load  # here, so that --help needs no JAX
 
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(ModelArguments)}
+        own = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(ModelArguments)
+        }
         return load(**own, command=dataclasses.asdict(self))

@@ -1,7 +1,9 @@
-"""One dialect for all commands: --field=value, or --field value. The only file that knows tyro; it needs no JAX.
+"""One dialect for all commands: --field=value, or --field value. The only file that knows tyro; it
+needs no JAX.
 
-A command is a dataclass: each field is an option, its docstring the help. tyro (https://brentyi.github.io/tyro) turns text into the type of
-a field, prints the help and writes the completion of shells. What a mistake looks like is decided here: every problem at once, in plain
+A command is a dataclass: each field is an option, its docstring the help. tyro
+(https://brentyi.github.io/tyro) turns text into the type of a field, prints the help and writes the
+completion of shells. What a mistake looks like is decided here: every problem at once, in plain
 lines that stay readable in the log of 128 hosts.
 """
 
@@ -13,7 +15,17 @@ import difflib
 import inspect
 import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from mesh_lm.commands.field_docs import field_docs, first_sentence
 from mesh_lm.errors import ConfigError, did_you_mean
@@ -38,16 +50,24 @@ Spellings = Mapping[type, Spelling]
 
 
 Elsewhere = Callable[[str, "str | None", Mapping[str, str]], "tuple[str, str] | None"]
-"""An option of another program: name, value, all values by name -> (the field that is meant or "", the end of the error); None: unknown."""
+"""An option of another program: name, value, all values by name -> (the field that is meant or "",
+the end of the error); None: unknown."""
 
 
-def command(cls: type[T], argv: Sequence[str], description: str, prog: str = "", elsewhere: Elsewhere | None = None) -> T:
+def command(
+    cls: type[T],
+    argv: Sequence[str],
+    description: str,
+    prog: str = "",
+    elsewhere: Elsewhere | None = None,
+) -> T:
     """The arguments of a command: a dataclass with fields of plain types, filled from `argv`.
 
-    A tuple field (tuple[T, ...]) takes one value an option, or several words after it (--input a b), and may be repeated. A bool field
-    stands alone for true. Words that follow no option fill the fields that `cls.POSITIONAL` names, in order; a tuple takes all that are
-    left. The docstrings of the fields, and `description`, are the help; `prog` is what the user typed to get here; `elsewhere` knows the
-    options of another program, to which all words after them belong.
+    A tuple field (tuple[T, ...]) takes one value an option, or several words after it (--input a
+    b), and may be repeated. A bool field stands alone for true. Words that follow no option fill
+    the fields that `cls.POSITIONAL` names, in order; a tuple takes all that are left. The
+    docstrings of the fields, and `description`, are the help; `prog` is what the user typed to get
+    here; `elsewhere` knows the options of another program, to which all words after them belong.
 
     Raises:
         ConfigError: every mistake in `argv`, required fields that are missing among them.
@@ -55,14 +75,28 @@ def command(cls: type[T], argv: Sequence[str], description: str, prog: str = "",
     """
     fields = {f"--{field.name}": field for field in dataclasses.fields(cls) if field.init}  # pyright: ignore[reportArgumentType]
     hints = hints_of(cls)
-    elements = {name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is tuple}
+    elements = {
+        name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is tuple
+    }
     spellings = spellings_of(argv)
-    foreign = {name for name in spellings if name not in hints and elsewhere and elsewhere(name.removeprefix("--"), None, {})}
-    options, strays = split(argv, {*elements, *foreign}, {name: is_boolean for name, hint in hints.items() if hint is bool})
+    foreign = {
+        name
+        for name in spellings
+        if name not in hints and elsewhere and elsewhere(name.removeprefix("--"), None, {})
+    }
+    options, strays = split(
+        argv,
+        {*elements, *foreign},
+        {name: is_boolean for name, hint in hints.items() if hint is bool},
+    )
     if HELP & {name for name, _ in options}:
         print_help(cls, description, prog)
 
-    free = [name for name in positional(cls) if name in elements or name not in {name for name, _ in options}]
+    free = [
+        name
+        for name in positional(cls)
+        if name in elements or name not in {name for name, _ in options}
+    ]
     options, strays = place(options, strays, free, elements)
     values: dict[str, Any] = {}
     typed: dict[str, str] = {}
@@ -86,9 +120,16 @@ def command(cls: type[T], argv: Sequence[str], description: str, prog: str = "",
     problems += [stray(word, hints) for word in strays]
     given = meant | {name for name, _ in options}
     for name, field in fields.items():
-        if name not in given and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        if (
+            name not in given
+            and field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+        ):
             about = first_sentence(field_docs(cls).get(field.name, ""))
-            problems.append(f"{spelled(name)}: missing; {about or expected(elements.get(name, hints[name]), '')}")
+            problems.append(
+                f"{spelled(name)}: missing; "
+                f"{about or expected(elements.get(name, hints[name]), '')}"
+            )
     refuse(problems)
     try:
         return cls(**{name.removeprefix("--"): value for name, value in values.items()})
@@ -105,7 +146,9 @@ def hints_of(cls: type) -> dict[str, Any]:
 
 
 def spelled(name: str) -> str:
-    """Returns an option's name as help and errors show it. Fields of a config have underscores instead, as in Python."""
+    """Returns an option's name as help and errors show it. Fields of a config have underscores
+    instead, as in Python.
+    """
     return name.replace("_", "-")
 
 
@@ -144,18 +187,25 @@ def is_boolean(word: str) -> bool:
 
 
 def split(
-    argv: Sequence[str], many: Collection[str] = (), optional: Mapping[str, Callable[[str], bool]] | None = None
+    argv: Sequence[str],
+    many: Collection[str] = (),
+    optional: Mapping[str, Callable[[str], bool]] | None = None,
 ) -> tuple[Given, list[str]]:
-    """The words of `argv` as options, and the words that belong to no option. `-` and `_` in a name are the same.
+    """The words of `argv` as options, and the words that belong to no option. `-` and `_` in a name
+    are the same.
 
-    An option in `many` takes all words after it. One in `optional` may stand alone, and takes the next word only where the function says
-    that it can be its value.
+    An option in `many` takes all words after it. One in `optional` may stand alone, and takes the
+    next word only where the function says that it can be its value.
     """
     options: Given = []
     strays = []
     waiting, optional = False, optional or {}
     for word in argv:
-        if waiting and not word.startswith("--") and optional.get(options[-1][0], bool)(word or " "):
+        if (
+            waiting
+            and not word.startswith("--")
+            and optional.get(options[-1][0], bool)(word or " ")
+        ):
             options[-1] = (options[-1][0], word)
             waiting = False
         elif word.startswith("-") and word != "-":
@@ -170,8 +220,12 @@ def split(
     return options, strays
 
 
-def place(options: Given, strays: list[str], free: Sequence[str], many: Collection[str]) -> tuple[Given, list[str]]:
-    """Gives the words that belong to no option to the positional options `free`, in order. Returns the options and the words left over."""
+def place(
+    options: Given, strays: list[str], free: Sequence[str], many: Collection[str]
+) -> tuple[Given, list[str]]:
+    """Gives the words that belong to no option to the positional options `free`, in order. Returns
+    the options and the words left over.
+    """
     options, strays = list(options), list(strays)
     for name in free:
         words = strays[: len(strays) if name in many else 1]
@@ -184,18 +238,32 @@ def stray(word: str, known: Collection[str]) -> str:
     """The problem with a word that belongs to no option."""
     name, equals, value = word.partition("=")
     name = f"--{name.replace('-', '_')}"
-    return f"{word}: belongs to no option" + did_you_mean([f"{spelled(name)}={value}"] if equals and name in known else [])
+    return f"{word}: belongs to no option" + did_you_mean(
+        [f"{spelled(name)}={value}"] if equals and name in known else []
+    )
 
 
-def read(name: str, text: str | None, hints: Mapping[str, Any], what: str, spellings: Spellings | None = None) -> Any:
-    """`text` as the type that `hints` has for the option `name`. Raises ValueError with the line to show."""
+def read(
+    name: str,
+    text: str | None,
+    hints: Mapping[str, Any],
+    what: str,
+    spellings: Spellings | None = None,
+) -> Any:
+    """`text` as the type that `hints` has for the option `name`. Raises ValueError with the line to
+    show.
+    """
     if name not in hints:
-        raise ValueError(f"{spelled(name)}: no such {what}{near(spelled(name), map(spelled, hints))}")
+        raise ValueError(
+            f"{spelled(name)}: no such {what}{near(spelled(name), map(spelled, hints))}"
+        )
     return convert(spelled(name), text, _optional(hints[name]) or hints[name], spellings or {})
 
 
 def convert(name: str, text: str | None, hint: Any, spellings: Spellings) -> Any:
-    """`text` as a value of type `hint`; a bool without a text is true. Raises ValueError with the line to show."""
+    """`text` as a value of type `hint`; a bool without a text is true. Raises ValueError with the
+    line to show.
+    """
     if text is None and hint is not bool:
         raise ValueError(f"{name}: needs a value; {expected(hint, '', spellings)}")
     text = "true" if text is None else text
@@ -232,31 +300,52 @@ def expected(hint: Any, text: str, spellings: Spellings | None = None) -> str:
 
 
 def _optional(hint: Any) -> type | None:
-    """Returns the plain type of `int | None` and the like, whose None is a command's default and never typed; None for other types."""
+    """Returns the plain type of `int | None` and the like, whose None is a command's default and
+    never typed; None for other types.
+    """
     others = [each for each in get_args(hint) if each is not type(None)]
-    return others[0] if len(others) == 1 and len(get_args(hint)) == 2 and others[0] in (int, float, str) else None
+    return (
+        others[0]
+        if len(others) == 1 and len(get_args(hint)) == 2 and others[0] in (int, float, str)
+        else None
+    )
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The nearest name; failing that, fields of the right name in another section, of nearly that name in any, or all of its section."""
+    """The nearest name; failing that, fields of the right name in another section, of nearly that
+    name in any, or all of its section.
+    """
 
     def last(name: str) -> str:
         return name.lstrip("-").rpartition(".")[2]
 
     known = list(known)
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.9) or [other for other in known if last(other) == last(name)]
-    if not found and (leaf := difflib.get_close_matches(last(name), map(last, known), n=1, cutoff=0.75)):
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.9) or [
+        other for other in known if last(other) == last(name)
+    ]
+    if not found and (
+        leaf := difflib.get_close_matches(last(name), map(last, known), n=1, cutoff=0.75)
+    ):
         found = [other for other in known if last(other) == leaf[0]]
     section = name.rpartition(".")[0]
     beside = [last(other) for other in known if section and other.rpartition(".")[0] == section]
-    return did_you_mean(found) or (f"; {section} has {', '.join(beside)}" if beside else "; see --help")
+    return did_you_mean(found) or (
+        f"; {section} has {', '.join(beside)}" if beside else "; see --help"
+    )
 
 
 def print_help(
-    cls: type, description: str, prog: str = "", default: Any = None, spellings: Spellings | None = None, *, folded: bool = False,
+    cls: type,
+    description: str,
+    prog: str = "",
+    default: Any = None,
+    spellings: Spellings | None = None,
+    *,
+    folded: bool = False,
     of_config: bool = False,
-) -> NoReturn:  # fmt: skip
-    """Prints every field of a dataclass with its docstring and its default, or its value in `default`. Ends in SystemExit(0).
+) -> NoReturn:
+    """Prints every field of a dataclass with its docstring and its default, or its value in
+    `default`. Ends in SystemExit(0).
 
     folded: leave out the fields that are marked `expert` (see `mesh_lm.config.run.expert`).
     of_config: the fields are those of a config, which keep their underscores.
@@ -264,7 +353,10 @@ def print_help(
     import tyro
 
     if free := [name.removeprefix("--") for name in positional(cls)]:
-        description += f"\n\n{' and '.join(map(str.upper, free))} may also be given by name: --{free[0]}=VALUE."
+        description += (
+            f"\n\n{' and '.join(map(str.upper, free))} may also be given by name: "
+            f"--{free[0]}=VALUE."
+        )
     more = {} if default is None else {"default": default}
     tyro.cli(
         cls,
@@ -272,7 +364,8 @@ def print_help(
         prog=prog or None,
         description=description,
         use_underscores=of_config,
-        # A flag pair such as --resume / --no-resume would be a second spelling, and subcommands a second language.
+        # A flag pair such as --resume / --no-resume would be a second spelling, and subcommands a
+        # second language.
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
         registry=_registry(spellings or {}, folded=folded, of_config=of_config),
         **more,
@@ -309,9 +402,17 @@ def completion(shell: str, prog: str, commands: Group, spellings: Spellings) -> 
 
 
 def _registry(spellings: Spellings, *, folded: bool = False, of_config: bool = False) -> Any:
-    """How tyro reads and shows the types that it does not know, or spells in Python, and which fields its help shows."""
+    """How tyro reads and shows the types that it does not know, or spells in Python, and which
+    fields its help shows.
+    """
     import tyro
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo, StructConstructorSpec, StructTypeInfo
+    from tyro.constructors import (
+        ConstructorRegistry,
+        PrimitiveConstructorSpec,
+        PrimitiveTypeInfo,
+        StructConstructorSpec,
+        StructTypeInfo,
+    )
 
     registry, busy = ConstructorRegistry(), set()
     boolean = {bool: Spelling("{true,false}", _boolean, lambda value: str(value).lower())}
@@ -342,7 +443,11 @@ def _registry(spellings: Spellings, *, folded: bool = False, of_config: bool = F
             busy.discard(info.type)
         if not isinstance(made, StructConstructorSpec):
             return made  # pyright: ignore[reportReturnType]
-        expert = {field.name for field in dataclasses.fields(info.type) if folded and field.metadata.get("expert")}
+        expert = {
+            field.name
+            for field in dataclasses.fields(info.type)
+            if folded and field.metadata.get("expert")
+        }
         free = getattr(info.type, "POSITIONAL", ())
         fields = []
         for field in made.fields:
@@ -350,7 +455,9 @@ def _registry(spellings: Spellings, *, folded: bool = False, of_config: bool = F
                 field = dataclasses.replace(field, type=Annotated[field.type, tyro.conf.Suppress])
             elif field.name in free:
                 shown = tyro.conf.arg(metavar=field.name.upper())
-                field = dataclasses.replace(field, type=Annotated[field.type, tyro.conf.Positional, shown])
+                field = dataclasses.replace(
+                    field, type=Annotated[field.type, tyro.conf.Positional, shown]
+                )
             elif not of_config and (one := _optional(field.type)):
                 shown = tyro.conf.arg(metavar={str: "STR", int: "INT", float: "FLOAT"}[one])
                 field = dataclasses.replace(field, type=Annotated[field.type, shown])

@@ -1,8 +1,9 @@
-"""What other trainers call the fields of a config, and the options of `mesh-lm prepare` and `mesh-lm launch`.
+"""What other trainers call the fields of a config, and the options of `mesh-lm prepare` and
+`mesh-lm launch`.
 
-The same tables serve the suggestions on the command line and the tour from Megatron-LM (docs/tours/from_megatron.md). A
-suggestion never changes what was asked for: where a value means something else here, the answer has the formula, with
-the numbers of the run.
+The same tables serve the suggestions on the command line and the tour from Megatron-LM
+(docs/tours/from_megatron.md). A suggestion never changes what was asked for: where a value means
+something else here, the answer has the formula, with the numbers of the run.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from mesh_lm.commands import formulas
 from mesh_lm.commands.meanings import Asked, Meaning, explained, near_to, option, same
 from mesh_lm.commands.megatron_names import MEGATRON, MOE, TOKENIZER
 
-_EPOCHS = explained("`train.steps`: epochs x sequences of the training text / `train.global_batch`; `data.max_epochs` is only a limit")
+_EPOCHS = explained(
+    "`train.steps`: epochs x sequences of the training text / `train.global_batch`; "
+    "`data.max_epochs` is only a limit"
+)
 _SHOWS = explained("`mesh-lm plan` shows memory, communication and time without starting the run")
 _AMBIGUOUS = frozenset({
-    "lr_scheduler", "batch_size", "batch", "precision", "recompute", "activation_checkpointing", "dataset", "dp", "data_parallel",
+    "lr_scheduler", "batch_size", "batch", "precision", "recompute", "activation_checkpointing",
+    "dataset", "dp", "data_parallel",
     "tie_embeddings",
 })  # fmt: skip
-"""Names whose values are spelled differently, or that mean different things to different trainers."""
+"""Names whose values are spelled differently, or that mean different things to different
+trainers."""
 OTHERS: dict[str, Meaning] = {
     **{name: near_to(field) if name in _AMBIGUOUS else same(field) for name, field in {
         "max_lr": "optimizer.learning_rate",
@@ -100,9 +106,12 @@ PREPROCESS: dict[str, Meaning] = {
     "lang": explained("no option: it is for splitting sentences; leave it out"),
     "log-interval": explained("no option: progress is always printed; leave it out"),
 }  # fmt: skip
-"""An option of Megatron-LM's preprocess_data.py that `mesh-lm prepare` lacks -> what it is there."""
+"""An option of Megatron-LM's preprocess_data.py that `mesh-lm prepare` lacks -> what it is
+there."""
 
-_ONE_RENDEZVOUS = explained("no option: `--rendezvous` alone says where the nodes meet; leave it out")
+_ONE_RENDEZVOUS = explained(
+    "no option: `--rendezvous` alone says where the nodes meet; leave it out"
+)
 TORCHRUN: dict[str, Meaning] = {
     "nproc-per-node": formulas.PER_NODE,
     "nnodes": formulas.NODES,
@@ -120,12 +129,18 @@ TORCHRUN: dict[str, Meaning] = {
 
 _MEANINGS = OTHERS | {name.replace("-", "_"): meaning for name, meaning in MEGATRON.items()}
 
-SEVERAL = frozenset(f"--{name}" for name, meaning in _MEANINGS.items() if meaning.field in ("data.blend", "data.valid_blend"))
+SEVERAL = frozenset(
+    f"--{name}"
+    for name, meaning in _MEANINGS.items()
+    if meaning.field in ("data.blend", "data.valid_blend")
+)
 """Options of theirs that take all words after them."""
 
 
 def meaning_of(name: str) -> Meaning | None:
-    """Returns what a name stands for, with underscores or hyphens and in any case; None where nobody is known to use it."""
+    """Returns what a name stands for, with underscores or hyphens and in any case; None where
+    nobody is known to use it.
+    """
     name = name.lower().replace("-", "_")
     if name not in _MEANINGS and name.startswith("moe_"):
         return MOE
@@ -133,7 +148,9 @@ def meaning_of(name: str) -> Meaning | None:
 
 
 def in_run(name: str, text: str, asked: Asked) -> tuple[str, str]:
-    """Returns the field that a name stands for and its value. Raises ValueError where they are not determined."""
+    """Returns the field that a name stands for and its value. Raises ValueError where they are not
+    determined.
+    """
     meaning = meaning_of(name)
     if meaning is None or not meaning.field or not meaning.exact:
         raise ValueError(name)
@@ -141,8 +158,10 @@ def in_run(name: str, text: str, asked: Asked) -> tuple[str, str]:
 
 
 RULES = {
-    "dp": "ddp", "data": "ddp", "fsdp2": "fsdp", "hybrid": "hsdp", "hybrid_shard": "hsdp", "zero": "zero1",
+    "dp": "ddp", "data": "ddp", "fsdp2": "fsdp", "hybrid": "hsdp", "hybrid_shard": "hsdp",
+    "zero": "zero1",
     "tp": "megatron", "tensor": "megatron", "tensor_parallel": "megatron",
-    "sp": "megatron_sp", "tp+sp": "megatron_sp", "tp_sp": "megatron_sp", "tp_2d": "megatron_2d", "2d": "megatron_2d",
+    "sp": "megatron_sp", "tp+sp": "megatron_sp", "tp_sp": "megatron_sp", "tp_2d": "megatron_2d",
+    "2d": "megatron_2d",
 }  # fmt: skip
 """A name of rules -> the preset that does the same."""

@@ -1,4 +1,5 @@
-"""`mesh-lm plan FILE`: what a run would do on GPUs that you do not have. Nothing is trained, and no data is read.
+"""`mesh-lm plan FILE`: what a run would do on GPUs that you do not have. Nothing is trained, and no
+data is read.
 
 `python train.py --config=FILE --plan` is the same.
 """
@@ -37,18 +38,22 @@ from sharding_rules.lab.why import why
 
 
 def show(plan: Plan, config: TrainConfig) -> int:
-    """Compiles the config's step and reports it. The status: 0, or 1 where it does not fit into the memory of the target.
+    """Compiles the config's step and reports it. The status: 0, or 1 where it does not fit into the
+    memory of the target.
 
     Raises ConfigError for a config that cannot run, and where the compiler is missing or fails.
     """
-    jax.config.update("jax_platforms", "cpu")  # XLA would take a GPU that is here, and its memory, to compile for those that are not
+    # XLA would take a GPU that is here, and its memory, to compile for those that are not
+    jax.config.update("jax_platforms", "cpu")
     n_devices = devices_for(config, plan.devices)
     flags = flags_of(config, plan.target) if plan.flags == "auto" else plan.flags
 
     def compiled(changed: TrainConfig) -> Report:
         try:
             return compile_config(changed, plan.target, n_devices, options(flags))
-        except ShardingRuleError as error:  # rules that lack a row for an axis of the user's own model
+        except (
+            ShardingRuleError
+        ) as error:  # rules that lack a row for an axis of the user's own model
             raise LabError(str(error)) from error
 
     def say(text: str) -> None:
@@ -65,7 +70,9 @@ def show(plan: Plan, config: TrainConfig) -> int:
         if plan.plan != SCREEN or not report.fits:  # before a search, which may be interrupted
             say(f"{report.name} on {n_devices:,} x {plan.target}: {headline(report)}")
         findings = lint(report, config.rules, program.layout.axes)
-        fixes = () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
+        fixes = (
+            () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
+        )
         facts = (
             *_facts(config, report),
             *state_bytes.report_facts(program.declared),
@@ -87,16 +94,20 @@ def show(plan: Plan, config: TrainConfig) -> int:
 
 
 def _against(plan: Plan, n_devices: int) -> Report:
-    """Returns the report to compare with: a saved one, or that of another config on the same devices.
+    """Returns the report to compare with: a saved one, or that of another config on the same
+    devices.
 
-    Raises LabError and ConfigError where there is none. A config of another size of mesh takes as many devices as its own mesh has.
+    Raises LabError and ConfigError where there is none. A config of another size of mesh takes as
+    many devices as its own mesh has.
     """
     path = Path(plan.against).expanduser()
     if path.suffix == ".json" and path.name != "config.json":
         return load(plan.against)
     config = command_line.parse([f"--config={plan.against}"])
     flags = flags_of(config, plan.target) if plan.flags == "auto" else plan.flags
-    devices = devices_for(config, plan.devices or (n_devices if -1 in config.mesh.sizes().values() else 0))
+    devices = devices_for(
+        config, plan.devices or (n_devices if -1 in config.mesh.sizes().values() else 0)
+    )
     report = compile_config(config, plan.target, devices, options(flags))
     return dataclasses.replace(report, name=Path(plan.against).stem)
 
@@ -104,10 +115,17 @@ def _against(plan: Plan, n_devices: int) -> Report:
 def refusal(report: Report, fixes: Sequence[Fix]) -> str:
     """Why a run cannot go on this target: what is in the way, and what would help, best first."""
     gib = 2**30
-    lines = [f"{report.name} needs {report.peak_bytes / gib:.1f} GiB on each device, and {report.target} has {report.hbm / gib:.1f}"]
+    lines = [
+        (
+            f"{report.name} needs {report.peak_bytes / gib:.1f} GiB on each device, and "
+            f"{report.target} has {report.hbm / gib:.1f}"
+        )
+    ]
     for n, b in alike(report.memory.buffers)[:5]:
         arrays = f"{n} x {b.shape}" if n > 1 else b.shape
-        lines.append(f"  - in the way: {n * b.bytes / gib:.2f} GiB of {b.kind}: {arrays}, {whose(b)}")
+        lines.append(
+            f"  - in the way: {n * b.bytes / gib:.2f} GiB of {b.kind}: {arrays}, {whose(b)}"
+        )
     lines += [f"  - {fix}" for fix in fixes[:5]]
     return "\n".join(lines)
 
@@ -116,7 +134,13 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
     model, train = config.model, config.train
     facts = [
         ("rules", config.rules.name),
-        ("batch", f"{train.global_batch} sequences of {model.seq_len}, {train.microbatches} microbatch{'es' * (train.microbatches > 1)}"),
+        (
+            "batch",
+            (
+                f"{train.global_batch} sequences of {model.seq_len}, {train.microbatches} "
+                f"microbatch{'es' * (train.microbatches > 1)}"
+            ),
+        ),
     ]
     if sums := reduced(report, config.rules):
         facts.append(("gradients", f"summed in {sums} (rules.reduction={config.rules.reduction})"))
@@ -124,7 +148,16 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
         facts.insert(0, ("parameters", amount(n_params())))
     if report.model_flops:
         compiled = sum(report.flops.values())
-        facts.append(("matmuls", f"{flop(compiled)} per device and step, {compiled / report.model_flops:.2f} x the model's"))
+        facts.append(
+            (
+                "matmuls",
+                (
+                    f"{flop(compiled)} per device and step, {compiled / report.model_flops:.2f} x "
+                    "the "
+                    "model's"
+                ),
+            )
+        )
     return (*facts, *attention.report_facts(config, report, report.target))
 
 
@@ -162,12 +195,17 @@ def _write(
 
 def _plain(fix: Fix) -> dict[str, Any]:
     return {
-        "kind": fix.kind, "text": fix.text, "saves": fix.saves, "cost": fix.cost, "fits": fix.fits, "peak_bytes": fix.report.peak_bytes,
+        "kind": fix.kind, "text": fix.text, "saves": fix.saves, "cost": fix.cost, "fits": fix.fits,
+        "peak_bytes": fix.report.peak_bytes,
     }  # fmt: skip
 
 
 def under_rules(argv: list[str], rules: Rules, target: str, devices: int) -> Report:
-    """For `python -m sharding_rules diff`: the config that train.py's words mean, under these rules. Raises as `compile_config`."""
+    """For `python -m sharding_rules diff`: the config that train.py's words mean, under these
+    rules. Raises as `compile_config`.
+    """
     config = dataclasses.replace(command_line.parse(argv), rules=rules)
-    report = compile_config(config, target, devices_for(config, devices), options(flags_of(config, target)))
+    report = compile_config(
+        config, target, devices_for(config, devices), options(flags_of(config, target))
+    )
     return dataclasses.replace(report, name=f"{report.name} under {rules.name}")

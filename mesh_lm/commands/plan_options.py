@@ -1,4 +1,6 @@
-"""What `mesh-lm plan FILE`, and `python train.py --config=FILE --plan`, are asked for. Flax and the lab are imported when they run."""
+"""What `mesh-lm plan FILE`, and `python train.py --config=FILE --plan`, are asked for. Flax and the
+lab are imported when they run.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,22 @@ class Plan:
     """The target of a plan, and where its report goes."""
 
     plan: str = ""
-    """Where the report goes: the screen, or a file: .html (a page with charts), .trace.json (for Perfetto) or .json; also --output."""
+    """Where the report goes: the screen, or a file: .html (a page with charts), .trace.json (for
+    Perfetto) or .json; also --output."""
     target: str = "h100"
     """The GPU: h100, h200, a100 or b200."""
     devices: int = 0
-    """Number of GPUs; 0: the size of the mesh; if an axis is -1, the fewest complete nodes that hold it."""
+    """Number of GPUs; 0: the size of the mesh; if an axis is -1, the fewest complete nodes that
+    hold it."""
     max_microbatch: bool = False
-    """Also compile larger and smaller microbatches, to find the most sequences per device that fit."""
+    """Also compile larger and smaller microbatches, to find the most sequences per device that
+    fit."""
     against: str = ""
-    """Also say in one sentence which is slower, and why: a config, or the .json that a plan has written. A config is compiled as well."""
+    """Also say in one sentence which is slower, and why: a config, or the .json that a plan has
+    written. A config is compiled as well."""
     flags: str = "auto"
-    """Set of XLA flags to compile with (sharding_rules/lab/flags.py); auto: the flags of the run (launch.xla_flags)."""
+    """Set of XLA flags to compile with (sharding_rules/lab/flags.py); auto: the flags of the run
+    (launch.xla_flags)."""
 
     def __post_init__(self) -> None:
         for name, known in (("target", TARGETS), ("flags", ("auto", *FLAG_SETS))):
@@ -41,20 +48,43 @@ class Plan:
         if self.devices < 0:
             raise ConfigError(f"--devices={self.devices} must be at least 1")
         if self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):
-            raise ConfigError(f"{self.plan}: the report is a file that ends in .html or .json; without a file it goes to the screen")
+            raise ConfigError(
+                f"{self.plan}: the report is a file that ends in .html or .json; without a "
+                "file it "
+                "goes to the screen"
+            )
 
 
 def parse(argv: Sequence[str], prog: str) -> tuple[Plan, TrainConfig]:
-    """What `mesh-lm plan` is asked for. --output=FILE names the report; the run's own directory is --config.output. Raises ConfigError."""
-    argv = [_REPORT + word.removeprefix(_OUTPUT) if word.partition("=")[0] == _OUTPUT else word for word in argv]
+    """What `mesh-lm plan` is asked for. --output=FILE names the report; the run's own directory is
+    --config.output. Raises ConfigError.
+    """
+    argv = [
+        _REPORT + word.removeprefix(_OUTPUT) if word.partition("=")[0] == _OUTPUT else word
+        for word in argv
+    ]
     planned, config = parse_either(argv, prog, Plan(SCREEN))
     return planned or Plan(SCREEN), config
 
 
-def parse_either(argv: Sequence[str], prog: str = "train.py", default: Plan | None = None) -> tuple[Plan | None, TrainConfig]:
-    """The plan that a command line asks for, `default` without --plan, and the run. Raises ConfigError for the mistakes in it."""
-    if HELP & {f"--{word.lstrip('-')}" for word in argv} and (default or any(word.partition("=")[0] == _REPORT for word in argv)):
-        print_help(Plan, "What a run would do on GPUs, without them. FILE and its options are those of `mesh-lm train --help`.", prog)
+def parse_either(
+    argv: Sequence[str], prog: str = "train.py", default: Plan | None = None
+) -> tuple[Plan | None, TrainConfig]:
+    """The plan that a command line asks for, `default` without --plan, and the run. Raises
+    ConfigError for the mistakes in it.
+    """
+    if HELP & {f"--{word.lstrip('-')}" for word in argv} and (
+        default or any(word.partition("=")[0] == _REPORT for word in argv)
+    ):
+        print_help(
+            Plan,
+            (
+                "What a run would do on GPUs, without them. FILE and its options are those of "
+                "`mesh-lm "
+                "train --help`."
+            ),
+            prog,
+        )
     config, given = command_line.parse_with(Plan, argv, prog=prog, alone={_REPORT: SCREEN})
     if given and "plan" not in given and not default:
         name, value = next(iter(given.items()))
@@ -65,6 +95,7 @@ def parse_either(argv: Sequence[str], prog: str = "train.py", default: Plan | No
 
 def run(asked: tuple[Plan, TrainConfig]) -> int:
     """As `mesh_lm.commands.plan.show`."""
-    from mesh_lm.commands.plan import show  # here, so that a mistake in the arguments is answered first
+    # here, so that a mistake in the arguments is answered first
+    from mesh_lm.commands.plan import show
 
     return show(*asked)

@@ -16,13 +16,15 @@ from mesh_lm.data.prepare.run import prepare
 from mesh_lm.launch import EXIT_INTERRUPTED
 
 DESCRIPTION = (
-    "Tokenizes text into Megatron's .bin/.idx files: one sequence per document, followed by the end-of-document token. If it is killed, "
+    "Tokenizes text into Megatron's .bin/.idx files: one sequence per document, followed by the "
+    "end-of-document token. If it is killed, "
     "the same command continues from there."
 )
 
 
 SEAL = (
-    "Writes PREFIX.digests for .bin/.idx files of any origin, with which every run verifies what it reads of them. Where there is one "
+    "Writes PREFIX.digests for .bin/.idx files of any origin, with which every run verifies what "
+    "it reads of them. Where there is one "
     "already, it compares all of the files with it."
 )
 
@@ -44,11 +46,14 @@ class Prepare:
     POSITIONAL: ClassVar[tuple[str, ...]] = ("input",)
 
     input: tuple[str, ...]
-    """Files (.txt, .jsonl, .json, each also as .gz, .zst, .bz2 or .xz, .parquet) and directories of such or other text, in this order."""
+    """Files (.txt, .jsonl, .json, each also as .gz, .zst, .bz2 or .xz, .parquet) and directories of
+    such or other text, in this order."""
     output: str
-    """Prefix of the output: PREFIX.bin, .idx, .digests, .json and .tokenizer/, and .parts/ until everything is done."""
+    """Prefix of the output: PREFIX.bin, .idx, .digests, .json and .tokenizer/, and .parts/ until
+    everything is done."""
     tokenizer: str
-    """A tokenizer.json, a directory that has one, a SentencePiece .model, a .tiktoken, `bytes`, or train:N to train one with N entries."""
+    """A tokenizer.json, a directory that has one, a SentencePiece .model, a .tiktoken, `bytes`, or
+    train:N to train one with N entries."""
     workers: int = 0
     """Number of processes; 0: one per core."""
     text_field: str = "text"
@@ -56,7 +61,8 @@ class Prepare:
     skip_bad_lines: bool = False
     """Skip and count the lines of a .jsonl that hold no text, instead of stopping at the first."""
     max_lost_bytes: float = lost_bytes.TOLERATED
-    """Fraction of the text's bytes that the tokens may fail to spell, because the tokenizer drops or rewrites characters."""
+    """Fraction of the text's bytes that the tokens may fail to spell, because the tokenizer drops
+    or rewrites characters."""
 
 
 def parse(argv: Sequence[str], prog: str = "") -> Prepare | Seal:
@@ -80,10 +86,18 @@ def run(options: Prepare | Seal) -> int:
     try:
         with formats.field_option("--text-field"):
             prepare(
-                options.input, options.output, options.tokenizer, workers=options.workers, text_field=options.text_field,
+                options.input, options.output, options.tokenizer, workers=options.workers,
+                text_field=options.text_field,
                 skip_bad_lines=options.skip_bad_lines, max_lost_bytes=options.max_lost_bytes,
             )  # fmt: skip
     except KeyboardInterrupt:
-        print(f"\nstopped; {options.output}.parts keeps what is done, and the same command continues from there", file=sys.stderr)
+        print(
+            (
+                f"\nstopped; {options.output}.parts keeps what is done, and the same command "
+                "continues "
+                "from there"
+            ),
+            file=sys.stderr,
+        )
         return EXIT_INTERRUPTED
     return 0

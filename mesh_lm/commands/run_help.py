@@ -1,4 +1,6 @@
-"""The help of `mesh-lm train`: each field that runs commonly change, as it is set, with the first sentence about it."""
+"""The help of `mesh-lm train`: each field that runs commonly change, as it is set, with the first
+sentence about it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from mesh_lm.commands.options import Spellings
 
 
 def print_fields(config: Any, usage: str, description: str, spellings: Spellings) -> None:
-    """Prints the fields of a run's config by section, with their values. Fields that are marked `expert` are left out."""
+    """Prints the fields of a run's config by section, with their values. Fields that are marked
+    `expert` are left out.
+    """
     console = Console(highlight=False)
     console.print(Text(f"usage: {usage}\n\n{description}"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
@@ -27,7 +31,9 @@ def print_fields(config: Any, usage: str, description: str, spellings: Spellings
 
 
 def _rows(section: Any, prefix: str, spellings: Spellings) -> Iterator[tuple[str, str]]:
-    """Yields --section.field=value and what it is; the fields of a section after those that belong to none."""
+    """Yields --section.field=value and what it is; the fields of a section after those that belong
+    to none.
+    """
     hints, about = get_type_hints(type(section)), field_docs(type(section))
     sections = []
     for field in dataclasses.fields(section):

@@ -1,4 +1,6 @@
-"""`mesh-lm train FILE`, or `python train.py --config=FILE`: trains what a config describes. With --plan it only shows what would happen."""
+"""`mesh-lm train FILE`, or `python train.py --config=FILE`: trains what a config describes. With
+--plan it only shows what would happen.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,22 @@ def parse(argv: Sequence[str], prog: str = "train.py") -> tuple[Plan | None, Tra
 
 
 def run(asked: tuple[Plan | None, TrainConfig]) -> int:
-    """The status: 0, 99 where SIGTERM ended the run, 130 where Ctrl-C did, and of a plan as `show` has it.
+    """The status: 0, 99 where SIGTERM ended the run, 130 where Ctrl-C did, and of a plan as `show`
+    has it.
 
     Raises ConfigError for what cannot run.
     """
     planned, config = asked
     if planned:
-        from mesh_lm.commands.plan import show  # here, so that a mistake in the arguments is answered before Flax is imported
+        # here, so that a mistake in the arguments is answered before Flax is imported
+        from mesh_lm.commands.plan import show
 
         return show(planned, config)
     try:
         require_ready(config)
     except ConfigError:
-        require_ready(config, thorough=True)  # it names what else is wrong, for which it must import Flax
+        # it names what else is wrong, for which it must import Flax
+        require_ready(config, thorough=True)
         raise
     from mesh_lm.training import loop
 

@@ -1,7 +1,7 @@
 """The config of a run as a file: `config.json` in its output, which `--config` reads again.
 
-Each section and each list has the names of its fields, as in Python. `model` also has the module of its class, which is imported to read
-the file, as a config file in Python would import it.
+Each section and each list has the names of its fields, as in Python. `model` also has the module of
+its class, which is imported to read the file, as a config file in Python would import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from mesh_lm.errors import ConfigError
 from sharding_rules import Rules
 from sharding_rules.rules import Kind
 
-_SIMPLE: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str,), bool: (bool,), None: (types.NoneType,)}
+_SIMPLE: dict[Any, tuple[type, ...]] = {
+    int: (int,),
+    float: (int, float),
+    str: (str,),
+    bool: (bool,),
+    None: (types.NoneType,),
+}
 
 
 def to_json(config: TrainConfig) -> str:
@@ -52,7 +58,11 @@ def read(path: Path, shown: str, imported: Callable[[str, str], types.ModuleType
             raise ValueError("its model has no class and module")
         cls = getattr(imported(module, f"--config={shown}: the module of its model"), name, None)
         if not isinstance(cls, type) or not issubclass(cls, ModelConfig):
-            raise ValueError(f"its model is a {name}, which {module} does not have; name the config file that creates it instead")
+            raise ValueError(
+                f"its model is a {name}, which {module} does not have; name the config file "
+                "that "
+                "creates it instead"
+            )
         model = _section(cls, described, "model.")
         return _section(TrainConfig, plain | {"model": model}, "")
     except OSError as error:
@@ -66,21 +76,39 @@ def read(path: Path, shown: str, imported: Callable[[str, str], types.ModuleType
 def rules_from(plain: Mapping[str, Any]) -> Rules:
     """Inverse of `Rules.as_dict`."""
     given = {kind: plain[kind] for kind in get_args(Kind)}
-    columns = {kind: column and {row: tuple(axes) or None for row, axes in column.items()} for kind, column in given.items()}
-    named: dict[str, Any] = {name: plain[name] for name in ("axes", "context", "reduction", "node_axis") if name in plain}
+    columns = {
+        kind: column and {row: tuple(axes) or None for row, axes in column.items()}
+        for kind, column in given.items()
+    }
+    named: dict[str, Any] = {
+        name: plain[name] for name in ("axes", "context", "reduction", "node_axis") if name in plain
+    }
     return Rules(plain["name"], **columns, **named)
 
 
 def _section(cls: type, plain: Mapping[str, Any], where: str) -> Any:
-    """Returns the dataclass of a section. Raises ValueError for the first field that is unknown or of another type."""
+    """Returns the dataclass of a section. Raises ValueError for the first field that is unknown or
+    of another type.
+    """
     if not isinstance(plain, Mapping):
         raise ValueError(f"{where.removesuffix('.')}: expected an object")
     if (name := plain.get("class")) != cls.__qualname__:
-        raise ValueError(f"{where.removesuffix('.')} is a {name}, not a {cls.__qualname__}; set it in Python again")
-    fields, hints = {field.name for field in dataclasses.fields(cls) if field.init}, get_type_hints(cls)
+        raise ValueError(
+            f"{where.removesuffix('.')} is a {name}, not a {cls.__qualname__}; set it in "
+            "Python "
+            "again"
+        )
+    fields, hints = (
+        {field.name for field in dataclasses.fields(cls) if field.init},
+        get_type_hints(cls),
+    )
     if unknown := plain.keys() - fields - {"class"}:
         raise ValueError(f"{where}{min(unknown)}: this version has no such field; remove it")
-    values = {field: _value(hints[field], plain[field], f"{where}{field}") for field in plain if field != "class"}
+    values = {
+        field: _value(hints[field], plain[field], f"{where}{field}")
+        for field in plain
+        if field != "class"
+    }
     return cls(**values)
 
 
@@ -92,7 +120,9 @@ def _value(hint: Any, plain: Any, where: str) -> Any:
         try:
             return rules_from(plain)
         except (LookupError, AttributeError, TypeError):
-            raise ValueError(f"{where}: expected a name, and a column each for {', '.join(get_args(Kind))}") from None
+            raise ValueError(
+                f"{where}: expected a name, and a column each for {', '.join(get_args(Kind))}"
+            ) from None
     if dataclasses.is_dataclass(hint):
         return _section(hint, plain, f"{where}.")  # pyright: ignore[reportArgumentType]
     kind, arguments = get_origin(hint), get_args(hint)
@@ -112,4 +142,6 @@ def _value(hint: Any, plain: Any, where: str) -> Any:
             return plain
     elif kind is not tuple:
         return plain
-    raise ValueError(f"{where}={plain!r}: expected {getattr(hint, '__name__', hint) if kind is None else hint}")
+    raise ValueError(
+        f"{where}={plain!r}: expected {getattr(hint, '__name__', hint) if kind is None else hint}"
+    )

@@ -1,4 +1,5 @@
-"""What a run is: frozen dataclasses, one field per decision. The only logic here is sizes that follow from others.
+"""What a run is: frozen dataclasses, one field per decision. The only logic here is sizes that
+follow from others.
 
 A config file returns one `TrainConfig`; `mesh_lm.commands.command_line` applies the command line's
 overrides to it; `mesh_lm.training.check` looks at the whole.
@@ -24,13 +25,17 @@ T = TypeVar("T")
 
 
 def expert(default: T) -> T:
-    """A field that few runs change. --help leaves it out, --help-all shows it, and it is set like any other."""
+    """A field that few runs change. --help leaves it out, --help-all shows it, and it is set like
+    any other.
+    """
     return dataclasses.field(default=default, metadata={"expert": True})
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What every model's config offers to the trainer. This project's own decoder is `mesh_lm.model.DecoderConfig`."""
+    """What every model's config offers to the trainer. This project's own decoder is
+    `mesh_lm.model.DecoderConfig`.
+    """
 
     vocab_size: int = 4096
     """Token ids run from 0 to vocab_size - 1."""
@@ -38,11 +43,18 @@ class ModelConfig:
     """Tokens in one training sequence."""
 
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
-        """Builds the module; called under `jax.eval_shape` and `jax.jit` only. See `mesh_lm.model.Model` for what it must offer."""
-        raise ConfigError(f"{type(self).__name__} has no make(shard, rngs), which builds its module (docs/custom_model.md)")
+        """Builds the module; called under `jax.eval_shape` and `jax.jit` only. See
+        `mesh_lm.model.Model` for what it must offer.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no make(shard, rngs), which builds its module "
+            "(docs/custom_model.md)"
+        )
 
     def sizes(self) -> dict[str, tuple[str, int]]:
-        """Logical axis -> (the field that sets its size, the size), so that a size that does not divide is reported by field name."""
+        """Logical axis -> (the field that sets its size, the size), so that a size that does not
+        divide is reported by field name.
+        """
         return {}
 
     def problems(self) -> list[str]:
@@ -50,22 +62,34 @@ class ModelConfig:
         return []
 
     def stack(self) -> Stack:
-        """The segments of the model's layers, in order, and what each part costs. Without segments a pipeline cannot divide the model."""
+        """The segments of the model's layers, in order, and what each part costs. Without segments
+        a pipeline cannot divide the model.
+        """
         return Stack()
 
-    def updated(self, buffers: dict[str, jax.Array], sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The model's buffers (`mesh_lm.model.buffer`) after a step: a pure function of them and of the step's sums over the global batch.
+    def updated(
+        self, buffers: dict[str, jax.Array], sums: dict[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        """The model's buffers (`mesh_lm.model.buffer`) after a step: a pure function of them and of
+        the step's sums over the global batch.
 
-        Stacked buffers and the layers' arrays, such as "moe/load" [rows, E], have the same rows, some of which may be padding with zeros.
+        Stacked buffers and the layers' arrays, such as "moe/load" [rows, E], have the same rows,
+        some of which may be padding with zeros.
         """
-        raise NotImplementedError(f"{type(self).__name__}.updated, for its buffers {', '.join(buffers)}")
+        raise NotImplementedError(
+            f"{type(self).__name__}.updated, for its buffers {', '.join(buffers)}"
+        )
 
     def flops_per_token(self) -> float:
-        """Matmul FLOPs that one token costs in forward and backward; 0 where unknown (then no MFU is shown)."""
+        """Matmul FLOPs that one token costs in forward and backward; 0 where unknown (then no MFU
+        is shown).
+        """
         return 0.0
 
     def attention_flops_per_token(self) -> float:
-        """Those of `flops_per_token` that are attention's; they cost more time each. 0: none, or not known."""
+        """Those of `flops_per_token` that are attention's; they cost more time each. 0: none, or
+        not known.
+        """
         return 0.0
 
 
@@ -78,7 +102,8 @@ class TrainLoop:
     global_batch: int = 32
     """Sequences per optimizer step, summed over all devices."""
     microbatches: int = 1
-    """Microbatches per step: the global batch is split into this many equal parts, whose gradients are accumulated in fp32."""
+    """Microbatches per step: the global batch is split into this many equal parts, whose gradients
+    are accumulated in fp32."""
     eval_every: int = 250
     """Evaluate on the held-out text every N steps; 0: only at the end."""
     eval_sequences: int = 0
@@ -91,56 +116,71 @@ class TrainLoop:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """How layers are assigned to the pipeline stages of mesh.pipeline, and the schedule of their microbatches (docs/pipeline.md)."""
+    """How layers are assigned to the pipeline stages of mesh.pipeline, and the schedule of their
+    microbatches (docs/pipeline.md).
+    """
 
     schedule: str = "1f1b"
-    """gpipe, 1f1b (interleaved if chunks > 1), classic_1f1b, or a .csv or .json file with a schedule of your own."""
+    """gpipe, 1f1b (interleaved if chunks > 1), classic_1f1b, or a .csv or .json file with a
+    schedule of your own."""
     chunks: int = 1
-    """Virtual stages per pipeline stage (interleaving). More of them shrink the bubble and send more activations."""
+    """Virtual stages per pipeline stage (interleaving). More of them shrink the bubble and send
+    more activations."""
     layers: tuple[int, ...] = expert(())
     """Number of layers of each virtual stage, in model order; empty: as `balance` decides."""
     balance: Literal["equal", "flops"] = "equal"
-    """equal: the same number of layers on each stage; flops: the most even FLOPs per stage, with head and embedding counted."""
+    """equal: the same number of layers on each stage; flops: the most even FLOPs per stage, with
+    head and embedding counted."""
     stash: Literal["input", "residuals"] = expert("input")
-    """What a stage stores of a microbatch until its backward pass. input: its input, and the forward pass is recomputed; residuals:
-    everything that the backward pass needs."""
+    """What a stage stores of a microbatch until its backward pass. input: its input, and the
+    forward pass is recomputed; residuals: everything that the backward pass needs."""
     pair_layers: bool = expert(False)
-    """Whether a stage that goes forward and backward in the same tick runs a layer of each at once, so that the collectives of one are
-    hidden behind the matmuls of the other. Needs stash=residuals. Faster by prediction only (docs/pipeline.md)."""
+    """Whether a stage that goes forward and backward in the same tick runs a layer of each at once,
+    so that the collectives of one are hidden behind the matmuls of the other. Needs
+    stash=residuals. Faster by prediction only (docs/pipeline.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and its learning-rate schedule, with global-norm clipping and decoupled weight decay."""
+    """The optimizer and its learning-rate schedule, with global-norm clipping and decoupled weight
+    decay.
+    """
 
     name: str = "adamw"
     """adamw, muon, lion, adafactor, or module:class for your own (docs/optimizers.md)."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Shape of the schedule after the warm-up. wsd: constant, then linear decay over the last `decay_fraction` of the run."""
+    """Shape of the schedule after the warm-up. wsd: constant, then linear decay over the last
+    `decay_fraction` of the run."""
     warmup_steps: int = 100
-    """Steps over which the learning rate rises linearly from 0. A run that is shorter ends below the peak."""
+    """Steps over which the learning rate rises linearly from 0. A run that is shorter ends below
+    the peak."""
     final_fraction: float = 0.1
     """Final learning rate, as a fraction of the peak."""
     decay_fraction: float = expert(0.2)
     """Fraction of the run over which wsd decays."""
     beta1: float = 0.9
-    """Decay rate of the first moment, for adamw, lion, and the parameters that muon leaves to AdamW."""
+    """Decay rate of the first moment, for adamw, lion, and the parameters that muon leaves to
+    AdamW."""
     beta2: float = 0.95
-    """Decay rate of the second moment, for adamw and the parameters that muon leaves to AdamW; for lion, of its momentum."""
+    """Decay rate of the second moment, for adamw and the parameters that muon leaves to AdamW; for
+    lion, of its momentum."""
     eps: float = expert(1e-8)
     """Added to the denominator, for adamw and muon."""
     momentum: float = expert(0.95)
     """Decay rate of muon's momentum for matrices."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices. Biases, norms and other per-layer vectors do not decay."""
+    """Decoupled weight decay of matrices. Biases, norms and other per-layer vectors do not
+    decay."""
     clip_norm: float = 1.0
     """Clip gradients to this global L2 norm; 0: off."""
     outer_steps: int = 0
-    """Steps that each island (mesh.island) trains apart before the islands average their weights (DiLoCo); 0: off."""
+    """Steps that each island (mesh.island) trains apart before the islands average their weights
+    (DiLoCo); 0: off."""
     outer_learning_rate: float = expert(0.7)
-    """Learning rate of the outer step, which moves the weights by the mean change of the islands; 1 with no momentum: to their mean."""
+    """Learning rate of the outer step, which moves the weights by the mean change of the islands; 1
+    with no momentum: to their mean."""
     outer_momentum: float = expert(0.9)
     """Nesterov momentum of the outer step."""
 
@@ -150,42 +190,52 @@ class DataConfig:
     """The training text, and how it becomes sequences."""
 
     path: str = ""
-    """Text to train on: a .txt, .jsonl or .json (also .gz, .zst, .bz2, .xz), a .parquet, a directory of text files, or `stdlib`, the 10 MB
-    source code of Python's standard library, which is enough for a tiny model. Without it `blend` must name the data."""
+    """Text to train on: a .txt, .jsonl or .json (also .gz, .zst, .bz2, .xz), a .parquet, a
+    directory of text files, or `stdlib`, the 10 MB source code of Python's standard library, which
+    is enough for a tiny model. Without it `blend` must name the data."""
     text_field: str = "text"
     """The field of .jsonl lines, or the column of .parquet files, that holds the text."""
     tokenizer: str = ""
-    """A tokenizer.json, a directory that has one, a SentencePiece .model, a .tiktoken, or `bytes`; empty: train one on the text."""
+    """A tokenizer.json, a directory that has one, a SentencePiece .model, a .tiktoken, or `bytes`;
+    empty: train one on the text."""
     tokenizer_vocab: int = 4096
     """Vocabulary size of the byte-level BPE tokenizer that is trained if `tokenizer` is empty."""
     max_lost_bytes: float = expert(0.01)
-    """Fraction of the text's bytes that the tokens may fail to spell, because the tokenizer drops or rewrites characters."""
+    """Fraction of the text's bytes that the tokens may fail to spell, because the tokenizer drops
+    or rewrites characters."""
     cache: str = expert("~/.cache/mesh_lm")
     """Directory for tokenized corpora (tokenizer.json, train and held-out .bin/.idx)."""
     blend: tuple[str, ...] = ()
-    """Megatron .bin/.idx prefixes, or weight,prefix,weight,prefix, read in Megatron's sample order; empty: the text of `path`."""
+    """Megatron .bin/.idx prefixes, or weight,prefix,weight,prefix, read in Megatron's sample order;
+    empty: the text of `path`."""
     split: str = "969,30,1"
-    """Shares of the documents of `blend` for training, validation and test, as Megatron's --split. The second share is held out."""
+    """Shares of the documents of `blend` for training, validation and test, as Megatron's --split.
+    The second share is held out."""
     valid_blend: tuple[str, ...] = ()
-    """Prefixes that are the held-out text, as Megatron's --valid-data-path; all of `blend` is then for training, without `split`."""
+    """Prefixes that are the held-out text, as Megatron's --valid-data-path; all of `blend` is then
+    for training, without `split`."""
     max_epochs: float = 4.0
-    """Refuse a run that would read the training text more often than this, or any one prefix of a weighted blend; 0: no limit."""
+    """Refuse a run that would read the training text more often than this, or any one prefix of a
+    weighted blend; 0: no limit."""
     documents: Literal["joined", "separate", "megatron", "packed"] = "joined"
-    """joined: documents are concatenated into one stream. separate: attention and positions restart at every document (segment ids).
-    megatron: as separate, but after the end-of-document token instead of at it, as Megatron's --reset-position-ids and
-    --reset-attention-mask do. packed: as separate, and each sequence is filled with complete documents."""
+    """joined: documents are concatenated into one stream. separate: attention and positions restart
+    at every document (segment ids). megatron: as separate, but after the end-of-document token
+    instead of at it, as Megatron's --reset-position-ids and --reset-attention-mask do. packed: as
+    separate, and each sequence is filled with complete documents."""
     add_extra_token: bool = expert(True)
-    """Sequences of `blend` overlap by one token, so that the last input has a label. False: they do not, and it has none, as with
-    Megatron's add_extra_token_to_sequence=False."""
+    """Sequences of `blend` overlap by one token, so that the last input has a label. False: they do
+    not, and it has none, as with Megatron's add_extra_token_to_sequence=False."""
     drop_last_partial: bool = expert(False)
-    """Leave the last, partial sequence of each held-out text out, instead of padding it, as Megatron does unless
-    drop_last_partial_validation_sequence=False."""
+    """Leave the last, partial sequence of each held-out text out, instead of padding it, as
+    Megatron does unless drop_last_partial_validation_sequence=False."""
     mask_document_start: bool = expert(False)
     """Exclude the first token of each document from the loss."""
     fim_rate: float = 0.0
-    """Fraction of training documents that are rearranged for fill-in-the-middle (FIM, arXiv 2207.14255)."""
+    """Fraction of training documents that are rearranged for fill-in-the-middle (FIM, arXiv
+    2207.14255)."""
     fim_spm_rate: float = expert(0.5)
-    """Fraction of FIM documents in suffix-prefix-middle order; the others are in prefix-suffix-middle order."""
+    """Fraction of FIM documents in suffix-prefix-middle order; the others are in
+    prefix-suffix-middle order."""
     threads: int = expert(2)
     """Reader threads (Grain); 0: batches are read between steps."""
     prefetch: int = expert(4)
@@ -203,43 +253,57 @@ class CheckpointConfig:
     alarm: int = expert(3)
     """Log ERROR after N failed saves in a row. Training continues."""
     local: str = expert("")
-    """Directory on each node's own disk, or in memory (/dev/shm), for extra, more frequent checkpoints; empty: off."""
+    """Directory on each node's own disk, or in memory (/dev/shm), for extra, more frequent
+    checkpoints; empty: off."""
     local_every: int = expert(0)
-    """Save to `local` every N steps. The newest two are kept, and a third exists while it is written."""
+    """Save to `local` every N steps. The newest two are kept, and a third exists while it is
+    written."""
     local_copies: int = expert(0)
-    """Copy each node's `local` checkpoints to N other nodes in the background; a run then survives the loss of any N nodes; 0: off."""
+    """Copy each node's `local` checkpoints to N other nodes in the background; a run then survives
+    the loss of any N nodes; 0: off."""
     resume: Literal["auto", "required", "never"] = "auto"
-    """auto: resume from the newest checkpoint of the output, if any; required: fail if there is none; never: fail if there is one."""
+    """auto: resume from the newest checkpoint of the output, if any; required: fail if there is
+    none; never: fail if there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HealthConfig:
-    """What a run does about hangs, outliers in the loss and devices that compute wrong numbers (docs/operations.md)."""
+    """What a run does about hangs, outliers in the loss and devices that compute wrong numbers
+    (docs/operations.md).
+    """
 
     stall: float = 60.0
-    """Exit with status 75 after this many seconds without progress, or after 10 median steps if those take longer; 0: never."""
+    """Exit with status 75 after this many seconds without progress, or after 10 median steps if
+    those take longer; 0: never."""
     patience: float = expert(1800.0)
     """The same limit while the run prepares data, compiles, restores, saves or evaluates."""
     heartbeat: float = expert(30.0)
     """Seconds without a heartbeat before the other processes declare a process dead."""
     outlier: float = 0.0
-    """Skip a step whose loss, or log gradient norm, is this many standard deviations above the recent mean; 0: only if it is not finite."""
+    """Skip a step whose loss, or log gradient norm, is this many standard deviations above the
+    recent mean; 0: only if it is not finite."""
     skip_limit: int = expert(10)
     """Skipped steps in a row that end the run, or roll it back if `rewinds` allows that."""
     rewinds: int = 0
-    """How often a run may roll back to the checkpoint before a streak of skipped steps; it then skips their batches."""
+    """How often a run may roll back to the checkpoint before a streak of skipped steps; it then
+    skips their batches."""
     replicas: int = 0
-    """Check every N steps, and before each save, that replicated state is bit-identical on all devices; 0: never."""
+    """Check every N steps, and before each save, that replicated state is bit-identical on all
+    devices; 0: never."""
     replay_every: int = 0
-    """Make every N-th step twice and compare the bits, on any mesh and rules; needs launch.deterministic; 0: never."""
+    """Make every N-th step twice and compare the bits, on any mesh and rules; needs
+    launch.deterministic; 0: never."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProfileConfig:
-    """A jax.profiler trace of a few steps, written to <output>/profile; open it in Perfetto or XProf."""
+    """A jax.profiler trace of a few steps, written to <output>/profile; open it in Perfetto or
+    XProf.
+    """
 
     start_step: int = 10
-    """First step to trace, counted from the start of this process; at least 2, because the first step compiles."""
+    """First step to trace, counted from the start of this process; at least 2, because the first
+    step compiles."""
     steps: int = 0
     """Number of steps to trace; 0: none."""
 
@@ -249,11 +313,14 @@ class LaunchConfig:
     """Processes, devices and XLA flags of the run."""
 
     cpu_devices: int = 0
-    """Number of CPU devices that JAX simulates if there is no GPU (or JAX_PLATFORMS=cpu), to try a mesh on a laptop; 0: one."""
+    """Number of CPU devices that JAX simulates if there is no GPU (or JAX_PLATFORMS=cpu), to try a
+    mesh on a laptop; 0: one."""
     compile_cache: str = expert("~/.cache/mesh_lm/xla")
-    """Directory of JAX's persistent compilation cache, whose entries are verified (SHA-256); empty: off."""
+    """Directory of JAX's persistent compilation cache, whose entries are verified (SHA-256); empty:
+    off."""
     coordinator: str = expert("")
-    """host:port of process 0, if the run has several processes; empty: from MESH_LM_COORDINATOR, else from Slurm, else a single process."""
+    """host:port of process 0, if the run has several processes; empty: from MESH_LM_COORDINATOR,
+    else from Slurm, else a single process."""
     processes: int = expert(0)
     """Number of processes, one per node or one per GPU; 0: from MESH_LM_PROCESSES or Slurm."""
     index: int = expert(-1)
@@ -261,24 +328,31 @@ class LaunchConfig:
     timeout: float = expert(300.0)
     """Seconds that processes wait for one another at the start."""
     xla_flags: str = expert("auto")
-    """XLA flags on a GPU: auto (those vetted for it), none, or a set of sharding_rules.lab.flags. Flags in XLA_FLAGS take precedence."""
+    """XLA flags on a GPU: auto (those vetted for it), none, or a set of sharding_rules.lab.flags.
+    Flags in XLA_FLAGS take precedence."""
     deterministic: bool = False
-    """On a GPU, use only operations that give the same bits every time, and keep autotuning results with the run. Slower."""
+    """On a GPU, use only operations that give the same bits every time, and keep autotuning results
+    with the run. Slower."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One run. See configs/ for examples. Every field can be set on the command line, as --config.section.field=value."""
+    """One run. See configs/ for examples. Every field can be set on the command line, as
+    --config.section.field=value.
+    """
 
     model: ModelConfig
     output: str
-    """Directory for checkpoints, metrics, plots and samples. With several hosts it must be on a disk that they share."""
+    """Directory for checkpoints, metrics, plots and samples. With several hosts it must be on a
+    disk that they share."""
     mesh: MeshConfig = MeshConfig(data=-1)
     rules: Rules = dataclasses.field(default_factory=lambda: preset("ddp"))
-    """Sharding rules: a preset, or a product of presets such as fsdp+megatron_sp (docs/sharding.md). The presets are ddp, zero1, zero2,
-    distributed, zero3, fsdp, hsdp, megatron, megatron_sp, megatron_2d, context_gather, ulysses, ring, usp, by_node and diloco.
-    +reduce_float32 sums FSDP's gradients in float32, +reduce_bfloat16 sums the gradients of all matrices in bfloat16, +reduce_int8 those
-    along data in int8 with error feedback (docs/gradients.md)."""
+    """Sharding rules: a preset, or a product of presets such as fsdp+megatron_sp
+    (docs/sharding.md). The presets are ddp, zero1, zero2, distributed, zero3, fsdp, hsdp, megatron,
+    megatron_sp, megatron_2d, context_gather, ulysses, ring, usp, by_node and diloco.
+    +reduce_float32 sums FSDP's gradients in float32, +reduce_bfloat16 sums the gradients of all
+    matrices in bfloat16, +reduce_int8 those along data in int8 with error feedback
+    (docs/gradients.md)."""
     train: TrainLoop = TrainLoop()
     pipeline: PipelineConfig = PipelineConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -288,11 +362,14 @@ class TrainConfig:
     profile: ProfileConfig = ProfileConfig()
     launch: LaunchConfig = LaunchConfig()
     init_from: str = ""
-    """Initial weights, for step 0 with a fresh optimizer: a Hugging Face model directory, or another run's output or checkpoint."""
+    """Initial weights, for step 0 with a fresh optimizer: a Hugging Face model directory, or
+    another run's output or checkpoint."""
     wandb: str = ""
-    """Weights & Biases project to log to (pip install -e '.[wandb]'; offline with WANDB_MODE=offline); empty: none."""
+    """Weights & Biases project to log to (pip install -e '.[wandb]'; offline with
+    WANDB_MODE=offline); empty: none."""
     seed: int = 0
-    """Seed of initialisation, dropout and sample order. The same seed gives the same initial bits on any mesh."""
+    """Seed of initialisation, dropout and sample order. The same seed gives the same initial bits
+    on any mesh."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -301,7 +378,9 @@ class TrainConfig:
 
     @property
     def outputs(self) -> dict[str, str]:
-        """Field -> each directory that the run writes to. What is in them is not text to train on."""
+        """Field -> each directory that the run writes to. What is in them is not text to train
+        on.
+        """
         directories = {
             "output": self.output,
             "data.cache": self.data.cache,
@@ -312,7 +391,9 @@ class TrainConfig:
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """A plain, JSON-ready description of a config, with each class's name, for metadata and logs."""
+    """A plain, JSON-ready description of a config, with each class's name, for metadata and
+    logs.
+    """
     out: dict[str, Any] = {"class": type(config).__name__}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

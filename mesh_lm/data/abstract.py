@@ -12,16 +12,28 @@ from mesh_lm.config import TrainConfig
 
 
 def abstract_batch(config: TrainConfig, sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes, dtypes and shardings of one global batch without reading data; `sharding` is that of a [M, B, S] leaf."""
+    """Returns shapes, dtypes and shardings of one global batch without reading data; `sharding` is
+    that of a [M, B, S] leaf.
+    """
     train = config.train
     shape = (train.microbatches, train.global_batch // train.microbatches, config.model.seq_len)
-    dtypes = {"tokens": np.int32, "labels": np.int32, "weights": np.float32, "sample_ids": np.uint32, "indices": np.int32}
+    dtypes = {
+        "tokens": np.int32,
+        "labels": np.int32,
+        "weights": np.float32,
+        "sample_ids": np.uint32,
+        "indices": np.int32,
+    }
     if config.data.documents != "joined":
         dtypes |= {"segment_ids": np.int32, "positions": np.int32}
 
     def leaf(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        spec = (entry if size > 1 else None for entry, size in zip(sharding.spec, shape, strict=False))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+        spec = (
+            entry if size > 1 else None for entry, size in zip(sharding.spec, shape, strict=False)
+        )
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        )
 
     shapes = {"sample_ids": shape[:2], "indices": (shape[0], 1, shape[2])}
     return {name: leaf(shapes.get(name, shape), dtype) for name, dtype in dtypes.items()}

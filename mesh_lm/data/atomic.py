@@ -11,7 +11,8 @@ from typing import BinaryIO
 
 
 def sibling(path: Path) -> Path:
-    """Returns a hidden, unused name in the directory of `path`, so that renaming it to `path` stays within one file system.
+    """Returns a hidden, unused name in the directory of `path`, so that renaming it to `path` stays
+    within one file system.
 
     `tempfile` is not used because its files are private to the user, and a cache may be shared.
     """
@@ -27,9 +28,11 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 
 @contextlib.contextmanager
 def atomic_write(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
-    """Opens one temporary file beside each path; on a clean exit syncs all of them and renames them in the order given.
+    """Opens one temporary file beside each path; on a clean exit syncs all of them and renames them
+    in the order given.
 
-    On an exception nothing is renamed and the temporary files are removed. SIGKILL may leave temporary files, but never a partial `path`.
+    On an exception nothing is renamed and the temporary files are removed. SIGKILL may leave
+    temporary files, but never a partial `path`.
 
     Raises:
       OSError: the disk is full or not writable; `filename` is always set.

@@ -1,4 +1,6 @@
-"""The data interface of the trainer, `Dataset`; text, Megatron prefixes, token arrays and custom data implement it."""
+"""The data interface of the trainer, `Dataset`; text, Megatron prefixes, token arrays and custom
+data implement it.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,13 @@ _HELD_OUT = 20
 
 
 class Dataset(Protocol):
-    """Training and held-out sequences by position. Derive from it; members with a value here are optional."""
+    """Training and held-out sequences by position. Derive from it; members with a value here are
+    optional.
+    """
 
     name: str
-    """Identifies the data and its order. A checkpoint's data position is only valid for the same name."""
+    """Identifies the data and its order. A checkpoint's data position is only valid for the same
+    name."""
     train_tokens: int
     """Tokens of one epoch."""
     heldout_tokens: int
@@ -36,25 +41,33 @@ class Dataset(Protocol):
     fingerprint: str | None = None
     """Fingerprint of the tokenizer, if known; equal fingerprints mean equal ids."""
     train_bytes: int | None = None
-    """UTF-8 bytes of the training text that its tokens spell; None: unknown, so that losses are not reported per byte."""
+    """UTF-8 bytes of the training text that its tokens spell; None: unknown, so that losses are not
+    reported per byte."""
     heldout_bytes: int | None = None
     gzip_bits_per_byte: float | None = None
     """Bits per byte of gzip -9 and xz -9 on the held-out text, as baselines."""
     xz_bits_per_byte: float | None = None
     loss_of_bytes: str = ""
-    """A sentence for the log if the tokenizer does not encode all of the text, or if that is not known."""
+    """A sentence for the log if the tokenizer does not encode all of the text, or if that is not
+    known."""
     why_no_heldout: str = ""
     """For the log if `heldout_tokens` is 0: the reason, and what would change it."""
 
     def tokenizer(self) -> Tokenizer | None:
-        """Returns the tokenizer, for the final sample and `mesh_lm.load`; without one (None), neither is possible."""
+        """Returns the tokenizer, for the final sample and `mesh_lm.load`; without one (None),
+        neither is possible.
+        """
         return None
 
     def sources(self) -> Sources:
-        """Returns the texts that are repeated each by itself, for `data.max_epochs`: one, unless samples are drawn by weights."""
+        """Returns the texts that are repeated each by itself, for `data.max_epochs`: one, unless
+        samples are drawn by weights.
+        """
         return {f"corpus {self.name}": (self.train_tokens, 1.0)}
 
-    def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> SampleOrder:
+    def training_order(
+        self, config: TrainConfig, saved: dict[str, Any] | None, last: int
+    ) -> SampleOrder:
         """Returns sequences of config.model.seq_len by global sample position, across epochs.
 
         Args:
@@ -64,7 +77,9 @@ class Dataset(Protocol):
         ...
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
-        """Returns the held-out sequences, always in the same order; not called if `heldout_tokens` is 0."""
+        """Returns the held-out sequences, always in the same order; not called if `heldout_tokens`
+        is 0.
+        """
         ...
 
     def state(self, order: SampleOrder, position: int) -> dict[str, Any]:
@@ -77,8 +92,8 @@ class Dataset(Protocol):
 
 
 def stored_order(texts: Sequence[TokenStream], config: TrainConfig, eod: int | None) -> SampleOrder:
-    """Returns the tokens of the texts as held-out sequences, in stored order; the last, partial one of each text is padded, or left out
-    (data.drop_last_partial).
+    """Returns the tokens of the texts as held-out sequences, in stored order; the last, partial one
+    of each text is padded, or left out (data.drop_last_partial).
 
     Raises ConfigError if partial ones are left out, and there are no others.
     """
@@ -87,7 +102,8 @@ def stored_order(texts: Sequence[TokenStream], config: TrainConfig, eod: int | N
     if not long:
         longest = max(text.n_tokens for text in texts)
         raise ConfigError(
-            f"data.drop_last_partial=true leaves no held-out sequence: no text has model.seq_len={seq_len} tokens, the longest {longest}; "
+            "data.drop_last_partial=true leaves no held-out sequence: no text has "
+            f"model.seq_len={seq_len} tokens, the longest {longest}; "
             "leave it out"
         )
     return ConcatOrder([Sequences(text, seq_len, eod=eod, seed=None, pad=pad) for text in long])
@@ -97,15 +113,19 @@ class TokenArray(Dataset):
     """Token ids in memory or in a memory map, as one stream; each epoch permutes its sequences."""
 
     def __init__(
-        self, tokens: Sequence[int] | np.ndarray, heldout: Sequence[int] | np.ndarray | None = None, *, eod: int | None = None,
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        heldout: Sequence[int] | np.ndarray | None = None,
+        *,
+        eod: int | None = None,
         tokenizer: Tokenizer | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Takes token ids.
 
         Args:
-          tokens: ids [n] to train on, integers of any type; arrays are not copied.
-          heldout: ids to evaluate on; None: the last twentieth of `tokens`, which is then not trained on. Empty: no evaluation.
-          eod: the id that ends each document; None: the tokenizer's, or unknown.
+          tokens: ids [n] to train on, integers of any type; arrays are not copied. heldout: ids to
+          evaluate on; None: the last twentieth of `tokens`, which is then not trained on. Empty: no
+          evaluation. eod: the id that ends each document; None: the tokenizer's, or unknown.
 
         Raises:
           ConfigError: the ids are not a sequence of integers, or there are none.
@@ -115,12 +135,20 @@ class TokenArray(Dataset):
         if heldout is None:
             self._train, self._heldout = ids[:n_train], ids[n_train:]
             if not len(self._heldout):
-                raise ConfigError(f"data: {len(ids)} token ids are too few to hold out one in {_HELD_OUT}; give more, or heldout")
+                raise ConfigError(
+                    f"data: {len(ids)} token ids are too few to hold out one in {_HELD_OUT}; "
+                    "give "
+                    "more, or heldout"
+                )
         else:
             self._train, self._heldout = ids, _ids(heldout) if len(heldout) else ids[:0]
         self.train_tokens, self.heldout_tokens = len(self._train), len(self._heldout)
         self._tokenizer = tokenizer
-        self.eod, self.fingerprint = (eod, None) if tokenizer is None else (tokenizer.eod if eod is None else eod, tokenizer.fingerprint)
+        self.eod, self.fingerprint = (
+            (eod, None)
+            if tokenizer is None
+            else (tokenizer.eod if eod is None else eod, tokenizer.fingerprint)
+        )
         digest = hashlib.sha256(f"{self.train_tokens} {self.heldout_tokens} {self.eod}".encode())
         for part in (self._train, self._heldout):
             for end in (part[:_SAMPLED], part[-_SAMPLED:]):
@@ -131,11 +159,19 @@ class TokenArray(Dataset):
         """Implements `Dataset.tokenizer`."""
         return self._tokenizer
 
-    def training_order(self, config: TrainConfig, saved: dict[str, Any] | None, last: int) -> SampleOrder:
+    def training_order(
+        self, config: TrainConfig, saved: dict[str, Any] | None, last: int
+    ) -> SampleOrder:
         """Implements `Dataset.training_order`."""
         if config.data.documents == "packed":
-            raise ConfigError("data.documents=packed: an array of token ids is one stream; write documents with `mesh-lm prepare`")
-        return Sequences(self._stream(self._train, config), config.model.seq_len, eod=self.eod, seed=config.seed)
+            raise ConfigError(
+                "data.documents=packed: an array of token ids is one stream; write documents "
+                "with "
+                "`mesh-lm prepare`"
+            )
+        return Sequences(
+            self._stream(self._train, config), config.model.seq_len, eod=self.eod, seed=config.seed
+        )
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
         """Implements `Dataset.heldout_order`."""
@@ -146,8 +182,14 @@ class TokenArray(Dataset):
 
 
 def dataset_of(data: Dataset | Sequence[int] | np.ndarray) -> Dataset:
-    """Returns a dataset unchanged, and token ids as a `TokenArray`. Raises ConfigError for anything else."""
-    missing = [name for name in ("name", "train_tokens", "heldout_tokens", "training_order", "heldout_order") if not hasattr(data, name)]
+    """Returns a dataset unchanged, and token ids as a `TokenArray`. Raises ConfigError for anything
+    else.
+    """
+    missing = [
+        name
+        for name in ("name", "train_tokens", "heldout_tokens", "training_order", "heldout_order")
+        if not hasattr(data, name)
+    ]
     return data if not missing else TokenArray(data)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
@@ -158,5 +200,7 @@ def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
         given = f"{ids.dtype} {list(ids.shape)}" if ids.size else type(tokens).__name__
-        raise ConfigError(f"data: expected token ids, integers [n], or a mesh_lm.data.Dataset, not {given}")
+        raise ConfigError(
+            f"data: expected token ids, integers [n], or a mesh_lm.data.Dataset, not {given}"
+        )
     return ids

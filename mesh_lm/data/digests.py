@@ -1,12 +1,15 @@
-"""The side file `<prefix>.digests`, with which prepared tokens are verified while they are read; Megatron-LM ignores it.
+"""The side file `<prefix>.digests`, with which prepared tokens are verified while they are read;
+Megatron-LM ignores it.
 
-The first line is JSON: `format` | `block`: bytes per block | `bytes`: size of the .bin | `index`, `about`: SHA-256 of the .idx, and of the
-.json if there is one | `sampled`: the fingerprint that the files had without this one. Then come the XXH3-64 of each block of the .bin, u64
-little-endian, and the SHA-256 of everything before it.
+The first line is JSON: `format` | `block`: bytes per block | `bytes`: size of the .bin | `index`,
+`about`: SHA-256 of the .idx, and of the .json if there is one | `sampled`: the fingerprint that the
+files had without this one. Then come the XXH3-64 of each block of the .bin, u64 little-endian, and
+the SHA-256 of everything before it.
 
-XXH3 is against disks, copies and accidents, not against an attacker, and reads memory several times as fast as CRC-32 and SHA-256
-(benchmarks/verified_data.py). A block is half a read-ahead of Linux: smaller ones make the file larger, and larger ones make the first
-samples of a run slower, each of which touches blocks of its own.
+XXH3 is against disks, copies and accidents, not against an attacker, and reads memory several times
+as fast as CRC-32 and SHA-256 (benchmarks/verified_data.py). A block is half a read-ahead of Linux:
+smaller ones make the file larger, and larger ones make the first samples of a run slower, each of
+which touches blocks of its own.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ class Digests:
     """SHA-256 of all of it, hexadecimal: it identifies the contents of the .bin and the .idx."""
 
     def check(self, path: Path, cure: str) -> None:
-        """Raises ConfigError unless the .idx at `path`, or the .json if there was one, is the one that was sealed."""
+        """Raises ConfigError unless the .idx at `path`, or the .json if there was one, is the one
+        that was sealed.
+        """
         sealed = self.index if path.suffix == ".idx" else self.about
         if sealed is None:
             return
@@ -71,7 +76,9 @@ class Digests:
 
 
 def read(prefix: Path | str, cure: str) -> Digests | None:
-    """Returns the side file of a prefix, verified; None if there is none. Raises ConfigError with the cure if it is damaged."""
+    """Returns the side file of a prefix, verified; None if there is none. Raises ConfigError with
+    the cure if it is damaged.
+    """
     path = digests_path(prefix)
     try:
         content = np.asarray(np.memmap(path, np.uint8, "r"))
@@ -93,14 +100,25 @@ def read(prefix: Path | str, cure: str) -> Digests | None:
 
 
 def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:
-    """Returns the contents of a side file for a .bin, an .idx and the contents of a .json, if there is one. Raises OSError."""
+    """Returns the contents of a side file for a .bin, an .idx and the contents of a .json, if there
+    is one. Raises OSError.
+    """
     block = 1 << BLOCK_BITS
     sums: list[np.ndarray] = []
     with open(data, "rb") as file:
         while part := memoryview(file.read(_READ)):
-            sums.append(np.array([xxhash.xxh3_64_intdigest(part[i : i + block]) for i in range(0, len(part), block)], "<u8"))
+            sums.append(
+                np.array(
+                    [
+                        xxhash.xxh3_64_intdigest(part[i : i + block])
+                        for i in range(0, len(part), block)
+                    ],
+                    "<u8",
+                )
+            )
     header = {
-        "format": _FORMAT, "block": block, "bytes": data.stat().st_size, "index": file_digest(index),
+        "format": _FORMAT, "block": block, "bytes": data.stat().st_size,
+        "index": file_digest(index),
         "about": None if about is None else hashlib.sha256(about).hexdigest(), "sampled": sampled,
     }  # fmt: skip
     content = json.dumps(header).encode() + b"\n" + b"".join(part.tobytes() for part in sums)
@@ -108,16 +126,22 @@ def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:
 
 
 class Blocks:
-    """Compares each block of a .bin with its digest before the first use of its tokens. Thread-safe.
+    """Compares each block of a .bin with its digest before the first use of its tokens.
+    Thread-safe.
 
     Attributes:
       complete: whether all blocks have been compared.
     """
 
     def __init__(self, path: Path, data: np.ndarray, digests: Digests, cure: str) -> None:
-        """Takes the .bin's bytes, uint8 [size], and what to do about a damaged block. Raises ConfigError for another size."""
+        """Takes the .bin's bytes, uint8 [size], and what to do about a damaged block. Raises
+        ConfigError for another size.
+        """
         if len(data) != digests.bytes:
-            raise ConfigError(f"{path} is damaged: it has {len(data)} bytes, not the {digests.bytes} of {digests.path}; {cure}")
+            raise ConfigError(
+                f"{path} is damaged: it has {len(data)} bytes, not the {digests.bytes} of "
+                f"{digests.path}; {cure}"
+            )
         self._path, self._data, self._digests, self._cure = path, data.data, digests, cure
         # A further element, for a range that is empty and starts where the data end.
         self._seen = np.zeros(len(digests.table) + 1, bool)
@@ -126,8 +150,11 @@ class Blocks:
         self.complete = not self._left
 
     def require(self, starts: np.ndarray, stops: np.ndarray) -> None:
-        """Verifies the blocks of the byte ranges starts[i] to stops[i] - 1, int64 [n]. Raises ConfigError for a damaged one."""
-        # Nearly always a range is in one block, or in two. This is called for every batch, so every step of NumPy counts.
+        """Verifies the blocks of the byte ranges starts[i] to stops[i] - 1, int64 [n]. Raises
+        ConfigError for a damaged one.
+        """
+        # Nearly always a range is in one block, or in two. This is called for every batch, so every
+        # step of NumPy counts.
         blocks = np.concatenate([starts, np.maximum(stops - 1, starts)]) // self._digests.block
         if (stops - starts).max(initial=0) > self._digests.block:
             blocks = ranges(blocks[: len(starts)], blocks[len(starts) :] + 1)[1]
@@ -144,7 +171,8 @@ class Blocks:
 
     def require_all(self) -> None:
         """Verifies all blocks that have not been."""
-        step = self._digests.block << 12  # the numbers of a few blocks are in memory, not those of all
+        # the numbers of a few blocks are in memory, not those of all
+        step = self._digests.block << 12
         for start in range(0, 0 if self.complete else len(self._data), step):
             self.require(np.array([start]), np.array([min(start + step, len(self._data))]))
 
@@ -155,6 +183,7 @@ class Blocks:
             part = self._data[start : start + size]
             if xxhash.xxh3_64_intdigest(part) != digest:
                 raise ConfigError(
-                    f"{self._path} is damaged: bytes {start:,} to {start + len(part) - 1:,} are not as they were when "
+                    f"{self._path} is damaged: bytes {start:,} to {start + len(part) - 1:,} are "
+                    "not as they were when "
                     f"{self._digests.path} was written (XXH3-64); {self._cure}"
                 )

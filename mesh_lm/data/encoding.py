@@ -13,27 +13,36 @@ BATCH = 2**22
 _PIECE = 2**16
 """Characters in one encoding task: small enough to keep all cores busy to the end."""
 _LONG_PIECE = 2**20
-"""Characters in one task for vocabularies that put a space at the start of each text, where every split changes the ids."""
+"""Characters in one task for vocabularies that put a space at the start of each text, where every
+split changes the ids."""
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Iterable[str], *, batch: int = BATCH, piece: int = 0, report: Callable[[int], None] = lambda n: None,
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    *,
+    batch: int = BATCH,
+    piece: int = 0,
+    report: Callable[[int], None] = lambda n: None,
     lost: Callable[[int], None] = lambda n: None,
-) -> Iterator[np.ndarray]:  # fmt: skip
+) -> Iterator[np.ndarray]:
     """Yields each text's tokens followed by EOD, int32 [length + 1].
 
-    Long texts are split at line ends (or anywhere in very long lines), and the pieces are encoded separately.
+    Long texts are split at line ends (or anywhere in very long lines), and the pieces are encoded
+    separately.
 
     Args:
-      batch: characters encoded at once, by all cores.
-      piece: texts longer than this are split into pieces of up to twice this length. 0: 65,536, or 2^20 if not `tokenizer.joins`.
-      report: called with the number of characters of each finished batch.
-      lost: called with the bytes of each piece that its tokens do not spell (`Tokenizer.lost_bytes`), if there are any.
+      batch: characters encoded at once, by all cores. piece: texts longer than this are split into
+      pieces of up to twice this length. 0: 65,536, or 2^20 if not `tokenizer.joins`. report: called
+      with the number of characters of each finished batch. lost: called with the bytes of each
+      piece that its tokens do not spell (`Tokenizer.lost_bytes`), if there are any.
     """
     document: list[np.ndarray] = []
     piece = piece or (_PIECE if tokenizer.joins else _LONG_PIECE)
     for parts in _batches(texts, batch, piece):
-        for ids, (part, is_last) in zip(tokenizer.encode_batch([part for part, _ in parts]), parts, strict=True):
+        for ids, (part, is_last) in zip(
+            tokenizer.encode_batch([part for part, _ in parts]), parts, strict=True
+        ):
             document.append(ids)
             if n := tokenizer.lost_bytes(part, ids):
                 lost(n)
@@ -44,7 +53,9 @@ def encode(
 
 
 def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
-    """Splits a text at line ends (or anywhere in very long lines) into pieces of `size` to 2 x `size` characters."""
+    """Splits a text at line ends (or anywhere in very long lines) into pieces of `size` to 2 x
+    `size` characters.
+    """
     start = 0
     while start < len(text):
         end = text.find("\n", start + size, start + 2 * size) + 1 or start + 2 * size

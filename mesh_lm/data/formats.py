@@ -20,16 +20,24 @@ from mesh_lm.errors import ConfigError
 
 Kind = Literal["jsonl", "json", "txt", "parquet"]
 """json: JSON lines, or one list of objects (`json_kind`)."""
-_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "txt", ".parquet": "parquet"}
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".txt": "txt",
+    ".parquet": "parquet",
+}
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst", ".zip", ".7z", ".rar")
 _FOREIGN = (".lz4", ".lzma", ".lz", ".lzo", ".br", ".z", ".sz", ".snappy", ".zstd")
 """Suffixes of compressed files that are not read."""
 _BUFFER = 2**20
 _FIRST_LINE = 2**26
-"""Bytes that are read of the first line of a .json file, at most. A longer one of JSON lines is a document of its own."""
+"""Bytes that are read of the first line of a .json file, at most. A longer one of JSON lines is a
+document of its own."""
 _PLAUSIBLE, _RATIO = 2**26, 200
-"""Bytes that any file may decompress to, and how many times its size a longer one may. Text reaches 4 to 30 times."""
+"""Bytes that any file may decompress to, and how many times its size a longer one may. Text reaches
+4 to 30 times."""
 _SHOWN = 8
 """Most files that one message names."""
 _ROWS = 256
@@ -40,14 +48,18 @@ SUFFIXES = ".txt, .jsonl, .ndjson, .json (each also .gz, .zst, .bz2 and .xz) and
 
 
 def kind_of(path: Path | str) -> Kind | None:
-    """Returns the kind of file by its suffix, in letters of any case; None for an unknown suffix."""
+    """Returns the kind of file by its suffix, in letters of any case; None for an unknown
+    suffix.
+    """
     kind, last = _KINDS.get(_suffix(path)), Path(path).suffix.lower()
     return None if last in _FOREIGN or (kind == "parquet" and last in _COMPRESSED) else kind
 
 
 @contextlib.contextmanager
 def field_option(name: str) -> Iterator[None]:
-    """Gives the option of another command for the field of the text its own name in every ConfigError, those of worker processes too."""
+    """Gives the option of another command for the field of the text its own name in every
+    ConfigError, those of worker processes too.
+    """
     try:
         yield
     except ConfigError as error:
@@ -57,8 +69,9 @@ def field_option(name: str) -> Iterator[None]:
 
 
 def require_readable(path: Path, field: str = "") -> None:
-    """Raises ConfigError for a file whose name says that it holds text in a form that is not read: better than to skip it, or to take
-    it for one document. A tar of text is valid UTF-8, as is any JSON.
+    """Raises ConfigError for a file whose name says that it holds text in a form that is not read:
+    better than to skip it, or to take it for one document. A tar of text is valid UTF-8, as is any
+    JSON.
 
     field: what the first line of JSON lines must have, if it is known; see `json_kind`.
     """
@@ -66,7 +79,11 @@ def require_readable(path: Path, field: str = "") -> None:
     if _suffix(path) in _ARCHIVES:
         raise ConfigError(f"{path} is an archive; extract it, or leave it out")
     if suffix in _FOREIGN or (is_compressed(path) and _suffix(path) == ".parquet"):
-        raise ConfigError(f"{path} is compressed in a way that is not read; decompress it, compress it as .gz or .zst, or leave it out")
+        raise ConfigError(
+            f"{path} is compressed in a way that is not read; decompress it, compress it as "
+            ".gz or "
+            ".zst, or leave it out"
+        )
     if kind_of(path) == "json":
         json_kind(path, field)
 
@@ -83,13 +100,19 @@ def require_all_readable(paths: Iterable[Path], field: str = "") -> None:
         raise ConfigError(problems[0])
     if problems:
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise ConfigError("\n  - ".join([f"{len(problems)} files are not read as they are", *problems[:_SHOWN], *more]))
+        raise ConfigError(
+            "\n  - ".join(
+                [f"{len(problems)} files are not read as they are", *problems[:_SHOWN], *more]
+            )
+        )
 
 
 def json_kind(path: Path, field: str = "") -> Literal["lines", "list"]:
-    """Returns what a .json file holds, by its start. Raises ConfigError if it is neither a list nor lines of objects.
+    """Returns what a .json file holds, by its start. Raises ConfigError if it is neither a list nor
+    lines of objects.
 
-    field: the field of the text, which the first of the lines must have: settings on one line have not. "": any object will do.
+    field: the field of the text, which the first of the lines must have: settings on one line have
+    not. "": any object will do.
     """
     with opened(path) as (file, _):
         start, number = b"", 1
@@ -105,29 +128,38 @@ def json_kind(path: Path, field: str = "") -> Literal["lines", "list"]:
     parsed = None
     with contextlib.suppress(ValueError, RecursionError):
         parsed = json.loads(line)
-    if isinstance(parsed, dict) and (not field or any(isinstance(value, str) for value in parsed.values())):
+    if isinstance(parsed, dict) and (
+        not field or any(isinstance(value, str) for value in parsed.values())
+    ):
         if field:
             text_in(parsed, field, f"{path}, line {number}", line)
         return "lines"
     with_field = f' with a string "{field}"' if field else ""
     raise ConfigError(
-        f"{path} holds neither JSON lines nor a list of objects{with_field}; convert it to .jsonl, leave it out, or give it the suffix "
+        f"{path} holds neither JSON lines nor a list of objects{with_field}; convert it to .jsonl, "
+        "leave it out, or give it the suffix "
         ".txt to read it as one document"
     )
 
 
 def text(data: bytes) -> str:
-    """Returns the text of a UTF-8 file without the byte order mark that editors on Windows write. Raises UnicodeDecodeError."""
+    """Returns the text of a UTF-8 file without the byte order mark that editors on Windows write.
+    Raises UnicodeDecodeError.
+    """
     return data.decode().removeprefix("\ufeff")
 
 
 def is_blank(line: bytes) -> bool:
-    """Whether a line of a .jsonl file has nothing but white space, and perhaps a byte order mark."""
+    """Whether a line of a .jsonl file has nothing but white space, and perhaps a byte order
+    mark.
+    """
     return not line.removeprefix(codecs.BOM_UTF8).strip()
 
 
 def has_mark(path: Path | str) -> bool:
-    """Whether a file of text begins with a byte order mark, which older versions kept: a corpus made then is a different one."""
+    """Whether a file of text begins with a byte order mark, which older versions kept: a corpus
+    made then is a different one.
+    """
     path = Path(path)
     if kind_of(path) in ("jsonl", "json", "parquet"):
         return False
@@ -139,7 +171,9 @@ def has_mark(path: Path | str) -> bool:
 
 
 def newly_read(path: Path | str) -> bool:
-    """Whether older versions skipped such a file in a directory, or read it as one document: a corpus made then is a different one."""
+    """Whether older versions skipped such a file in a directory, or read it as one document: a
+    corpus made then is a different one.
+    """
     return _suffix(path) in (".json", ".ndjson") or Path(path).suffix.lower() in (".bz2", ".xz")
 
 
@@ -158,10 +192,12 @@ def is_compressed(path: Path | str) -> bool:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file for reading; returns its decompressed stream and the underlying file, whose `tell` is the position on disk.
+    """Opens a file for reading; returns its decompressed stream and the underlying file, whose
+    `tell` is the position on disk.
 
     Raises:
-      ConfigError: the file is unreadable or damaged, decompresses to far more than text does or to more than fits into memory, or zstandard
+      ConfigError: the file is unreadable or damaged, decompresses to far more than text does or to
+      more than fits into memory, or zstandard
         is not installed.
     """
     try:
@@ -170,15 +206,23 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     except OSError as error:
         raise unreadable(path, error) from error
     except MemoryError as error:
-        raise ConfigError(f"{path} has a document or a line that does not fit into memory; split it") from error
+        raise ConfigError(
+            f"{path} has a document or a line that does not fit into memory; split it"
+        ) from error
     except (EOFError, zlib.error, lzma.LZMAError, _zstd_error(path.suffix.lower())) as error:
-        raise ConfigError(f"{path} is damaged or truncated: {error}; fetch or compress it again") from error
+        raise ConfigError(
+            f"{path} is damaged or truncated: {error}; fetch or compress it again"
+        ) from error
 
 
 def unreadable(path: Path, error: OSError) -> ConfigError:
     """Returns the error to raise for a file that cannot be read."""
     if error.strerror is None:  # such as gzip's BadGzipFile
-        return ConfigError(f"{path} is damaged or not of the type its name implies: {error}; fetch or compress it again")
+        return ConfigError(
+            f"{path} is damaged or not of the type its name implies: {error}; fetch or "
+            "compress it "
+            "again"
+        )
     return ConfigError(f"cannot read {path}: {error.strerror}; make it readable, or leave it out")
 
 
@@ -186,22 +230,28 @@ def text_of(line: bytes, field: str, where: str) -> str:
     """Returns the document in a line of a .jsonl file.
 
     Raises:
-      ConfigError: the line is not a JSON object with a string under `field`; the message starts with `where`.
+      ConfigError: the line is not a JSON object with a string under `field`; the message starts
+      with `where`.
     """
     try:
-        parsed = json.loads(line.decode("utf-8-sig"))  # Windows writes a byte order mark before the first line
+        # Windows writes a byte order mark before the first line
+        parsed = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise _no_text(line[:60], field, where, error) from error
     return text_in(parsed, field, where, line)
 
 
 def list_of(path: Path) -> list[Any]:
-    """Returns the list in a .json file. Raises ConfigError if it is damaged, or longer than 512 MiB."""
+    """Returns the list in a .json file. Raises ConfigError if it is damaged, or longer than 512
+    MiB.
+    """
     with opened(path) as (file, _):
         data = file.read(strict_json.LARGE_FILE + 1)
     if len(data) > strict_json.LARGE_FILE:
         raise ConfigError(
-            f"{path} is a list of more than {strict_json.LARGE_FILE // 2**20} MiB; convert it: jq -c '.[]' {path} > lines.jsonl"
+            f"{path} is a list of more than {strict_json.LARGE_FILE // 2**20} MiB; convert it: "
+            "jq "
+            f"-c '.[]' {path} > lines.jsonl"
         )
     try:
         return strict_json.loads(data.decode("utf-8-sig"), list, size=strict_json.LARGE_FILE)
@@ -210,7 +260,9 @@ def list_of(path: Path) -> list[Any]:
 
 
 def text_in(parsed: Any, field: str, where: str, line: bytes = b"") -> str:
-    """Returns the document in an object; line: how the file spells it, for the message. Raises ConfigError as `text_of`."""
+    """Returns the document in an object; line: how the file spells it, for the message. Raises
+    ConfigError as `text_of`.
+    """
     try:
         text = parsed[field]
         text.encode()  # JSON can spell lone surrogates, which are not text
@@ -221,28 +273,40 @@ def text_in(parsed: Any, field: str, where: str, line: bytes = b"") -> str:
             and (others := [name for name, value in parsed.items() if isinstance(value, str)])
         ):
             names = ", ".join(f'"{name}"' for name in others[:8])
-            raise ConfigError(f'{where}: has no "{field}"; it has {names}: choose one with {FIELD_OPTION}') from error
+            raise ConfigError(
+                f'{where}: has no "{field}"; it has {names}: choose one with {FIELD_OPTION}'
+            ) from error
         raise _no_text(line[:60] or json.dumps(parsed)[:60], field, where, error) from error
     return text
 
 
 def _no_text(got: bytes | str, field: str, where: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f'{where}: expected a JSON object with a string "{field}", got {got!r} ({type(error).__name__}); correct or remove it'
+        f'{where}: expected a JSON object with a string "{field}", got {got!r} '
+        f"({type(error).__name__}); correct or remove it"
     )
 
 
 def row_groups(path: Path, field: str) -> list[tuple[int, int]]:
-    """Returns (rows, uncompressed bytes of the column `field`) for each row group of a .parquet file. Raises as `rows`."""
+    """Returns (rows, uncompressed bytes of the column `field`) for each row group of a .parquet
+    file. Raises as `rows`.
+    """
     with _parquet(path) as file:
         _check_column(path, file, field)
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        column = [groups[0].column(i).path_in_schema for i in range(groups[0].num_columns)].index(field) if groups else 0
+        column = (
+            [groups[0].column(i).path_in_schema for i in range(groups[0].num_columns)].index(field)
+            if groups
+            else 0
+        )
         return [(group.num_rows, group.column(column).total_uncompressed_size) for group in groups]
 
 
-def rows(path: Path, field: str, group: int | None = None, start: int = 0, stop: int | None = None) -> Iterator[str]:
-    """Yields the strings of column `field` in rows start to stop of the file, or of one row group; "" for null.
+def rows(
+    path: Path, field: str, group: int | None = None, start: int = 0, stop: int | None = None
+) -> Iterator[str]:
+    """Yields the strings of column `field` in rows start to stop of the file, or of one row group;
+    "" for null.
 
     Raises:
       ConfigError: the file is damaged, or the column is missing or does not hold strings.
@@ -259,9 +323,14 @@ def _check_column(path: Path, file: Any, field: str) -> None:
     schema = file.schema_arrow
     if field not in schema.names:
         names = ", ".join(schema.names[:8])
-        raise ConfigError(f'{path} has no column "{field}"; it has {names}: choose one with {FIELD_OPTION}')
+        raise ConfigError(
+            f'{path} has no column "{field}"; it has {names}: choose one with {FIELD_OPTION}'
+        )
     if not (kind := str(schema.field(field).type)).endswith(("string", "string_view")):
-        raise ConfigError(f'{path}: column "{field}" holds {kind}, not strings; choose another with {FIELD_OPTION}')
+        raise ConfigError(
+            f'{path}: column "{field}" holds {kind}, not strings; choose another with '
+            f"{FIELD_OPTION}"
+        )
 
 
 @contextlib.contextmanager
@@ -276,7 +345,9 @@ def _parquet(path: Path) -> Iterator[Any]:
         with open(path, "rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
             yield file
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is damaged or not a .parquet: {error}; fetch it again") from error
+        raise ConfigError(
+            f"{path} is damaged or not a .parquet: {error}; fetch it again"
+        ) from error
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -284,7 +355,10 @@ def _parquet(path: Path) -> Iterator[Any]:
 @contextlib.contextmanager
 def _decompressed(raw: BinaryIO, suffix: str) -> Iterator[BinaryIO]:
     if suffix in _STANDARD:
-        with _STANDARD[suffix](raw) as stream, io.BufferedReader(_Bounded(stream, raw), _BUFFER) as file:
+        with (
+            _STANDARD[suffix](raw) as stream,
+            io.BufferedReader(_Bounded(stream, raw), _BUFFER) as file,
+        ):
             yield cast(BinaryIO, file)
     elif suffix == ".zst":
         frames = _Frames(raw, _zstandard().ZstdDecompressor())
@@ -294,11 +368,17 @@ def _decompressed(raw: BinaryIO, suffix: str) -> Iterator[BinaryIO]:
         yield raw
 
 
-_STANDARD: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_STANDARD: dict[str, Callable[[BinaryIO], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
 
 
 class _Bounded(io.RawIOBase):
-    """A decompressed stream that ends with ConfigError where it becomes implausibly long, before it fills the memory."""
+    """A decompressed stream that ends with ConfigError where it becomes implausibly long, before it
+    fills the memory.
+    """
 
     def __init__(self, file: Any, raw: BinaryIO) -> None:
         """file: the stream. raw: the compressed file that it is read from."""
@@ -312,14 +392,17 @@ class _Bounded(io.RawIOBase):
         self._size += n
         if self._size > _PLAUSIBLE and self._size > _RATIO * self._raw.tell():
             raise ConfigError(
-                f"{self._raw.name} decompresses to more than {_RATIO} times its size, which no text does; "
+                f"{self._raw.name} decompresses to more than {_RATIO} times its size, which no "
+                "text does; "
                 "leave it out, or decompress it yourself"
             )
         return n
 
 
 class _Frames(io.RawIOBase):
-    """Decompresses the zstd frames of a file in order. The library's own reader mistakes truncation for the end of the file."""
+    """Decompresses the zstd frames of a file in order. The library's own reader mistakes truncation
+    for the end of the file.
+    """
 
     def __init__(self, raw: BinaryIO, decompressor: Any) -> None:
         self._raw, self._decompressor = raw, decompressor
@@ -331,7 +414,8 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
-            if not (data := self._input or self._raw.read(2**14)):  # a bomb makes 32,768 times as much of it
+            # a bomb makes 32,768 times as much of it
+            if not (data := self._input or self._raw.read(2**14)):
                 if self._frame:
                     raise EOFError("the last zstd frame is not complete")
                 return 0

@@ -1,4 +1,6 @@
-"""An on-disk cache of arrays that take long to compute; they are verified when they are opened, and memory-mapped when read."""
+"""An on-disk cache of arrays that take long to compute; they are verified when they are opened, and
+memory-mapped when read.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +30,39 @@ _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors of a directory that is read-only, or of another user."""
 Arrays = dict[str, np.ndarray]
 _DIGESTS = "digests.json"
-"""The CRC-32 of each file of a directory, from the names of both on, so that one under another's name fails, too."""
+"""The CRC-32 of each file of a directory, from the names of both on, so that one under another's
+name fails, too."""
 
 
 class IndexCache:
     """The cache `<data.cache>/indices`: one directory of .npy files and their digests per key.
 
-    Directories are renamed into place once complete. One that is not as it was written is named in the log and computed again.
-    So is one without digests, as older versions wrote them, unless the cache cannot be written: then it is read unverified.
-    Processes that want the same key wait on a lock file for the first one; on a file system without locks all of them compute, and the
-    first to finish wins.
+    Directories are renamed into place once complete. One that is not as it was written is named in
+    the log and computed again. So is one without digests, as older versions wrote them, unless the
+    cache cannot be written: then it is read unverified. Processes that want the same key wait on a
+    lock file for the first one; on a file system without locks all of them compute, and the first
+    to finish wins.
     """
 
     def __init__(self, cache: str, progress: Callable[[str], None] = lambda message: None) -> None:
         """progress: called with a line of text before a computation of at least `slow` items."""
-        self._directory, self._progress, self._damaged = Path(cache).expanduser() / "indices", progress, 0
+        self._directory, self._progress, self._damaged = (
+            Path(cache).expanduser() / "indices",
+            progress,
+            0,
+        )
 
-    def get(self, kind: str, key: dict[str, Any], compute: Callable[[], Arrays], *, size: int = 0, slow: int = 10**7) -> Arrays:
-        """Returns the arrays of `compute`, read-only; `key` (JSON) must hold everything that determines them.
+    def get(
+        self,
+        kind: str,
+        key: dict[str, Any],
+        compute: Callable[[], Arrays],
+        *,
+        size: int = 0,
+        slow: int = 10**7,
+    ) -> Arrays:
+        """Returns the arrays of `compute`, read-only; `key` (JSON) must hold everything that
+        determines them.
 
         Raises:
           ConfigError: the cache is full or not writable, or its disk does not keep what is written.
@@ -62,21 +79,35 @@ class IndexCache:
                 except _DamagedError as error:
                     self._remove(directory, error)
                 if size >= slow:
-                    self._progress(f"computing the {kind} index of {size / 1e6:,.0f} M items; it is kept in {self._directory}")
+                    self._progress(
+                        f"computing the {kind} index of {size / 1e6:,.0f} M items; it is kept "
+                        "in "
+                        f"{self._directory}"
+                    )
                 _store(directory, compute())
                 return _verified(directory)
         except _DamagedError as error:
-            raise ConfigError(f"data.cache: {directory} was written just now, but {error}; its disk is failing: use another one") from error
+            raise ConfigError(
+                f"data.cache: {directory} was written just now, but {error}; its disk is "
+                "failing: "
+                "use another one"
+            ) from error
         except OSError as error:
             if error.errno in _NOT_OURS and (arrays := _unverified(directory)):
                 self._progress(
-                    f"{directory} has no digests (older version), and cannot be written ({error.strerror}): it is read unverified"
+                    f"{directory} has no digests (older version), and cannot be written "
+                    f"({error.strerror}): it is read unverified"
                 )
                 return arrays
-            raise ConfigError(f"data.cache: cannot keep an index in {directory}: {error.strerror} ({error.filename})") from error
+            raise ConfigError(
+                f"data.cache: cannot keep an index in {directory}: {error.strerror} "
+                f"({error.filename})"
+            ) from error
 
     def _remove(self, directory: Path, error: _DamagedError) -> None:
-        """Removes a damaged index, if there is one, and says so; processes that have mapped it keep its contents."""
+        """Removes a damaged index, if there is one, and says so; processes that have mapped it keep
+        its contents.
+        """
         doomed = sibling(directory)
         try:
             os.rename(directory, doomed)
@@ -86,9 +117,14 @@ class IndexCache:
         self._damaged += 1
         from mesh_lm.distributed.prefix import log_prefix  # imports JAX
 
-        what = "has no digests (older version)" if isinstance(error, _NoDigestsError) else f"is not as it was written ({error})"
+        what = (
+            "has no digests (older version)"
+            if isinstance(error, _NoDigestsError)
+            else f"is not as it was written ({error})"
+        )
         print(
-            f"{log_prefix()}warning: index cache: {directory.name} in {directory.parent} {what}; it is computed again "
+            f"{log_prefix()}warning: index cache: {directory.name} in {directory.parent} {what}; "
+            "it is computed again "
             f"({self._damaged} so far)", flush=True,
         )  # fmt: skip
 
@@ -102,15 +138,21 @@ class _NoDigestsError(_DamagedError):
 
 
 def _verified(directory: Path) -> Arrays:
-    """Returns the arrays of an index, mapped, after comparing them with their digests. Raises _DamagedError, and OSError."""
+    """Returns the arrays of an index, mapped, after comparing them with their digests. Raises
+    _DamagedError, and OSError.
+    """
     try:
         sums = strict_json.read(directory / _DIGESTS)
-        for name, found in ((path.name, _sum(path, directory.name)) for path in directory.glob("*.npy")):
+        for name, found in (
+            (path.name, _sum(path, directory.name)) for path in directory.glob("*.npy")
+        ):
             if sums.pop(name, None) != found:
                 raise _DamagedError(f"CRC-32 of {name}")
         if sums:
             raise _DamagedError(f"{min(sums)} is missing")
-        return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in directory.glob("*.npy")}
+        return {
+            path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in directory.glob("*.npy")
+        }
     except (FileNotFoundError, NotADirectoryError):
         raise _NoDigestsError(f"{_DIGESTS} is missing") from None
     except _DamagedError:
@@ -120,11 +162,15 @@ def _verified(directory: Path) -> Arrays:
 
 
 def _unverified(directory: Path) -> Arrays:
-    """Returns the arrays of an index that has no digests, mapped; none if it has them, is not there or cannot be read."""
+    """Returns the arrays of an index that has no digests, mapped; none if it has them, is not there
+    or cannot be read.
+    """
     if (directory / _DIGESTS).exists():
         return {}
     try:
-        return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in directory.glob("*.npy")}
+        return {
+            path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in directory.glob("*.npy")
+        }
     except (OSError, ValueError, EOFError):
         return {}
 
@@ -156,7 +202,9 @@ def _store(directory: Path, arrays: Arrays) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock, which the system releases if the process dies; does nothing on file systems without locks."""
+    """Holds an exclusive lock, which the system releases if the process dies; does nothing on file
+    systems without locks.
+    """
     if fcntl is None:
         yield
         return

@@ -1,4 +1,6 @@
-"""Where documents begin, read from the memory map of an .idx, so that a corpus of a billion documents needs no memory for them."""
+"""Where documents begin, read from the memory map of an .idx, so that a corpus of a billion
+documents needs no memory for them.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,20 @@ _BLOCK = 2**20
 
 
 class Offsets:
-    """Like an int64 array [n + 1] of token offsets, of which sequence i has offsets[i] to offsets[i + 1] - 1. Thread-safe.
+    """Like an int64 array [n + 1] of token offsets, of which sequence i has offsets[i] to offsets[i
+    + 1] - 1. Thread-safe.
 
-    It is indexed by a number, a slice or an integer array, with the results of an array; `np.asarray` makes one of all of it. An index must
-    not be negative.
+    It is indexed by a number, a slice or an integer array, with the results of an array;
+    `np.asarray` makes one of all of it. An index must not be negative.
     """
 
     def __init__(self, pointers: np.ndarray, itemsize: int, end: int, base: int = 0) -> None:
-        """Takes byte offsets, int64 [n] (not aligned, as they are in the file), bytes per token, and the last offset; base: subtracted."""
+        """Takes byte offsets, int64 [n] (not aligned, as they are in the file), bytes per token,
+        and the last offset; base: subtracted.
+        """
         self._pointers, self._itemsize, self._end, self._base = pointers, itemsize, end, base
-        self._shift = itemsize.bit_length() - 1  # sizes are powers of 2, and a division takes much longer
+        # sizes are powers of 2, and a division takes much longer
+        self._shift = itemsize.bit_length() - 1
 
     def __len__(self) -> int:
         """Returns n + 1."""
@@ -28,7 +34,9 @@ class Offsets:
 
     def __getitem__(self, index: int | slice | np.ndarray) -> np.ndarray:
         """Returns offsets, int64 with the shape of the index."""
-        numbers = np.arange(*index.indices(len(self))) if isinstance(index, slice) else np.asarray(index)
+        numbers = (
+            np.arange(*index.indices(len(self))) if isinstance(index, slice) else np.asarray(index)
+        )
         n = len(self._pointers)
         if n == 0:
             return np.full(numbers.shape, self._end - self._base)
@@ -41,7 +49,9 @@ class Offsets:
         return np.where(numbers == n, self._end - self._base, found)
 
     def search(self, values: np.ndarray) -> np.ndarray:
-        """Returns how many offsets are below each value, int64 [n], as `np.searchsorted`, which would read all of the file."""
+        """Returns how many offsets are below each value, int64 [n], as `np.searchsorted`, which
+        would read all of the file.
+        """
         low = np.zeros(values.shape, np.int64)
         high = np.full(values.shape, len(self), np.int64)
         while (low < high).any():
@@ -54,7 +64,9 @@ class Offsets:
 
     def part(self, first: int, stop: int) -> Offsets:
         """Returns the offsets of the sequences first to stop - 1, from the first of them on."""
-        return Offsets(self._pointers[first:stop], self._itemsize, int(self[stop]), int(self[first]))
+        return Offsets(
+            self._pointers[first:stop], self._itemsize, int(self[stop]), int(self[first])
+        )
 
     def blocks(self) -> Iterator[np.ndarray]:
         """Yields all offsets in order, int64 [at most 2^20] at a time."""

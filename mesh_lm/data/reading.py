@@ -1,4 +1,6 @@
-"""Reads a text corpus: which documents are held out, a sample for the tokenizer, and how well gzip and xz compress the held-out part."""
+"""Reads a text corpus: which documents are held out, a sample for the tokenizer, and how well gzip
+and xz compress the held-out part.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from mesh_lm.errors import ConfigError
 _REPORT = 10**8
 """Characters between two progress messages."""
 _BPE_CHARACTERS = 2**25
-"""Characters that the vocabulary is trained on. Longer text is sampled (80 to 100% of this size), because training time grows with the text
-while the vocabulary hardly changes. Less text costs compression: a fifth of stdlib gives 3% more tokens."""
+"""Characters that the vocabulary is trained on. Longer text is sampled (80 to 100% of this size),
+because training time grows with the text while the vocabulary hardly changes. Less text costs
+compression: a fifth of stdlib gives 3% more tokens."""
 _BASELINE_BYTES = 64 * 2**20
 """Bytes of held-out text that gzip and xz compress; xz takes about a second per MB."""
 
@@ -30,14 +33,21 @@ def documents(source: sources.Source, chosen: int | None) -> Iterator[sources.Do
 
 
 def chosen_of(sizes: list[int]) -> int:
-    """Returns the number of the document to hold out: by its size nearest to a twentieth of the text, by a factor, and not the largest."""
+    """Returns the number of the document to hold out: by its size nearest to a twentieth of the
+    text, by a factor, and not the largest.
+    """
     share, largest = sum(sizes) / sources.HELDOUT, sizes.index(max(sizes))
-    return min((n for n in range(len(sizes)) if n != largest), key=lambda n: max(sizes[n] / share, share / sizes[n]))
+    return min(
+        (n for n in range(len(sizes)) if n != largest),
+        key=lambda n: max(sizes[n] / share, share / sizes[n]),
+    )
 
 
 @contextlib.contextmanager
 def threads(n: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads for which nothing waits if the block raises: an interrupted preparation removes its files without them."""
+    """Threads for which nothing waits if the block raises: an interrupted preparation removes its
+    files without them.
+    """
     pool = ThreadPoolExecutor(n)
     try:
         yield pool
@@ -52,9 +62,11 @@ def add(sums: list[int], n: int) -> None:
     sums[-1] += n
 
 
-def read(given: Iterator[sources.Document], path: str) -> tuple[list[str], bytearray, dict[str, int], list[int]]:
-    """Reads all documents once. Returns text to train the BPE on, the first 64 MiB of held-out bytes, all bytes per split, and the bytes of
-    each document before the first that is held out.
+def read(
+    given: Iterator[sources.Document], path: str
+) -> tuple[list[str], bytearray, dict[str, int], list[int]]:
+    """Reads all documents once. Returns text to train the BPE on, the first 64 MiB of held-out
+    bytes, all bytes per split, and the bytes of each document before the first that is held out.
     """
     sample: list[tuple[float, str]] = []
     sample_size, threshold, n_pieces = 0, 1.0, 0
@@ -79,10 +91,15 @@ def read(given: Iterator[sources.Document], path: str) -> tuple[list[str], bytea
             sample = [(mark, piece) for mark, piece in sample if mark < threshold]
             sample_size = sum(len(piece) for _, piece in sample)
     if not any(counts.values()):
-        raise ConfigError(f"data.path={path} has no text: all its files are empty or not UTF-8; give .txt, .md, .py or similar files")
+        raise ConfigError(
+            f"data.path={path} has no text: all its files are empty or not UTF-8; give .txt, "
+            ".md, "
+            ".py or similar files"
+        )
     if not counts["training"]:
         raise ConfigError(
-            f"data.path={path} has too few documents ({sum(counts.values())}): one in 20 is held out by a hash, and none fell in the "
+            f"data.path={path} has too few documents ({sum(counts.values())}): one in 20 is held "
+            "out by a hash, and none fell in the "
             "training split; give more of them, or join them into one .txt"
         )
     return [piece for _, piece in sample], heldout, n_bytes, sizes

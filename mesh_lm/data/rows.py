@@ -28,37 +28,55 @@ class TokenWindows:
     starts: np.ndarray | None = None
     """Whether an input starts a segment, bool [B, S]; None: EOD tokens do."""
     unmarked: np.ndarray | None = None
-    """Whether an input, or in the last column the last label, is the first token of a document with no EOD before it, bool [B, S + 1]:
-    such borders are known from the .idx alone. None: there are none."""
+    """Whether an input, or in the last column the last label, is the first token of a document with
+    no EOD before it, bool [B, S + 1]: such borders are known from the .idx alone. None: there are
+    none."""
 
     @classmethod
     def of(cls, text: np.ndarray, unmarked: np.ndarray | None = None) -> TokenWindows:
         """Returns windows of consecutive tokens, int32 [B, S + 1]."""
-        return cls(text[:, :-1], text[:, 1:], np.ones((len(text), text.shape[1] - 1), np.float32), unmarked=unmarked)
+        return cls(
+            text[:, :-1],
+            text[:, 1:],
+            np.ones((len(text), text.shape[1] - 1), np.float32),
+            unmarked=unmarked,
+        )
 
 
 def ranges(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenates the ranges first[i] to stop[i] - 1. Returns, as int64, the i of each element and the elements."""
+    """Concatenates the ranges first[i] to stop[i] - 1. Returns, as int64, the i of each element and
+    the elements.
+    """
     sizes = stop - first
     row = np.repeat(np.arange(len(first)), sizes)
     return row, np.arange(len(row)) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
 
 
 def merged(which: np.ndarray, read: Callable[[int, np.ndarray], TokenWindows]) -> TokenWindows:
-    """Returns windows from several orders: `read(i, rows)` returns those of the rows (int64 [b]) where `which` (int [B]) is i."""
+    """Returns windows from several orders: `read(i, rows)` returns those of the rows (int64 [b])
+    where `which` (int [B]) is i.
+    """
     rows = [np.flatnonzero(which == i) for i in np.unique(which)]
     parts = [read(int(which[here[0]]), here) for here in rows]
     if len(parts) == 1:
         return parts[0]
     back = np.argsort(np.concatenate(rows))
-    tokens, labels, weights = (np.concatenate([getattr(part, name) for part in parts])[back] for name in ("tokens", "labels", "weights"))
+    tokens, labels, weights = (
+        np.concatenate([getattr(part, name) for part in parts])[back]
+        for name in ("tokens", "labels", "weights")
+    )
     starts = [part.starts for part in parts if part.starts is not None]
     unmarked = None
     if any(part.unmarked is not None for part in parts):
         shape = (tokens.shape[1] + 1,)
-        columns = [np.zeros((len(part.tokens), *shape), bool) if part.unmarked is None else part.unmarked for part in parts]
+        columns = [
+            np.zeros((len(part.tokens), *shape), bool) if part.unmarked is None else part.unmarked
+            for part in parts
+        ]
         unmarked = np.concatenate(columns)[back]
-    return TokenWindows(tokens, labels, weights, np.concatenate(starts)[back] if starts else None, unmarked)
+    return TokenWindows(
+        tokens, labels, weights, np.concatenate(starts)[back] if starts else None, unmarked
+    )
 
 
 class SampleOrder(Protocol):
@@ -90,19 +108,23 @@ class ConcatOrder:
         """Returns windows as `SampleOrder.read` does."""
         indices = indices % len(self)
         which = np.searchsorted(self._ends, indices, side="right")
-        return merged(which, lambda i, rows: self._orders[i].read(indices[rows] - (self._ends[i] - self._sizes[i])))
+        return merged(
+            which,
+            lambda i, rows: self._orders[i].read(indices[rows] - (self._ends[i] - self._sizes[i])),
+        )
 
 
 class RowReader:
     """Reads the rows of a batch from a sample order.
 
     Args:
-      order: the sample order; row g is its window at position g.
-      eod: id of the end-of-document token, None if unknown. An EOD belongs to the document after it, as the input from which that
+      order: the sample order; row g is its window at position g. eod: id of the end-of-document
+      token, None if unknown. An EOD belongs to the document after it, as the input from which that
         document's first token is predicted.
-      documents: `joined`, or `separate` / `packed` for segment_ids and positions; `megatron`: the same, but an EOD belongs to the document
-        before it, and the next one starts after it. A document that does not follow an EOD starts with its first token, as the order's
-        windows say (`TokenWindows.unmarked`).
+      documents: `joined`, or `separate` / `packed` for segment_ids and positions; `megatron`: the
+      same, but an EOD belongs to the document
+        before it, and the next one starts after it. A document that does not follow an EOD starts
+        with its first token, as the order's windows say (`TokenWindows.unmarked`).
       mask_document_start: whether the first token of each document has weight 0.
       fill_in_middle: rearranges the documents within a window; not supported for packed documents.
 
@@ -120,10 +142,20 @@ class RowReader:
         fill_in_middle: FillInMiddle | None = None,
     ) -> None:
         if eod is None and (documents != "joined" or mask_document_start):
-            option = "data.mask_document_start" if documents == "joined" else f"data.documents={documents}"
-            raise ConfigError(f"{option}: the end-of-document token of this data is not known; set data.tokenizer")
+            option = (
+                "data.mask_document_start"
+                if documents == "joined"
+                else f"data.documents={documents}"
+            )
+            raise ConfigError(
+                f"{option}: the end-of-document token of this data is not known; set data.tokenizer"
+            )
         self.order, self.seq_len = order, order.seq_len
-        self._eod, self._separate, self._closes = eod, documents != "joined", documents == "megatron"
+        self._eod, self._separate, self._closes = (
+            eod,
+            documents != "joined",
+            documents == "megatron",
+        )
         self._mask_document_start, self._fill_in_middle = mask_document_start, fill_in_middle
 
     def __len__(self) -> int:
@@ -134,8 +166,10 @@ class RowReader:
         """Raises ConfigError if one epoch has fewer sequences than one global batch."""
         if len(self) < global_batch:
             raise ConfigError(
-                f"the corpus has {len(self)} sequences of {self.seq_len} tokens, fewer than train.global_batch={global_batch}; "
-                f"give more text (data.path), a smaller model.seq_len, or train.global_batch <= {len(self)}"
+                f"the corpus has {len(self)} sequences of {self.seq_len} tokens, fewer than "
+                f"train.global_batch={global_batch}; "
+                "give more text (data.path), a smaller model.seq_len, or train.global_batch <= "
+                f"{len(self)}"
             )
 
     def sample(self, g: int) -> dict[str, np.ndarray]:
@@ -149,9 +183,10 @@ class RowReader:
           indices: integers [B].
 
         Returns:
-          tokens, labels: int32 [B, S]. weights: float32 [B, S], 1 where the label counts. sample_ids: uint32 [B], the positions mod 2^32.
-          Unless documents are joined: segment_ids, int32 [B, S], increasing by one at each document start; positions, int32 [B, S],
-          which restart at 0 there (and at the start of the sequence).
+          tokens, labels: int32 [B, S]. weights: float32 [B, S], 1 where the label counts.
+          sample_ids: uint32 [B], the positions mod 2^32. Unless documents are joined: segment_ids,
+          int32 [B, S], increasing by one at each document start; positions, int32 [B, S], which
+          restart at 0 there (and at the start of the sequence).
 
         Raises:
           ConfigError: a token id is not in the model's vocabulary.
@@ -160,7 +195,12 @@ class RowReader:
         windows = self.order.read(indices)
         if self._fill_in_middle:
             windows = self._rearranged(windows, indices)
-        out = {"tokens": windows.tokens, "labels": windows.labels, "weights": windows.weights, "sample_ids": indices.astype(np.uint32)}
+        out = {
+            "tokens": windows.tokens,
+            "labels": windows.labels,
+            "weights": windows.weights,
+            "sample_ids": indices.astype(np.uint32),
+        }
         if self._mask_document_start:
             out["weights"][windows.tokens == self._eod] = 0.0
             if windows.unmarked is not None:
@@ -179,7 +219,13 @@ class RowReader:
     def _rearranged(self, windows: TokenWindows, indices: np.ndarray) -> TokenWindows:
         assert self._fill_in_middle is not None and windows.starts is None
         text = np.concatenate([windows.tokens, windows.labels[:, -1:]], axis=1)
-        unmarked = np.zeros(text.shape, bool) if windows.unmarked is None else windows.unmarked.copy()
-        counts = [self._fill_in_middle(row, int(g), first) for row, g, first in zip(text, indices, unmarked, strict=True)]
-        kept = np.arange(1, text.shape[1]) < np.array(counts)[:, None]  # labels that are text and not padding
+        unmarked = (
+            np.zeros(text.shape, bool) if windows.unmarked is None else windows.unmarked.copy()
+        )
+        counts = [
+            self._fill_in_middle(row, int(g), first)
+            for row, g, first in zip(text, indices, unmarked, strict=True)
+        ]
+        # labels that are text and not padding
+        kept = np.arange(1, text.shape[1]) < np.array(counts)[:, None]
         return TokenWindows(text[:, :-1], text[:, 1:], windows.weights * kept, unmarked=unmarked)

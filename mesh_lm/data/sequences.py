@@ -1,11 +1,13 @@
 """Tokenized documents as training sequences, addressed by the global sample position.
 
-The stream is an EOD followed by all stored tokens. Sequence k reads stream[k S : k S + S + 1]: its first S tokens are the inputs, its last
-S the labels, so neighbours overlap by one token and every stored token is a label exactly once. An EOD starts the document after it (it is
-the input from which that document's first token is predicted), which is why the stream begins with one.
+The stream is an EOD followed by all stored tokens. Sequence k reads stream[k S : k S + S + 1]: its
+first S tokens are the inputs, its last S the labels, so neighbours overlap by one token and every
+stored token is a label exactly once. An EOD starts the document after it (it is the input from
+which that document's first token is predicted), which is why the stream begins with one.
 
-Position g is sequence permutation(g // n)[g % n] of the n sequences. It counts samples since the start of training, across epochs, and is
-the entire state of the data. B below is the number of positions read at once.
+Position g is sequence permutation(g // n)[g % n] of the n sequences. It counts samples since the
+start of training, across epochs, and is the entire state of the data. B below is the number of
+positions read at once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from mesh_lm.errors import ConfigError
 
 
 class EpochPermutations:
-    """Maps positions to sequence numbers 0..n - 1; each epoch has its own permutation, a function of (seed, epoch). Thread-safe."""
+    """Maps positions to sequence numbers 0..n - 1; each epoch has its own permutation, a function
+    of (seed, epoch). Thread-safe.
+    """
 
     def __init__(self, n: int, seed: int) -> None:
         self._n, self._seed = n, seed
@@ -36,40 +40,55 @@ class EpochPermutations:
         return numbers
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Returns the epoch's permutation, int64 [n]. Two are cached, because a batch may span two epochs."""
+        """Returns the epoch's permutation, int64 [n]. Two are cached, because a batch may span two
+        epochs.
+        """
         with self._lock:
             if epoch not in self._orders:
                 if len(self._orders) == 2:
                     del self._orders[next(iter(self._orders))]
-                # Raw bits are sorted because NumPy guarantees the same bits in every version, but not the same permutations from its
-                # Generator. SeedSequence refuses negative numbers.
-                bits = np.random.PCG64(np.random.SeedSequence((self._seed % 2**64, epoch))).random_raw(self._n)
+                # Raw bits are sorted because NumPy guarantees the same bits in every version, but
+                # not the same permutations from its Generator. SeedSequence refuses negative
+                # numbers.
+                bits = np.random.PCG64(
+                    np.random.SeedSequence((self._seed % 2**64, epoch))
+                ).random_raw(self._n)
                 self._orders[epoch] = np.argsort(bits, kind="stable")
             return self._orders[epoch]
 
 
 class Sequences:
-    """The sequences of one split, shuffled per epoch. Thread-safe; reads only the requested windows.
+    """The sequences of one split, shuffled per epoch. Thread-safe; reads only the requested
+    windows.
 
     Args:
       text: the tokens of the split; each document ends with `eod`, or where the next one begins.
-      seq_len: S, tokens in a sequence.
-      eod: id of the end-of-document token; None: unknown, so that the first token of the split is never a label.
-      seed: of the permutations; None: each epoch in stored order.
-      pad: whether the last, partial sequence is padded with `eod` at weight 0 (held-out text) or dropped (training).
+      seq_len: S, tokens in a sequence. eod: id of the end-of-document token; None: unknown, so that
+      the first token of the split is never a label. seed: of the permutations; None: each epoch in
+      stored order. pad: whether the last, partial sequence is padded with `eod` at weight 0
+      (held-out text) or dropped (training).
 
     Raises:
       ConfigError: the split has fewer tokens than one sequence needs.
     """
 
-    def __init__(self, text: TokenStream, seq_len: int, *, eod: int | None, seed: int | None, pad: bool = False) -> None:
+    def __init__(
+        self,
+        text: TokenStream,
+        seq_len: int,
+        *,
+        eod: int | None,
+        seed: int | None,
+        pad: bool = False,
+    ) -> None:
         self.seq_len, self._eod = seq_len, eod
         self._text = text
         self._n_full, n_tail = divmod(text.n_tokens, seq_len)
         self._n = self._n_full + (pad and n_tail > 0)
         if self._n == 0:
             raise ConfigError(
-                f"the corpus has {text.n_tokens} tokens, fewer than one sequence needs ({1 if pad else seq_len}); "
+                f"the corpus has {text.n_tokens} tokens, fewer than one sequence needs "
+                f"({1 if pad else seq_len}); "
                 "give more text (data.path) or a smaller model.seq_len"
             )
         self._epochs = None if seed is None else EpochPermutations(self._n, seed)
@@ -79,12 +98,16 @@ class Sequences:
         return self._n
 
     def read(self, indices: np.ndarray) -> TokenWindows:
-        """Returns the windows at positions int64 [B] >= 0; raises ConfigError for a token id that the model lacks."""
+        """Returns the windows at positions int64 [B] >= 0; raises ConfigError for a token id that
+        the model lacks.
+        """
         numbers = self._epochs(indices) if self._epochs else indices % self._n
         labels = np.full((len(numbers), self.seq_len), self._eod or 0, np.int32)
         weights = np.ones(labels.shape, np.float32)
         starts, end = numbers * self.seq_len, self._n_full * self.seq_len
-        tokens = self._text.verified(np.maximum(starts - 1, 0), np.minimum(starts + self.seq_len, self._text.n_tokens))
+        tokens = self._text.verified(
+            np.maximum(starts - 1, 0), np.minimum(starts + self.seq_len, self._text.n_tokens)
+        )
         full, tail = tokens[:end].reshape(self._n_full, self.seq_len), tokens[end:]  # views: labels
         is_full = numbers < self._n_full
         labels[is_full] = full[numbers[is_full]]
@@ -93,16 +116,26 @@ class Sequences:
             weights[~is_full, len(tail) :] = 0.0
         self._text.check(labels, lambda row, column: int(numbers[row]) * self.seq_len + column)
         # The stream's leading EOD is not stored.
-        before = np.where(numbers == 0, self._eod or 0, tokens[np.maximum(starts - 1, 0)]).astype(np.int32)
+        before = np.where(numbers == 0, self._eod or 0, tokens[np.maximum(starts - 1, 0)]).astype(
+            np.int32
+        )
         if self._eod is None:
             weights[numbers == 0, 0] = 0.0
         inputs = np.concatenate([before[:, None], labels[:, :-1]], axis=1)
-        return TokenWindows(inputs, labels, weights, unmarked=None if self._eod is None else self._unmarked(starts, tokens))
+        return TokenWindows(
+            inputs,
+            labels,
+            weights,
+            unmarked=None if self._eod is None else self._unmarked(starts, tokens),
+        )
 
     def _unmarked(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Returns `TokenWindows.unmarked` for windows whose labels begin at the offsets int64 [B]. tokens: those of the stream."""
+        """Returns `TokenWindows.unmarked` for windows whose labels begin at the offsets int64 [B].
+        tokens: those of the stream.
+        """
         unmarked = np.zeros((len(starts), self.seq_len + 1), bool)
-        # Documents that begin among the labels. The first of the stream follows the stream's leading EOD.
+        # Documents that begin among the labels. The first of the stream follows the stream's
+        # leading EOD.
         first = self._text.offsets.search(np.maximum(starts, 1))
         stop = self._text.offsets.search(np.minimum(starts + self.seq_len, self._text.n_tokens))
         row, document = ranges(first, stop)

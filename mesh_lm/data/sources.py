@@ -1,4 +1,6 @@
-"""Text sources: their files, a digest of them, their documents, and which documents are held out."""
+"""Text sources: their files, a digest of them, their documents, and which documents are held
+out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from mesh_lm.errors import ConfigError, hub_hint
 
 HELDOUT = 20
 """1 / this fraction of the text is held out."""
-_STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "encodings", "lib2to3", "site-packages", "dist-packages"})
+_STDLIB_SKIPPED = frozenset(
+    {"test", "tests", "idle_test", "encodings", "lib2to3", "site-packages", "dist-packages"}
+)
 _DIGEST_CONTENTS = 256 * 2**20
 
 
@@ -47,8 +51,9 @@ class Source:
     def digest(self) -> str:
         """Returns a SHA-256 (hex) of the kind, the file names and their contents.
 
-        Contents are hashed up to 256 MiB in total (less than a second), because modification times differ between copies of a text;
-        for larger sources, sizes and modification times are hashed instead.
+        Contents are hashed up to 256 MiB in total (less than a second), because modification times
+        differ between copies of a text; for larger sources, sizes and modification times are hashed
+        instead.
         """
         digest = hashlib.sha256(self.kind.encode())
         if {formats.kind_of(name) for name in self.files} & {"jsonl", "json", "parquet"}:
@@ -73,7 +78,8 @@ class Source:
         """Yields all non-empty documents in order; each call reads the files again.
 
         Raises:
-          ConfigError: a file cannot be read, or a line has no text; the message names the file and line.
+          ConfigError: a file cannot be read, or a line has no text; the message names the file and
+          line.
         """
         if self.kind == "txt":
             yield from _txt(self.root / self.files[0])
@@ -101,21 +107,30 @@ class Source:
 def find(path: str, field: str = "text", outputs: Collection[str] = ()) -> Source:
     """Returns the source that `data.path` names.
 
-    `stdlib` is every .py file of the running Python's standard library, without its tests, encodings, lib2to3 and installed packages. A
-    .jsonl, .ndjson or .json file has one object with a string under `field` per line, a .json file perhaps a list of such objects, a
-    .parquet file a column of that name. A .txt file is one document and must fit into memory. All but .parquet may be compressed (.gz,
-    .zst, .bz2, .xz). A directory yields the documents of all such files below it; every other file that is valid UTF-8, perhaps once it is
-    decompressed, is one document. Hidden files and directories (leading dot) and files that are not UTF-8 are skipped, and so is what
-    mesh_lm has written (`below`). Links are followed; a directory is read once.
+    `stdlib` is every .py file of the running Python's standard library, without its tests,
+    encodings, lib2to3 and installed packages. A .jsonl, .ndjson or .json file has one object with a
+    string under `field` per line, a .json file perhaps a list of such objects, a .parquet file a
+    column of that name. A .txt file is one document and must fit into memory. All but .parquet may
+    be compressed (.gz, .zst, .bz2, .xz). A directory yields the documents of all such files below
+    it; every other file that is valid UTF-8, perhaps once it is decompressed, is one document.
+    Hidden files and directories (leading dot) and files that are not UTF-8 are skipped, and so is
+    what mesh_lm has written (`below`). Links are followed; a directory is read once.
 
     Args:
       outputs: directories that this run writes to.
 
     Raises:
-      ConfigError: the path is missing, unreadable, empty or of an unsupported type, or a file of a directory is (`require_readable`).
+      ConfigError: the path is missing, unreadable, empty or of an unsupported type, or a file of a
+      directory is (`require_readable`).
     """
     if path == "stdlib":
-        return _directory("stdlib", Path(sysconfig.get_paths()["stdlib"]), field, suffix=".py", skip=_STDLIB_SKIPPED)
+        return _directory(
+            "stdlib",
+            Path(sysconfig.get_paths()["stdlib"]),
+            field,
+            suffix=".py",
+            skip=_STDLIB_SKIPPED,
+        )
     location = Path(path or os.devnull).expanduser()  # an empty path would be the working directory
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", location.resolve().name.split(".")[0]) or "corpus"
     if location.is_dir():
@@ -124,23 +139,30 @@ def find(path: str, field: str = "text", outputs: Collection[str] = ()) -> Sourc
     if not path:
         raise ConfigError(f"data.path is empty; give {kinds}")
     if not location.is_file():
-        raise ConfigError(f"data.path={path}: no such file or directory; give {kinds}{hub_hint(path, 'dataset')}")
+        raise ConfigError(
+            f"data.path={path}: no such file or directory; give {kinds}{hub_hint(path, 'dataset')}"
+        )
     size = location.stat().st_size
     if size == 0:
         raise ConfigError(f"data.path={path} is empty; give {kinds}")
     formats.require_readable(location)
     if kind := formats.kind_of(location):
         return Source(name, kind, location.parent, (location.name,), size, field)
-    raise ConfigError(f"data.path={path}: files of type {location.suffix or '(none)'} are not read; give {kinds}")
+    raise ConfigError(
+        f"data.path={path}: files of type {location.suffix or '(none)'} are not read; give {kinds}"
+    )
 
 
 def is_heldout(key: str) -> bool:
-    """Whether a key is held out: one in 20 by SHA-256, so that a document keeps its split when others are added or removed."""
+    """Whether a key is held out: one in 20 by SHA-256, so that a document keeps its split when
+    others are added or removed.
+    """
     return int.from_bytes(hashlib.sha256(os.fsencode(key)).digest(), "big") % HELDOUT == 0
 
 
 def require_apart(path: str, outputs: Mapping[str, str]) -> None:
-    """Raises ConfigError if a directory of text is one that the run writes to, or has such a one with text below it.
+    """Raises ConfigError if a directory of text is one that the run writes to, or has such a one
+    with text below it.
 
     outputs: field -> directory.
     """
@@ -151,31 +173,42 @@ def require_apart(path: str, outputs: Mapping[str, str]) -> None:
         folder = Path(output).expanduser()
         if written.identity(root) in written.identities([folder]):
             raise ConfigError(
-                f"{field}={output} is the directory of data.path={path}, and what the run writes there would become text to train on; "
+                f"{field}={output} is the directory of data.path={path}, and what the run writes "
+                "there would become text to train on; "
                 f"set {field} to another directory, which may be one below it"
             )
         if root.resolve() in folder.resolve().parents and (left_out := _texts(folder)):
             raise ConfigError(
-                f"{field}={output} has text ({left_out[0]}), which data.path={path} would leave out, because a directory that the run "
+                f"{field}={output} has text ({left_out[0]}), which data.path={path} would leave "
+                "out, because a directory that the run "
                 f"writes to is not text to train on; set {field} to another directory"
             )
 
 
 def _texts(folder: Path) -> list[str]:
-    """Returns the files of a directory, which may be missing, that have the suffix of text, and which no run has written."""
+    """Returns the files of a directory, which may be missing, that have the suffix of text, and
+    which no run has written.
+    """
     if not folder.is_dir():
         return []
     _, folders, names = next(os.walk(folder))
     if written.is_output(folder, folders, names):
         return []
-    return [name for name in below(folder) if formats.kind_of(name) and name.split("/")[0] not in written.OF_A_RUN]
+    return [
+        name
+        for name in below(folder)
+        if formats.kind_of(name) and name.split("/")[0] not in written.OF_A_RUN
+    ]
 
 
-def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset(), outputs: Collection[str] = ()) -> list[str]:
-    """Returns the files below a directory as sorted posix paths, without hidden files and anything but files and links to files.
+def below(
+    root: Path, suffix: str = "", skip: frozenset[str] = frozenset(), outputs: Collection[str] = ()
+) -> list[str]:
+    """Returns the files below a directory as sorted posix paths, without hidden files and anything
+    but files and links to files.
 
-    What mesh_lm has written there is left out: `outputs`, the output of any run, exports, caches, prepared tokens, this process's own log,
-    and those of Slurm.
+    What mesh_lm has written there is left out: `outputs`, the output of any run, exports, caches,
+    prepared tokens, this process's own log, and those of Slurm.
 
     Raises ConfigError if a directory cannot be read, or if `root` itself is the output of a run.
     """
@@ -188,18 +221,31 @@ def below(root: Path, suffix: str = "", skip: frozenset[str] = frozenset(), outp
         is_root = not seen
         is_output = written.is_output(Path(folder), folders, names)
         if is_output and is_root:
-            raise ConfigError(f"{root} is what a run of mesh_lm has written, not text; name the directory or the file that has the text")
-        if is_output or here in seen or (here in excluded and not is_root):  # seen: by a link, perhaps to a parent directory
+            raise ConfigError(
+                f"{root} is what a run of mesh_lm has written, not text; name the directory or "
+                "the "
+                "file that has the text"
+            )
+        # seen: by a link, perhaps to a parent directory
+        if is_output or here in seen or (here in excluded and not is_root):
             folders.clear()
             continue
         seen.add(here)
         prepared = written.prepared(Path(folder), names)
-        folders[:] = sorted(f for f in folders if f not in skip and f not in prepared and not f.startswith("."))
+        folders[:] = sorted(
+            f for f in folders if f not in skip and f not in prepared and not f.startswith(".")
+        )
         for name in names:
-            if name.startswith(".") or not name.endswith(suffix) or name in prepared or written.SLURM_LOG.fullmatch(name):
+            if (
+                name.startswith(".")
+                or not name.endswith(suffix)
+                or name in prepared
+                or written.SLURM_LOG.fullmatch(name)
+            ):
                 continue
             path = Path(folder, name)
-            if path.is_file() and written.identity(path) not in logs:  # neither a pipe nor a dangling link
+            # neither a pipe nor a dangling link
+            if path.is_file() and written.identity(path) not in logs:
                 files.append(path.relative_to(root).as_posix())
     return sorted(files)
 
@@ -209,22 +255,34 @@ def _unreadable(error: OSError) -> None:
 
 
 def _directory(
-    name: str, root: Path, field: str, suffix: str = "", skip: frozenset[str] = frozenset(), outputs: Collection[str] = ()
+    name: str,
+    root: Path,
+    field: str,
+    suffix: str = "",
+    skip: frozenset[str] = frozenset(),
+    outputs: Collection[str] = (),
 ) -> Source:
     files = below(root, suffix, skip, outputs)
     formats.require_all_readable((root / file for file in files), field)
     size = sum((root / file).stat().st_size for file in files)
     if not size:
-        raise ConfigError(f"data.path={name if suffix else root}: {root} has no files, or only hidden or empty ones; give one with text")
+        raise ConfigError(
+            f"data.path={name if suffix else root}: {root} has no files, or only hidden or "
+            "empty "
+            "ones; give one with text"
+        )
     return Source(name, "directory", root, tuple(files), size, field)
 
 
 def _text(path: Path) -> str | None:
-    """Returns the file as text with its line ends; None if it is not UTF-8. Raises ConfigError instead if its name is that of text."""
+    """Returns the file as text with its line ends; None if it is not UTF-8. Raises ConfigError
+    instead if its name is that of text.
+    """
     try:
         with formats.opened(path) as (file, _):
             start = file.read(4096)
-            codecs.getincrementaldecoder("utf-8")().decode(start)  # avoids reading all of a large binary file
+            # avoids reading all of a large binary file
+            codecs.getincrementaldecoder("utf-8")().decode(start)
             return formats.text(start + file.read())
     except UnicodeDecodeError as error:
         if formats.kind_of(path):
@@ -233,10 +291,14 @@ def _text(path: Path) -> str | None:
 
 
 def _jsonl(path: Path, field: str, key: str) -> Iterator[Document]:
-    """Yields the documents of a .jsonl file, skipping blank lines; lines are numbered from 1, for splits and messages."""
+    """Yields the documents of a .jsonl file, skipping blank lines; lines are numbered from 1, for
+    splits and messages.
+    """
     with formats.opened(path) as (file, _):
         for number, line in enumerate(file, 1):
-            if not formats.is_blank(line) and (text := formats.text_of(line, field, f"{path}, line {number}")):
+            if not formats.is_blank(line) and (
+                text := formats.text_of(line, field, f"{path}, line {number}")
+            ):
                 yield Document(text, is_heldout(f"{key}{number}"))
 
 
@@ -251,6 +313,10 @@ def _txt(path: Path) -> Iterator[Document]:
     if split in (0, len(text)):  # no line ends in the last twentieth but at its end
         split = text.rfind("\n", 0, len(text) - 1) + 1
     if split == 0:
-        raise ConfigError(f"{path} has a single line, so that no part can be held out; give text of at least two lines")
+        raise ConfigError(
+            f"{path} has a single line, so that no part can be held out; give text of at least "
+            "two "
+            "lines"
+        )
     yield Document(text[:split], heldout=False)
     yield Document(text[split:], heldout=True)

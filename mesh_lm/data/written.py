@@ -1,4 +1,6 @@
-"""Recognizes what mesh_lm itself has written below a directory of text: none of that is text to train on."""
+"""Recognizes what mesh_lm itself has written below a directory of text: none of that is text to
+train on.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ RUN = "TrainConfig"
 OF_A_RUN = ("checkpoints", "tokenizer", "log.txt", "metrics.jsonl")
 """What may be in a run's output before its config.json is."""
 SLURM_LOG = re.compile(r"slurm-\d+(_\d+)?\.(out|err)")
-"""Where Slurm writes what a job prints, in the directory that it was submitted in. `srun` is no reader of the job's pipes."""
+"""Where Slurm writes what a job prints, in the directory that it was submitted in. `srun` is no
+reader of the job's pipes."""
 _CHECKPOINT = "_CHECKPOINT_METADATA"
 """A file that Orbax writes into each step's directory."""
 _INDEX = b"MMIDIDX\x00\x00"
@@ -39,7 +42,9 @@ def identities(paths: Collection[Path | str]) -> set[Identity]:
 
 
 def logs() -> set[Identity]:
-    """Returns the files that this process writes its output to, as after `mesh-lm train > log`, or by way of `| tee log` or a launcher."""
+    """Returns the files that this process writes its output to, as after `mesh-lm train > log`, or
+    by way of `| tee log` or a launcher.
+    """
     found: set[Identity] = set()
     pipes: set[str] = set()
     for descriptor in (1, 2):
@@ -55,15 +60,19 @@ def logs() -> set[Identity]:
 
 
 def is_output(folder: Path, folders: Collection[str], names: Collection[str]) -> bool:
-    """Returns whether a directory is one that mesh_lm has written. folders, names: of the directories and the files in it.
+    """Returns whether a directory is one that mesh_lm has written. folders, names: of the
+    directories and the files in it.
 
-    Such are a run's output, a checkpoint, the corpora and indices of `data.cache`, an unfinished preparation and an export.
+    Such are a run's output, a checkpoint, the corpora and indices of `data.cache`, an unfinished
+    preparation and an export.
     """
     if "config.json" in names and _object(folder / "config.json").get("class") == RUN:
         return True
     if ".lease" in names and "life" in _object(folder / ".lease"):
         return True  # of a run that is about to write its config.json, or was killed before
-    if {"checkpoints", "tokenizer"} <= {*folders} and any((folder / "checkpoints").glob(f"[0-9]*/{_CHECKPOINT}")):
+    if {"checkpoints", "tokenizer"} <= {*folders} and any(
+        (folder / "checkpoints").glob(f"[0-9]*/{_CHECKPOINT}")
+    ):
         return True  # of `mesh-lm import`, or of a run whose config.json was removed
     if _CHECKPOINT in names or {"state.raw", "description.json"} <= {*names}:
         return True
@@ -71,19 +80,29 @@ def is_output(folder: Path, folders: Collection[str], names: Collection[str]) ->
         return True
     if "digests.json" in names and any(name.endswith(".npy") for name in names):
         return True
-    if {"config.json", checksums.NAME} <= {*names} and any(name.endswith(".safetensors") for name in names):
+    if {"config.json", checksums.NAME} <= {*names} and any(
+        name.endswith(".safetensors") for name in names
+    ):
         return True
     return "corpus.json" in names and "train_tokens" in _object(folder / "corpus.json")
 
 
 def prepared(folder: Path, names: Collection[str]) -> set[str]:
-    """Returns the names that a directory may have beside each finished .idx in it: `mesh-lm prepare` wrote them."""
-    prefixes = {name.removesuffix(".idx") for name in names if name.endswith(".idx") and _is_index(folder / name)}
+    """Returns the names that a directory may have beside each finished .idx in it: `mesh-lm
+    prepare` wrote them.
+    """
+    prefixes = {
+        name.removesuffix(".idx")
+        for name in names
+        if name.endswith(".idx") and _is_index(folder / name)
+    }
     return {f"{prefix}.{suffix}" for prefix in prefixes for suffix in _PREPARED}
 
 
 def is_of_prefix(prefix: str, path: Path) -> bool:
-    """Returns whether a file is what `mesh-lm prepare --output=prefix` writes, be it finished or not."""
+    """Returns whether a file is what `mesh-lm prepare --output=prefix` writes, be it finished or
+    not.
+    """
     start = f"{os.path.abspath(prefix)}."
     name = os.path.abspath(path)
     return name.startswith(start) and name[len(start) :].split(os.sep)[0] in _PREPARED
@@ -106,7 +125,9 @@ def _is_index(path: Path) -> bool:
 
 
 def _files_behind(pipes: set[str]) -> set[Identity]:
-    """Returns the files that the readers of pipes write to, perhaps through further pipes; none on a system without Linux's /proc."""
+    """Returns the files that the readers of pipes write to, perhaps through further pipes; none on
+    a system without Linux's /proc.
+    """
     found: set[Identity] = set()
     known: set[str] = set()
     opened = [dict(_descriptors(process)) for process in Path("/proc").glob("[0-9]*")]
@@ -114,7 +135,9 @@ def _files_behind(pipes: set[str]) -> set[Identity]:
         known |= pipes
         reached: set[str] = set()
         for descriptors in opened:
-            if not any(target in pipes and not _is_written(path) for path, target in descriptors.items()):
+            if not any(
+                target in pipes and not _is_written(path) for path, target in descriptors.items()
+            ):
                 continue
             for path, target in descriptors.items():
                 if target.startswith("pipe:") and _is_written(path):
@@ -127,7 +150,9 @@ def _files_behind(pipes: set[str]) -> set[Identity]:
 
 
 def _descriptors(process: Path) -> Iterator[tuple[Path, str]]:
-    """Yields (link, what it leads to) of each file that a process has open; of a process of another user, none."""
+    """Yields (link, what it leads to) of each file that a process has open; of a process of another
+    user, none.
+    """
     with contextlib.suppress(OSError):
         for path in (process / "fd").iterdir():
             with contextlib.suppress(OSError):  # closed since
@@ -137,7 +162,11 @@ def _descriptors(process: Path) -> Iterator[tuple[Path, str]]:
 def _is_written(descriptor: Path) -> bool:
     """Returns whether a file is open for writing."""
     try:
-        lines = (descriptor.parents[1] / "fdinfo" / descriptor.name).read_text(encoding="utf-8").splitlines()
+        lines = (
+            (descriptor.parents[1] / "fdinfo" / descriptor.name)
+            .read_text(encoding="utf-8")
+            .splitlines()
+        )
     except OSError:
         return False
     flags = next((line.split()[1] for line in lines if line.startswith("flags:")), "0")

@@ -5,7 +5,9 @@ The launcher, which needs no JAX, is `mesh_lm.launch`.
 
 from mesh_lm.distributed.prefix import log_prefix as log_prefix
 from mesh_lm.distributed.processes import FewerNodes as FewerNodes
-from mesh_lm.distributed.processes import assert_equal_across_processes as assert_equal_across_processes
+from mesh_lm.distributed.processes import (
+    assert_equal_across_processes as assert_equal_across_processes,
+)
 from mesh_lm.distributed.processes import broadcast_from_process0 as broadcast_from_process0
 from mesh_lm.distributed.processes import collective_errors as collective_errors
 from mesh_lm.distributed.processes import expected_devices as expected_devices

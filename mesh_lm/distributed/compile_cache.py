@@ -1,11 +1,15 @@
-"""JAX's persistent compilation cache in a directory whose every entry carries a SHA-256, which is compared before JAX sees the entry.
+"""JAX's persistent compilation cache in a directory whose every entry carries a SHA-256, which is
+compared before JAX sees the entry.
 
-JAX alone has no digest: many flipped bits decompress, and then the run trains to other weights or dies. JAX reads and writes its cache
-through `etils.epath`, for which anybody may register a kind of path; the one of this file adds the digest when an entry is written, which
-is atomic, and compares it when the entry is read. So no other process's writes need care, and a start reads no entry that it does not use.
+JAX alone has no digest: many flipped bits decompress, and then the run trains to other weights or
+dies. JAX reads and writes its cache through `etils.epath`, for which anybody may register a kind of
+path; the one of this file adds the digest when an entry is written, which is atomic, and compares
+it when the entry is read. So no other process's writes need care, and a start reads no entry that
+it does not use.
 
-An entry that fails is deleted, named in the log and compiled again; so is one without a digest. The digest covers the entry's name, so that
-entries under each other's names fail, too. It is not a signature: whoever may write to the directory may run code here, as with JAX alone.
+An entry that fails is deleted, named in the log and compiled again; so is one without a digest. The
+digest covers the entry's name, so that entries under each other's names fail, too. It is not a
+signature: whoever may write to the directory may run code here, as with JAX alone.
 """
 
 from __future__ import annotations
@@ -27,20 +31,27 @@ from mesh_lm.errors import ConfigError
 
 _SCHEME = "mesh-lm-verified://"
 _ENTRY = "-cache"
-"""Ending of the names of JAX's entries. Its other files are locks and times of use, which decide nothing but what is evicted."""
+"""Ending of the names of JAX's entries. Its other files are locks and times of use, which decide
+nothing but what is evicted."""
 _DIGEST = hashlib.sha256().digest_size
 """Bytes at the end of an entry's file."""
 
 
 def use(directory: str) -> None:
-    """Makes JAX keep its compiled programs in `directory`. Must run before the first compilation. Raises ConfigError for an address."""
+    """Makes JAX keep its compiled programs in `directory`. Must run before the first compilation.
+    Raises ConfigError for an address.
+    """
     if "://" in directory:
-        raise ConfigError(f"launch.compile_cache={directory} must be a directory; mount a bucket as one (gcsfuse), or leave it empty: off")
+        raise ConfigError(
+            f"launch.compile_cache={directory} must be a directory; mount a bucket as one "
+            "(gcsfuse), or leave it empty: off"
+        )
     # A directory of its own: entries that JAX alone has written, or will read, have no digest.
     path = Path(directory).expanduser().absolute() / "verified"
     jax.config.update("jax_compilation_cache_dir", f"{_SCHEME}{path}")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    # XLA would keep autotuning results beside it in files of its own, which nothing verifies; the program that is kept has them in it.
+    # XLA would keep autotuning results beside it in files of its own, which nothing verifies; the
+    # program that is kept has them in it.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
@@ -76,7 +87,9 @@ class VerifiedPath(os.PathLike[str]):
         return self._path.name
 
     def exists(self) -> bool:
-        """Whether the file is there and, if it is an entry, intact. One that is not is deleted, and counted and named in the log."""
+        """Whether the file is there and, if it is an entry, intact. One that is not is deleted, and
+        counted and named in the log.
+        """
         try:
             self._content = self._path.read_bytes() if self._path.is_file() else None
         except FileNotFoundError:
@@ -88,13 +101,16 @@ class VerifiedPath(os.PathLike[str]):
         if self._content is not None:
             return True
         self._count.damaged += 1
-        with contextlib.suppress(OSError):  # a process that has compiled it again may have replaced it just now: that one is lost
+        # a process that has compiled it again may have replaced it just now: that one is lost
+        with contextlib.suppress(OSError):
             self._path.unlink()
         with contextlib.suppress(OSError):
             print(
-                f"{log_prefix()}warning: compile cache: {self.name} in {self._path.parent} is not as it was written (SHA-256); it is "
-                f"deleted and compiled again ({self._count.damaged} so far)", flush=True,
-            )  # fmt: skip
+                f"{log_prefix()}warning: compile cache: {self.name} in {self._path.parent} is not "
+                "as it was written (SHA-256); it is "
+                f"deleted and compiled again ({self._count.damaged} so far)",
+                flush=True,
+            )
         return False
 
     def read_bytes(self) -> bytes:
@@ -104,7 +120,9 @@ class VerifiedPath(os.PathLike[str]):
         return self._content or b""
 
     def write_bytes(self, content: bytes) -> int:
-        """Writes the file atomically, an entry with its digest. A crash of the host may damage it, which the next reader sees."""
+        """Writes the file atomically, an entry with its digest. A crash of the host may damage it,
+        which the next reader sees.
+        """
         temporary = self._path.with_name(f".{self.name}.{secrets.token_hex(4)}")
         try:
             with temporary.open("xb") as file:

@@ -15,14 +15,17 @@ _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def set_threads(processes: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Gives XLA's CPU backend `THREADS` threads a device if collectives will run on CPUs. A choice by PJRT_NPROC is kept. Must run before
-    JAX first uses a device; later it has no effect.
+    """Gives XLA's CPU backend `THREADS` threads a device if collectives will run on CPUs. A choice
+    by PJRT_NPROC is kept. Must run before JAX first uses a device; later it has no effect.
 
-    A collective blocks its thread until all devices have come to it, and a device starts independent collectives side by side, each on
-    another thread. XLA makes one thread a device (or a core, if there are more): as soon as a device waits in two collectives at once,
-    another device has no thread left to come to them, and XLA ends the process 40 s later ("Expected 8 threads to join the rendezvous").
+    A collective blocks its thread until all devices have come to it, and a device starts
+    independent collectives side by side, each on another thread. XLA makes one thread a device (or
+    a core, if there are more): as soon as a device waits in two collectives at once, another device
+    has no thread left to come to them, and XLA ends the process 40 s later ("Expected 8 threads to
+    join the rendezvous").
 
-    processes: of the run. With one device in all there are no collectives, and the number of threads stays that of the cores.
+    processes: of the run. With one device in all there are no collectives, and the number of
+    threads stays that of the cores.
     """
     devices = local_devices(environment)
     if processes * devices > 1:

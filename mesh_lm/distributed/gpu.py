@@ -1,4 +1,6 @@
-"""The GPU that a process will use, and XLA's flags for it. XLA reads them when JAX first looks for devices, so they are set before that."""
+"""The GPU that a process will use, and XLA's flags for it. XLA reads them when JAX first looks for
+devices, so they are set before that.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,32 @@ from sharding_rules.lab import flags
 from sharding_rules.lab.targets import MEMORY_FRACTION
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-_CAPABILITIES = {r"\b(G?H100|G?H200|GH200|H800|H20)\b": (9, 0), r"\b(A100|A800)\b": (8, 0), r"\bG?B200\b": (10, 0)}
+_CAPABILITIES = {
+    r"\b(G?H100|G?H200|GH200|H800|H20)\b": (9, 0),
+    r"\b(A100|A800)\b": (8, 0),
+    r"\bG?B200\b": (10, 0),
+}
 """Pattern of the driver's name for a GPU -> its compute capability."""
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
 
 
 def set_flags(
-    chosen: str, environment: MutableMapping[str, str] = os.environ, driver: Path = _DRIVER, *, pipeline: bool = False,
-    pairs: bool = False, deterministic: Path | None = None,
-) -> str:  # fmt: skip
-    """Adds a set of flags (launch.xla_flags) to XLA_FLAGS if JAX will use a GPU. Returns the lines to print; empty if nothing changed.
+    chosen: str,
+    environment: MutableMapping[str, str] = os.environ,
+    driver: Path = _DRIVER,
+    *,
+    pipeline: bool = False,
+    pairs: bool = False,
+    deterministic: Path | None = None,
+) -> str:
+    """Adds a set of flags (launch.xla_flags) to XLA_FLAGS if JAX will use a GPU. Returns the lines
+    to print; empty if nothing changed.
 
-    A flag that XLA_FLAGS already has keeps its value. pipeline: the mesh has stages, so "auto" overlaps the transfers between them.
-    pairs: they run layers of both passes side by side, so "auto" keeps the collectives of the two apart.
-    deterministic: the directory of the run's autotuning results (made here), if its operations must be deterministic.
-    Raises ConfigError for an unknown set, and if the run cannot be made deterministic.
+    A flag that XLA_FLAGS already has keeps its value. pipeline: the mesh has stages, so "auto"
+    overlaps the transfers between them. pairs: they run layers of both passes side by side, so
+    "auto" keeps the collectives of the two apart. deterministic: the directory of the run's
+    autotuning results (made here), if its operations must be deterministic. Raises ConfigError for
+    an unknown set, and if the run cannot be made deterministic.
     """
     if chosen not in (known := ("auto", "none", *flags.FLAG_SETS)):
         raise ConfigError(f"launch.xla_flags={chosen!r} must be one of {', '.join(known)}")
@@ -41,29 +54,53 @@ def set_flags(
     known_as, lines = capability(name), []
     if chosen != "none" and known_as is None:
         lines.append(f"XLA flags: none, because none are vetted for {name}")
-    elif known_as and chosen != "none" and (added := _add(flags.xla_flags(chosen, known_as, pipeline, pairs), environment)):
+    elif (
+        known_as
+        and chosen != "none"
+        and (added := _add(flags.xla_flags(chosen, known_as, pipeline, pairs), environment))
+    ):
         lines.append(f"XLA flags for {name} (launch.xla_flags={chosen}): {added}")
-    if deterministic and (added := _add(_deterministic_flags(deterministic, environment), environment)):
+    if deterministic and (
+        added := _add(_deterministic_flags(deterministic, environment), environment)
+    ):
         lines.append(f"XLA flags for determinism (launch.deterministic): {added}")
     return "\n".join(lines)
 
 
 def capability(name: str) -> tuple[int, int] | None:
-    """Returns the compute capability of a GPU by the driver's name for it; None if the name is not known here."""
-    return next((value for pattern, value in _CAPABILITIES.items() if re.search(pattern, name)), None)
+    """Returns the compute capability of a GPU by the driver's name for it; None if the name is not
+    known here.
+    """
+    return next(
+        (value for pattern, value in _CAPABILITIES.items() if re.search(pattern, name)), None
+    )
 
 
 def _deterministic_flags(autotuning: Path, environment: Mapping[str, str]) -> str:
-    """Returns flags with which XLA times no kernels but takes the first that compiles, or the run's own cached autotuning result."""
+    """Returns flags with which XLA times no kernels but takes the first that compiles, or the run's
+    own cached autotuning result.
+    """
     if re.search(rf"--{_DETERMINISTIC}=(false|0)\b", environment.get("XLA_FLAGS", "")):
-        raise ConfigError(f"launch.deterministic=True, but XLA_FLAGS has --{_DETERMINISTIC}=false; remove one of them")
+        raise ConfigError(
+            f"launch.deterministic=True, but XLA_FLAGS has --{_DETERMINISTIC}=false; remove "
+            "one of "
+            "them"
+        )
     if re.search(r"\s", str(autotuning)):
-        raise ConfigError(f"launch.deterministic=True writes to {autotuning}, but XLA_FLAGS takes no spaces: set an output without spaces")
+        raise ConfigError(
+            f"launch.deterministic=True writes to {autotuning}, but XLA_FLAGS takes no spaces: "
+            "set "
+            "an output without spaces"
+        )
     try:
         autotuning.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"launch.deterministic=True: cannot make {autotuning}: {error.strerror}") from error
-    return flags.written({_DETERMINISTIC: True, "xla_gpu_per_fusion_autotune_cache_dir": str(autotuning)})
+        raise ConfigError(
+            f"launch.deterministic=True: cannot make {autotuning}: {error.strerror}"
+        ) from error
+    return flags.written(
+        {_DETERMINISTIC: True, "xla_gpu_per_fusion_autotune_cache_dir": str(autotuning)}
+    )
 
 
 def _add(wanted: str, environment: MutableMapping[str, str]) -> str:
@@ -75,30 +112,47 @@ def _add(wanted: str, environment: MutableMapping[str, str]) -> str:
 
 def set_memory(environment: MutableMapping[str, str] = os.environ, driver: Path = _DRIVER) -> None:
     """Gives JAX the fraction of GPU memory that `--plan` assumes, unless the user has set one."""
-    old, name = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"  # JAX accepts only one of them
+    # JAX accepts only one of them
+    old, name = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
     if old not in environment and visible(environment, driver):
         environment.setdefault(name, str(MEMORY_FRACTION))
 
 
 def choose_platform() -> None:
-    """Makes JAX use the CPU if there is no accelerator, but the extra `aot` installed a plugin that would print errors about that.
+    """Makes JAX use the CPU if there is no accelerator, but the extra `aot` installed a plugin that
+    would print errors about that.
 
-    A choice by JAX_PLATFORMS or jax.config is kept. Call it before JAX first uses a device; later it has no effect.
+    A choice by JAX_PLATFORMS or jax.config is kept. Call it before JAX first uses a device; later
+    it has no effect.
     """
-    if jax.config.values["jax_platforms"] is None and absent() and importlib.util.find_spec("jax_cuda13_plugin"):
+    if (
+        jax.config.values["jax_platforms"] is None
+        and absent()
+        and importlib.util.find_spec("jax_cuda13_plugin")
+    ):
         jax.config.update("jax_platforms", "cpu")
 
 
-def absent(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev"), driver: Path = _DRIVER) -> bool:
-    """Returns whether there is no sign of an accelerator; JAX would then only warn about the CUDA plugin that the extra `aot` installs."""
+def absent(
+    environment: Mapping[str, str] = os.environ,
+    devices: Path = Path("/dev"),
+    driver: Path = _DRIVER,
+) -> bool:
+    """Returns whether there is no sign of an accelerator; JAX would then only warn about the CUDA
+    plugin that the extra `aot` installs.
+    """
     known = ("nvidia*", "dxg", "kfd", "accel*", "vfio")
     return not (any(any(devices.glob(name)) for name in known) or visible(environment, driver))
 
 
 def missing(wanted: str, present: str) -> str:
-    """Returns the flags of `wanted` that `present` does not set to any value. Both have the format of XLA_FLAGS."""
+    """Returns the flags of `wanted` that `present` does not set to any value. Both have the format
+    of XLA_FLAGS.
+    """
     have = {word.lstrip("-").partition("=")[0] for word in present.split()}
-    return " ".join(word for word in wanted.split() if word.lstrip("-").partition("=")[0] not in have)
+    return " ".join(
+        word for word in wanted.split() if word.lstrip("-").partition("=")[0] not in have
+    )
 
 
 def visible(environment: Mapping[str, str], driver: Path = _DRIVER) -> str:
@@ -106,13 +160,17 @@ def visible(environment: Mapping[str, str], driver: Path = _DRIVER) -> str:
     if not may_use_gpus(environment) or visible_gpus(environment) == []:
         return ""
     for file in sorted(driver.glob("*/information")):
-        if model := re.search(r"^Model:\s*(.+?)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE):
+        if model := re.search(
+            r"^Model:\s*(.+?)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             return model[1]
     if not (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
         return ""
     try:
         command = [tool, "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=True).stdout
+        names = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     return names.strip().partition("\n")[0]

@@ -1,7 +1,8 @@
 """Sends this process's step and phase to the launcher on this machine, once a second.
 
-`python -m mesh_lm.launch` gives each worker the write end of a pipe. Each line is JSON:
-{"pid": 1, "step": 12, "phase": "step", "since": 0.3, "saved": 10, "seconds": {"step": 4.1, ...}}; since: seconds in this phase.
+`python -m mesh_lm.launch` gives each worker the write end of a pipe. Each line is JSON: {"pid": 1,
+"step": 12, "phase": "step", "since": 0.3, "saved": 10, "seconds": {"step": 4.1, ...}}; since:
+seconds in this phase.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ class Heartbeat:
             os.set_inheritable(self._pipe, False)
 
     def start(self) -> None:
-        """Starts a thread that sends heartbeats until the process ends. If the launcher is gone, it ends the process."""
+        """Starts a thread that sends heartbeats until the process ends. If the launcher is gone, it
+        ends the process.
+        """
         if self._pipe >= 0:
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends one line; drops it if the launcher does not keep up. Raises BrokenPipeError if the launcher is gone."""
+        """Sends one line; drops it if the launcher does not keep up. Raises BrokenPipeError if the
+        launcher is gone.
+        """
         if self._pipe >= 0:
             with contextlib.suppress(BlockingIOError):
                 os.write(self._pipe, json.dumps(message).encode() + b"\n")
@@ -43,7 +48,12 @@ class Heartbeat:
     def _beat(self) -> None:
         phases, pause = self._phases, threading.Event()
         while True:
-            progress = {"pid": os.getpid(), "step": phases.step, "phase": phases.phase, "since": round(phases.idle, 1)}
+            progress = {
+                "pid": os.getpid(),
+                "step": phases.step,
+                "phase": phases.phase,
+                "since": round(phases.idle, 1),
+            }
             seconds = {phase: round(value, 3) for phase, value in phases.seconds().items()}
             try:
                 self.send(progress | {"saved": phases.saved, "seconds": seconds})

@@ -1,4 +1,6 @@
-"""The phase that a process is in, since when, and its wall time by phase: one clock for the watchdog, the launcher and goodput."""
+"""The phase that a process is in, since when, and its wall time by phase: one clock for the
+watchdog, the launcher and goodput.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from typing import Literal, TypeVar, get_args
 from mesh_lm.launch.generation import PREPARING
 
 Phase = Literal["start", "data", "restore", "compile", "batch", "step", "save", "evaluate"]
-"""start: until all processes are connected. batch: waiting for the next batch. compile: the first two steps."""
+"""start: until all processes are connected. batch: waiting for the next batch. compile: the first
+two steps."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _Item = TypeVar("_Item")
@@ -35,14 +38,17 @@ class Phases:
         self._recent: deque[float] = deque(maxlen=64)
 
     def at(self, phase: Phase) -> None:
-        """Begins a phase and ends the one before. Calling it again with the same phase is a sign of life."""
+        """Begins a phase and ends the one before. Calling it again with the same phase is a sign of
+        life.
+        """
         now = self._clock()
         self._seconds[self.phase] += now - self.since
         self.phase, self.since = phase, now
 
     def steps(self, batches: Iterable[_Item]) -> Iterator[_Item]:
-        """Yields the batches. Waiting for one is phase "batch", and the caller's work on it is "step", or "compile" for the first two: the
-        first is compiled and dispatched, and the second waits for the first to finish.
+        """Yields the batches. Waiting for one is phase "batch", and the caller's work on it is
+        "step", or "compile" for the first two: the first is compiled and dispatched, and the second
+        waits for the first to finish.
         """
         iterator, n, began = iter(batches), 0, 0.0
         while True:

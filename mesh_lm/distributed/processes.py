@@ -1,4 +1,6 @@
-"""The side of one process: starting JAX, exchanging values and errors with the other processes, and stopping."""
+"""The side of one process: starting JAX, exchanging values and errors with the other processes, and
+stopping.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.distributed.prefix import log_prefix
 from mesh_lm.errors import ConfigError, ReplacedError, StorageError, storage_failed
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_INTERRUPTED, EXIT_REPLACED, EXIT_STALLED, EXIT_UNEXPECTED
+from mesh_lm.launch import (
+    EXIT_CANNOT,
+    EXIT_FEWER,
+    EXIT_INTERRUPTED,
+    EXIT_REPLACED,
+    EXIT_STALLED,
+    EXIT_UNEXPECTED,
+)
 from mesh_lm.launch.environment import ELASTIC
 from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.launch.secret import Secret
@@ -46,7 +55,9 @@ class FewerNodes(Exception):
 
 
 def run(main: Callable[[T], int], argv: T) -> int:
-    """Runs a command and returns its exit status. A user's mistake prints one message; no process waits for one that has failed."""
+    """Runs a command and returns its exit status. A user's mistake prints one message; no process
+    waits for one that has failed.
+    """
     try:
         status = main(argv)
         _drop_unwritable_output()
@@ -55,7 +66,13 @@ def run(main: Callable[[T], int], argv: T) -> int:
         with contextlib.suppress(OSError):
             print(f"{log_prefix()}error: {error}", file=sys.stderr, flush=True)
         status = EXIT_UNEXPECTED if isinstance(error, rendezvous.RendezvousFailed) else EXIT_CANNOT
-        status = EXIT_REPLACED if isinstance(error, ReplacedError) else EXIT_STALLED if storage_failed(error) else status
+        status = (
+            EXIT_REPLACED
+            if isinstance(error, ReplacedError)
+            else EXIT_STALLED
+            if storage_failed(error)
+            else status
+        )
     except FewerNodes:
         status = EXIT_FEWER
     except KeyboardInterrupt:
@@ -78,7 +95,9 @@ def run(main: Callable[[T], int], argv: T) -> int:
 
 
 def _drop_unwritable_output() -> None:
-    """Discards output that a full disk or a pipe without a reader does not accept: Python would exit with status 120."""
+    """Discards output that a full disk or a pipe without a reader does not accept: Python would
+    exit with status 120.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -86,13 +105,17 @@ def _drop_unwritable_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases: Phases | None = None) -> None:
-    """Sets up JAX and, if the run has several processes, connects them. Must run before the first use of a device; repeating it later with
-    the same config has no effect.
+def start(
+    config: TrainConfig, command: Mapping[str, Any] | None = None, phases: Phases | None = None
+) -> None:
+    """Sets up JAX and, if the run has several processes, connects them. Must run before the first
+    use of a device; repeating it later with the same config has no effect.
 
-    command: further values that must be equal on all processes. phases: this process's progress, for the launcher.
+    command: further values that must be equal on all processes. phases: this process's progress,
+    for the launcher.
 
-    Raises ConfigError if a device has been used already, a process does not connect, or two differ in config, code or versions.
+    Raises ConfigError if a device has been used already, a process does not connect, or two differ
+    in config, code or versions.
     """
     output.accept_any_text()
     Heartbeat(phases or Phases()).start()
@@ -102,15 +125,21 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
             jax.config.update("jax_num_cpu_devices", launch.cpu_devices)
         except RuntimeError as error:
             raise ConfigError(
-                f"launch.cpu_devices={launch.cpu_devices} must be set before JAX uses a device, and this program has used one, perhaps "
-                "for an earlier run: set it for the first run, or start another process (in a notebook: restart the kernel)"
+                f"launch.cpu_devices={launch.cpu_devices} must be set before JAX uses a device, "
+                "and this program has used one, perhaps "
+                "for an earlier run: set it for the first run, or start another process (in a "
+                "notebook: restart the kernel)"
             ) from error
     if launch.compile_cache:
         compile_cache.use(launch.compile_cache)
     slot = ProcessSlot.of(launch)
-    autotuning = Path(config.output).expanduser().absolute() / "autotuning" if launch.deterministic else None
+    autotuning = (
+        Path(config.output).expanduser().absolute() / "autotuning" if launch.deterministic else None
+    )
     pipeline, pairs = config.mesh.pipeline != 1, config.pipeline.pair_layers
-    flags = gpu.set_flags(launch.xla_flags, pipeline=pipeline, pairs=pairs, deterministic=autotuning)
+    flags = gpu.set_flags(
+        launch.xla_flags, pipeline=pipeline, pairs=pairs, deterministic=autotuning
+    )
     if autotuning:  # otherwise JAX would use the cache that all runs share
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     gpu.set_memory()
@@ -119,11 +148,18 @@ def start(config: TrainConfig, command: Mapping[str, Any] | None = None, phases:
     if flags and (slot is None or slot.index == 0):
         print(flags, flush=True)
     if slot and not jax.distributed.is_initialized():
-        join(slot, launch.timeout, config.health.heartbeat, rendezvous.describe(_shared(config), command or {}))
+        join(
+            slot,
+            launch.timeout,
+            config.health.heartbeat,
+            rendezvous.describe(_shared(config), command or {}),
+        )
 
 
 def expected_devices(config: TrainConfig) -> int | None:
-    """Returns the number of devices that the run will have, without starting JAX; None if only JAX can tell."""
+    """Returns the number of devices that the run will have, without starting JAX; None if only JAX
+    can tell.
+    """
     if os.environ.get(ELASTIC):  # fewer nodes may have come
         return None
     sizes = config.mesh.sizes().values()
@@ -133,8 +169,12 @@ def expected_devices(config: TrainConfig) -> int | None:
     return (slot.count if slot else 1) * (config.launch.cpu_devices or cpu.local_devices())
 
 
-def join(slot: ProcessSlot, timeout: float, heartbeat: float, description: rendezvous.Description) -> None:
-    """Connects this process to the others. heartbeat: seconds of silence after which JAX ends the others. Raises as `start`."""
+def join(
+    slot: ProcessSlot, timeout: float, heartbeat: float, description: rendezvous.Description
+) -> None:
+    """Connects this process to the others. heartbeat: seconds of silence after which JAX ends the
+    others. Raises as `start`.
+    """
     rendezvous.meet(slot, timeout, description, Secret.shared())
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
@@ -142,7 +182,8 @@ def join(slot: ProcessSlot, timeout: float, heartbeat: float, description: rende
         cluster_detection_method="deactivate",  # with Slurm it would use one GPU per task
         initialization_timeout=int(timeout),
         heartbeat_timeout_seconds=int(heartbeat),
-        coordinator_bind_address=slot.coordinator if is_loopback(slot.address[0]) else None,  # None: all addresses of this host
+        # None: all addresses of this host
+        coordinator_bind_address=slot.coordinator if is_loopback(slot.address[0]) else None,
     )  # fmt: skip
 
 
@@ -162,7 +203,9 @@ def print_on_process0(text: str) -> None:
 
 @contextlib.contextmanager
 def process0_first(what: str) -> Iterator[None]:
-    """Runs the block on process 0 first, then on the others: they find its files on a shared disk, or make their own."""
+    """Runs the block on process 0 first, then on the others: they find its files on a shared disk,
+    or make their own.
+    """
     if jax.process_index() > 0:
         multihost_utils.sync_global_devices(what)
     try:
@@ -176,46 +219,67 @@ def process0_first(what: str) -> Iterator[None]:
 def collective_errors(mistake: Callable[[str], Exception] = ConfigError) -> Iterator[None]:
     """Raises on every process if the block raises on any, so that none waits for one that failed.
 
-    mistake: the other processes raise mistake("process 1: its message") for a ConfigError, StorageError if a disk failed, and RuntimeError
-    for any other error.
+    mistake: the other processes raise mistake("process 1: its message") for a ConfigError,
+    StorageError if a disk failed, and RuntimeError for any other error.
     """
     error = None
     try:
         yield
     except Exception as caught:
         error = caught
-    kind = "storage" if storage_failed(error) else "mistake" if isinstance(error, ConfigError) else "other"
+    kind = (
+        "storage"
+        if storage_failed(error)
+        else "mistake"
+        if isinstance(error, ConfigError)
+        else "other"
+    )
     errors = gather_from_all([kind, (str(error) or repr(error))[:_TEXT]] if error else None)
     if error:
         raise error
     for process, other in enumerate(errors):
         if other:
-            raise {"mistake": mistake, "storage": StorageError}.get(other[0], RuntimeError)(f"process {process}: {other[1]}")
+            raise {"mistake": mistake, "storage": StorageError}.get(other[0], RuntimeError)(
+                f"process {process}: {other[1]}"
+            )
 
 
 def require_shared(directory: Path) -> None:
     """Raises ConfigError on every process unless all of them see the same existing `directory`."""
     if jax.process_count() == 1:
         return
-    mark = directory / f".shared-{int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))}"
+    mark = (
+        directory
+        / f".shared-{int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))}"
+    )
     with collective_errors():
         if jax.process_index() == 0:
             mark.touch()
     with collective_errors():
         if not mark.exists():
-            raise ConfigError(f"{directory} is not the directory that process 0 sees; set output to a directory that all hosts share")
+            raise ConfigError(
+                f"{directory} is not the directory that process 0 sees; set output to a "
+                "directory "
+                "that all hosts share"
+            )
     if jax.process_index() == 0:
         mark.unlink(missing_ok=True)
 
 
 def assert_equal_across_processes(what: str, value: str, fix: str) -> None:
-    """Raises ConfigError on every process unless all of them have the same `value`. what: its name; fix: advice for the message.
+    """Raises ConfigError on every process unless all of them have the same `value`. what: its name;
+    fix: advice for the message.
 
-    The message has the values of process 0 and of the first process with another, and the names of their hosts.
+    The message has the values of process 0 and of the first process with another, and the names of
+    their hosts.
     """
     if jax.process_count() == 1:
         return
-    text = value if len(value) < 200 else f"{value[:180]}... (digest {hashlib.sha256(value.encode()).hexdigest()[:12]})"
+    text = (
+        value
+        if len(value) < 200
+        else f"{value[:180]}... (digest {hashlib.sha256(value.encode()).hexdigest()[:12]})"
+    )
     answers = gather_from_all([text, socket.gethostname()])
     values = [value for value, _ in answers]
     hosts = [host for _, host in answers]
@@ -231,14 +295,25 @@ def assert_equal_across_processes(what: str, value: str, fix: str) -> None:
 
 def broadcast_from_process0(value: Any) -> Any:
     """Returns process 0's value (JSON) on every process."""
-    return value if jax.process_count() == 1 else gather_from_all(value if jax.process_index() == 0 else None)[0]
+    return (
+        value
+        if jax.process_count() == 1
+        else gather_from_all(value if jax.process_index() == 0 else None)[0]
+    )
 
 
 def gather_from_all(value: Any) -> list[Any]:
-    """Returns the values (JSON) of all processes, by process index. A collective: every process must call it."""
+    """Returns the values (JSON) of all processes, by process index. A collective: every process
+    must call it.
+    """
     if jax.process_count() == 1:
         return [value]
     encoded = json.dumps([value]).encode()
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(encoded)))).reshape(-1)
-    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(encoded.ljust(int(sizes.max())), np.uint8)))
-    return [strict_json.loads(bytes(row[:size]), list, size=len(row))[0] for row, size in zip(rows, sizes, strict=True)]
+    rows = np.asarray(
+        multihost_utils.process_allgather(np.frombuffer(encoded.ljust(int(sizes.max())), np.uint8))
+    )
+    return [
+        strict_json.loads(bytes(row[:size]), list, size=len(row))[0]
+        for row, size in zip(rows, sizes, strict=True)
+    ]

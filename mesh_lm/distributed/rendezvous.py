@@ -1,8 +1,10 @@
-"""A rendezvous of the run's processes before `jax.distributed.initialize`, for the sake of clear errors.
+"""A rendezvous of the run's processes before `jax.distributed.initialize`, for the sake of clear
+errors.
 
-JAX itself aborts without a Python error if a process never connects, and hangs if they run different programs. Here process 0 listens at
-the coordinator's address, receives from each of the others what it runs, compares, and sends all of them the outcome. Both ends prove
-first that they know the job's secret (`mesh_lm.launch.channel`).
+JAX itself aborts without a Python error if a process never connects, and hangs if they run
+different programs. Here process 0 listens at the coordinator's address, receives from each of the
+others what it runs, compares, and sends all of them the outcome. Both ends prove first that they
+know the job's secret (`mesh_lm.launch.channel`).
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _TEXT = 2**16
 _TICK = 0.01
 _RETRY = 0.2
 _GRACE = 10.0
-"""Seconds in which processes that are late still receive an error, and in which all must hang up."""
+"""Seconds in which processes that are late still receive an error, and in which all must hang
+up."""
 _HANDSHAKE = 10.0
 """Seconds within which the other end must have introduced itself."""
 _CALLERS = 128
@@ -59,13 +62,30 @@ class RendezvousFailed(ConfigError):
     """The processes did not find each other; another attempt may succeed."""
 
 
-def describe(config: Mapping[str, Any], command: Mapping[str, Any] = MappingProxyType({})) -> Description:
-    """Returns the config, digests of the code (imported user code included), versions, variables that change the compiled program, and
-    whether this process will use NVIDIA GPUs: JAX would wait minutes for the devices of one that has lost them.
+def describe(
+    config: Mapping[str, Any], command: Mapping[str, Any] = MappingProxyType({})
+) -> Description:
+    """Returns the config, digests of the code (imported user code included), versions, variables
+    that change the compiled program, and whether this process will use NVIDIA GPUs: JAX would wait
+    minutes for the devices of one that has lost them.
     """
-    files = [file for name in _CODE for file in sorted((_ROOT / name).rglob("*.py") if (_ROOT / name).is_dir() else (_ROOT / name,))]
-    code = {str(f.relative_to(_ROOT)): hashlib.sha256(f.read_bytes()).hexdigest()[:12] for f in files if f.exists()}
-    versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": version("jaxlib")}
+    files = [
+        file
+        for name in _CODE
+        for file in sorted(
+            (_ROOT / name).rglob("*.py") if (_ROOT / name).is_dir() else (_ROOT / name,)
+        )
+    ]
+    code = {
+        str(f.relative_to(_ROOT)): hashlib.sha256(f.read_bytes()).hexdigest()[:12]
+        for f in files
+        if f.exists()
+    }
+    versions = {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+    }
     has_gpus = bool(gpu.visible(os.environ))
     if has_gpus:
         versions |= _compilers()
@@ -89,16 +109,28 @@ def _compilers() -> dict[str, str]:
 
 
 def _modules() -> dict[str, str]:
-    """Returns module -> digest of the imported files that belong neither to Python nor to an installed package, such as a config file.
+    """Returns module -> digest of the imported files that belong neither to Python nor to an
+    installed package, such as a config file.
 
-    Those of mesh_lm itself are left out: `describe` has all of its files, and a process may have imported more of them than others.
+    Those of mesh_lm itself are left out: `describe` has all of its files, and a process may have
+    imported more of them than others.
     """
     own = [(_ROOT / name).resolve() for name in _CODE]
-    installed = [*own, *(Path(path).resolve() for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})]
+    installed = [
+        *own,
+        *(
+            Path(path).resolve()
+            for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+        ),
+    ]
     digests = {}
     for name, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "/")
-        if file.suffix != ".py" or not file.is_file() or {"site-packages", "dist-packages"} & {*file.parts}:
+        if (
+            file.suffix != ".py"
+            or not file.is_file()
+            or {"site-packages", "dist-packages"} & {*file.parts}
+        ):
             continue
         if not any(file.resolve().is_relative_to(path) for path in installed):
             digests[Path(name).name] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
@@ -106,26 +138,52 @@ def _modules() -> dict[str, str]:
 
 
 def meet(slot: ProcessSlot, timeout: float, description: Description, secret: Secret) -> None:
-    """Returns when all processes are connected and run the same program; takes at most `timeout` seconds, whoever else connects.
+    """Returns when all processes are connected and run the same program; takes at most `timeout`
+    seconds, whoever else connects.
 
-    Raises on every connected process. RendezvousFailed: nothing answers at the coordinator's address, its port is taken, or processes did
-    not connect. ConfigError: two have the same index, an index is out of range, or another process count, or a different description.
+    Raises on every connected process. RendezvousFailed: nothing answers at the coordinator's
+    address, its port is taken, or processes did not connect. ConfigError: two have the same index,
+    an index is out of range, or another process count, or a different description.
     """
-    own = {"magic": _MAGIC, "count": slot.count, "index": slot.index, "host": socket.gethostname(), "description": description}
+    own = {
+        "magic": _MAGIC,
+        "count": slot.count,
+        "index": slot.index,
+        "host": socket.gethostname(),
+        "description": description,
+    }
     own = json.loads(json.dumps(own, default=repr))  # as the others will see it
     deadline = time.monotonic() + timeout
-    problem, absent = _host(slot, deadline, timeout, own, secret) if slot.index == 0 else _visit(slot, deadline, timeout, own, secret)
+    problem, absent = (
+        _host(slot, deadline, timeout, own, secret)
+        if slot.index == 0
+        else _visit(slot, deadline, timeout, own, secret)
+    )
     if problem:
         raise (RendezvousFailed if absent else ConfigError)(problem)
 
 
-def _host(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any], secret: Secret) -> tuple[str, bool]:
-    """Process 0's side. Returns the problem (empty: none), and whether the cause is that a process is absent."""
+def _host(
+    slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any], secret: Secret
+) -> tuple[str, bool]:
+    """Process 0's side. Returns the problem (empty: none), and whether the cause is that a process
+    is absent.
+    """
     host, port = slot.address
     try:
-        listener = listen(port, (LOOPBACK if host == "localhost" else host) if is_loopback(host) else "", slot.count)
+        listener = listen(
+            port,
+            (LOOPBACK if host == "localhost" else host) if is_loopback(host) else "",
+            slot.count,
+        )
     except OSError as error:
-        return f"process 0 cannot listen on port {port}: {error.strerror}; choose a free port for launch.coordinator", True
+        return (
+            (
+                f"process 0 cannot listen on port {port}: {error.strerror}; choose a free port for "
+                "launch.coordinator"
+            ),
+            True,
+        )
     guests = _Guests(listener, slot.count, own, secret)
     quiet_until: float | None = time.monotonic() + QUIET
     try:
@@ -134,17 +192,30 @@ def _host(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any
             time.sleep(_TICK)
             guests.hear()
             if quiet_until and time.monotonic() > quiet_until and (absent := guests.absent()):
-                _say(f"process 0 waits for {absent} of {slot.count} at {slot.coordinator}, for up to {timeout:g} s")
+                _say(
+                    f"process 0 waits for {absent} of {slot.count} at {slot.coordinator}, for "
+                    "up "
+                    f"to {timeout:g} s"
+                )
                 quiet_until = None
             if guests.problem:  # processes that are late should receive it too
                 deadline = min(deadline, time.monotonic() + _GRACE)
             missed = time.monotonic() > deadline
         problem, missed = guests.problem, missed and not guests.problem
         if missed:
-            problem = f"{guests.absent()} of {slot.count} did not connect to {slot.coordinator} within {timeout:g} s"
-            problem += f"; see their logs, check launch.processes, and that they can reach that address{guests.refused}"
+            problem = (
+                f"{guests.absent()} of {slot.count} did not connect to {slot.coordinator} within "
+                f"{timeout:g} s"
+            )
+            problem += (
+                "; see their logs, check launch.processes, and that they can reach that "
+                f"address{guests.refused}"
+            )
         elif not problem and (left := guests.gone()):
-            problem = f"{number_ranges(left)} of {slot.count} connected to {slot.coordinator} and disconnected; see their logs"
+            problem = (
+                f"{number_ranges(left)} of {slot.count} connected to {slot.coordinator} and "
+                "disconnected; see their logs"
+            )
             missed = True
         guests.dismiss(problem, missed)
         return problem, missed
@@ -161,7 +232,9 @@ class _Guests:
       refused: what to add to a message about absent processes.
     """
 
-    def __init__(self, listener: socket.socket, count: int, own: dict[str, Any], secret: Secret) -> None:
+    def __init__(
+        self, listener: socket.socket, count: int, own: dict[str, Any], secret: Secret
+    ) -> None:
         self._listener, self._count, self._own, self._secret = listener, count, own, secret
         self._callers: list[Peer] = []
         self._twins: list[Peer] = []
@@ -178,7 +251,9 @@ class _Guests:
         """Accepts connections, and reads what has arrived."""
         with contextlib.suppress(OSError):
             for _ in range(_CALLERS):
-                self._callers.append(Peer(self._listener.accept()[0], self._secret, _PURPOSE, serves=True))
+                self._callers.append(
+                    Peer(self._listener.accept()[0], self._secret, _PURPOSE, serves=True)
+                )
         most = max(_CALLERS, 2 * self._count)
         for caller in self._callers[:-most]:
             caller.close()
@@ -192,8 +267,14 @@ class _Guests:
                 caller.close()
                 if caller.refused:
                     if not self.refused:
-                        _warn(f"process 0 refused a connection from {caller.address}: {caller.refused}; {_SAME}")
-                    self.refused = f"; the last connection that was refused came from {caller.address}: {caller.refused}"
+                        _warn(
+                            f"process 0 refused a connection from {caller.address}: "
+                            f"{caller.refused}; {_SAME}"
+                        )
+                    self.refused = (
+                        f"; the last connection that was refused came from {caller.address}: "
+                        f"{caller.refused}"
+                    )
 
     def _present(self, caller: Peer, other: dict[str, Any]) -> None:
         try:
@@ -207,11 +288,15 @@ class _Guests:
         if not 0 < index < self._count:
             self._twins.append(caller)
             self.problem = (
-                f"a process on {other['host']} has the index {index} of {self._count}; launch.index must be 0 to {self._count - 1}"
+                f"a process on {other['host']} has the index {index} of {self._count}; "
+                f"launch.index must be 0 to {self._count - 1}"
             )
         elif known and known.open:
             self._twins.append(caller)
-            self.problem = f"two processes have the index {index} of {other['count']}; each needs its own launch.index"
+            self.problem = (
+                f"two processes have the index {index} of {other['count']}; each needs its own "
+                "launch.index"
+            )
         else:
             self.by_index[index] = caller
         self.problem = self.problem or _difference(self._own, other)
@@ -227,7 +312,9 @@ class _Guests:
         return sorted(index for index, peer in self.by_index.items() if not peer.open)
 
     def dismiss(self, problem: str, absent: bool) -> None:
-        """Sends all processes the outcome. They hang up first, so that no socket on this port lingers when JAX binds it."""
+        """Sends all processes the outcome. They hang up first, so that no socket on this port
+        lingers when JAX binds it.
+        """
         guests = [*self.by_index.values(), *self._twins]
         for guest in guests:
             guest.send(problem=problem[:_TEXT], absent=absent)
@@ -244,30 +331,53 @@ class _Guests:
         self._listener.close()
 
 
-def _visit(slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any], secret: Secret) -> tuple[str, bool]:
+def _visit(
+    slot: ProcessSlot, deadline: float, timeout: float, own: dict[str, Any], secret: Secret
+) -> tuple[str, bool]:
     """The other processes' side. Returns as `_host` does."""
     why: object = "it did not answer"
     quiet_until: float | None = time.monotonic() + QUIET
     while True:
         try:
-            connection = socket.create_connection(slot.address, timeout=max(0.01, deadline - time.monotonic()))
+            connection = socket.create_connection(
+                slot.address, timeout=max(0.01, deadline - time.monotonic())
+            )
             with contextlib.closing(Peer(connection, secret, _PURPOSE, serves=False)) as host:
                 host.send(**own)
-                while host.open and (host.proven or host.age < _HANDSHAKE) and time.monotonic() < deadline + _GRACE + _HANDSHAKE:
+                while (
+                    host.open
+                    and (host.proven or host.age < _HANDSHAKE)
+                    and time.monotonic() < deadline + _GRACE + _HANDSHAKE
+                ):
                     time.sleep(_TICK)
                     for answer in host.receive():
                         protocol.require(answer, protocol.OUTCOME, *protocol.OUTCOME)
                         return answer["problem"], answer["absent"]
                 if host.refused and host.refused not in str(why):
-                    _warn(f"process {slot.index} found something at {slot.coordinator}, but {host.refused}; {_SAME}; trying again")
-                why = f"{host.refused}: {_SAME}" if host.refused else "it hung up" if not host.open else why
+                    _warn(
+                        f"process {slot.index} found something at {slot.coordinator}, but "
+                        f"{host.refused}; {_SAME}; trying again"
+                    )
+                why = (
+                    f"{host.refused}: {_SAME}"
+                    if host.refused
+                    else "it hung up"
+                    if not host.open
+                    else why
+                )
         except (OSError, ValueError) as error:
             why = error
         if quiet_until and time.monotonic() > quiet_until:
-            _say(f"process {slot.index} waits for process 0 at {slot.coordinator}, for up to {timeout:g} s")
+            _say(
+                f"process {slot.index} waits for process 0 at {slot.coordinator}, for up to "
+                f"{timeout:g} s"
+            )
             quiet_until = None
         if time.monotonic() > deadline:
-            how = f"process {slot.index} found no process 0 at {slot.coordinator} within {timeout:g} s ({why}); "
+            how = (
+                f"process {slot.index} found no process 0 at {slot.coordinator} within {timeout:g} "
+                f"s ({why}); "
+            )
             return how + "start it, or correct launch.coordinator", True
         time.sleep(_RETRY)
 
@@ -283,17 +393,28 @@ def _say(text: str) -> None:
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
-    """Returns a message that lists the first fields in which a process differs from process 0; empty if there are none."""
+    """Returns a message that lists the first fields in which a process differs from process 0;
+    empty if there are none.
+    """
     if other["count"] != first["count"]:
-        return f"process {other['index']} expects {other['count']} processes, process 0 expects {first['count']}"
+        return (
+            f"process {other['index']} expects {other['count']} processes, process 0 expects "
+            f"{first['count']}"
+        )
     lines = _compare(first["description"], other["description"], "")
     if not lines:
         return ""
-    head = f"process {other['index']} on {other['host']} does not match process 0 on {first['host']}"
+    head = (
+        f"process {other['index']} on {other['host']} does not match process 0 on {first['host']}"
+    )
     return listed(head, lines) + "\nstart all of them from the same files with the same arguments"
 
 
 def _compare(a: Any, b: Any, path: str) -> list[str]:
     if isinstance(a, dict) and isinstance(b, dict):
-        return [line for key in dict.fromkeys([*a, *b]) for line in _compare(a.get(key), b.get(key), f"{path}.{key}" if path else key)]
+        return [
+            line
+            for key in dict.fromkeys([*a, *b])
+            for line in _compare(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        ]
     return [] if json.dumps(a) == json.dumps(b) else [f"{path}: {a} on process 0, {b} there"]

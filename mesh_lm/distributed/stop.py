@@ -1,4 +1,6 @@
-"""What SIGTERM and Ctrl-C do to a process: it saves after the step, or ends at once where there is nothing to save."""
+"""What SIGTERM and Ctrl-C do to a process: it saves after the step, or ends at once where there is
+nothing to save.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,35 @@ from mesh_lm.launch.environment import HEARTBEAT
 _UNWIND = 2.0
 """Seconds that the main thread has to end by itself, which it cannot while XLA compiles."""
 _NATIVE = ("restore", "compile")
-"""Phases in which XLA and Orbax work in threads of their own. An interpreter that is torn down meanwhile ends with SIGSEGV."""
+"""Phases in which XLA and Orbax work in threads of their own. An interpreter that is torn down
+meanwhile ends with SIGSEGV."""
 _SHOW_CURSOR = b"\x1b[?25h"
-_TOGETHER = "Ctrl-C: the processes of this run stop together, after their next step; a second Ctrl-C ends this one at once"
+_TOGETHER = (
+    "Ctrl-C: the processes of this run stop together, after their next step; a second Ctrl-C ends "
+    "this one at once"
+)
 
 
 def status_of(*, by_interrupt: bool) -> Literal[99, 130]:
-    """The status of a process that a signal has ended: 130 for SIGINT, but under a launcher 99, which it does not take for a failure."""
+    """The status of a process that a signal has ended: 130 for SIGINT, but under a launcher 99,
+    which it does not take for a failure.
+    """
     return EXIT_INTERRUPTED if by_interrupt and HEARTBEAT not in os.environ else EXIT_PREEMPTED
 
 
 class StopOnSignal:
-    """A context in which SIGTERM or SIGINT to any process makes `poll` return True on all of them at the same call: they save and exit.
+    """A context in which SIGTERM or SIGINT to any process makes `poll` return True on all of them
+    at the same call: they save and exit.
 
-    Before the first new step is done there is nothing to save: the signal then ends the process at once (with `status_of`).
-    A run of several processes does that only until they are connected: from then on JAX's preemption service catches SIGTERM, as which a
-    SIGINT is passed on, and picks the call, so all of them must call `poll` equally often, and it is the launcher that ends them at once.
+    Before the first new step is done there is nothing to save: the signal then ends the process at
+    once (with `status_of`). A run of several processes does that only until they are connected:
+    from then on JAX's preemption service catches SIGTERM, as which a SIGINT is passed on, and picks
+    the call, so all of them must call `poll` equally often, and it is the launcher that ends them
+    at once.
 
-    A second SIGINT ends a process at once in any phase; in an interactive Python, which must survive it, it is a KeyboardInterrupt. A
-    process that ignores SIGINT, as a shell's background jobs do, goes on ignoring it.
+    A second SIGINT ends a process at once in any phase; in an interactive Python, which must
+    survive it, it is a KeyboardInterrupt. A process that ignores SIGINT, as a shell's background
+    jobs do, goes on ignoring it.
     """
 
     requested = False
@@ -71,7 +83,8 @@ class StopOnSignal:
         return self.requested
 
     def __enter__(self) -> StopOnSignal:
-        self._main = threading.current_thread() is threading.main_thread()  # Python delivers signals to no other thread
+        # Python delivers signals to no other thread
+        self._main = threading.current_thread() is threading.main_thread()
         if self._main:
             # Python's own handler runs when XLA returns; this pipe is written to at once.
             self._signals, self._writer = os.pipe()
@@ -81,7 +94,9 @@ class StopOnSignal:
             handlers = {signal.SIGTERM: self._terminate, signal.SIGINT: self._interrupt}
             if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
                 del handlers[signal.SIGINT]
-            self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+            self._before = {
+                number: signal.signal(number, handler) for number, handler in handlers.items()
+            }
             os.register_at_fork(after_in_child=self._forked)
             self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
             self._watcher.start()
@@ -104,13 +119,18 @@ class StopOnSignal:
         if self._leaving or not self._phases.nothing_to_save:
             return  # a second exception would break off the cleaning up after the first
         self._leaving, self._is_native = True, self._phases.phase in _NATIVE
-        self._say(f"stopped by {self.cause} in phase {self._phases.phase}: there is nothing new to save")
+        self._say(
+            f"stopped by {self.cause} in phase {self._phases.phase}: there is nothing new to save"
+        )
         if self.interrupted and self._is_interactive:
             raise KeyboardInterrupt
-        raise SystemExit(status_of(by_interrupt=self.interrupted))  # files are closed and removed on the way to __exit__
+        # files are closed and removed on the way to __exit__
+        raise SystemExit(status_of(by_interrupt=self.interrupted))
 
     def _end_at_once(self) -> NoReturn:
-        """Ends the process without a save, as SIGKILL would: checkpoints and corpora are renamed into place when they are complete."""
+        """Ends the process without a save, as SIGKILL would: checkpoints and corpora are renamed
+        into place when they are complete.
+        """
         if self._is_interactive:
             raise KeyboardInterrupt
         newest = self._phases.saved
@@ -124,7 +144,9 @@ class StopOnSignal:
             _write(text)
 
     def _watch(self) -> None:
-        """Does what the handlers would, while the main thread is in XLA and Python cannot run them."""
+        """Does what the handlers would, while the main thread is in XLA and Python cannot run
+        them.
+        """
         n_interrupts = 0
         for numbers in iter(lambda: os.read(self._signals, 64), b""):
             n_interrupts += numbers.count(signal.SIGINT)
@@ -133,7 +155,8 @@ class StopOnSignal:
             if not self._phases.nothing_to_save:
                 continue
             is_interrupt = signal.SIGINT in numbers and not self._is_interactive
-            # In a connected process JAX's service catches SIGTERM, and the handler passes SIGINT on to it.
+            # In a connected process JAX's service catches SIGTERM, and the handler passes SIGINT on
+            # to it.
             is_connected = jax.distributed.is_initialized()
             if is_interrupt and is_connected:
                 _write(_TOGETHER)  # which may take minutes
@@ -142,7 +165,9 @@ class StopOnSignal:
         os.close(self._signals)
 
     def _end_unless_saving(self, *, by_interrupt: bool) -> None:
-        """Ends the process after _UNWIND seconds, or at a second SIGINT, unless a step was done meanwhile, which is saved."""
+        """Ends the process after _UNWIND seconds, or at a second SIGINT, unless a step was done
+        meanwhile, which is saved.
+        """
         cause = "Ctrl-C" if by_interrupt else "SIGTERM"
         self._say(f"stopped by {cause} in phase {self._phases.phase}: there is nothing new to save")
         deadline = time.monotonic() + _UNWIND
@@ -171,7 +196,12 @@ class StopOnSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if not self._main:
             return
         if self._is_native and isinstance(value, SystemExit):
@@ -192,7 +222,9 @@ def _write(text: str) -> None:
 
 
 def _flush() -> None:
-    """Writes out what the interpreter would on its way out; what a full disk or a closed pipe does not take is lost there, too."""
+    """Writes out what the interpreter would on its way out; what a full disk or a closed pipe does
+    not take is lost there, too.
+    """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -200,7 +232,9 @@ def _flush() -> None:
 
 
 def _exit(status: int) -> NoReturn:
-    """Ends the process from any thread, and shows the terminal's cursor, which a progress bar hides."""
+    """Ends the process from any thread, and shows the terminal's cursor, which a progress bar
+    hides.
+    """
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, _SHOW_CURSOR)

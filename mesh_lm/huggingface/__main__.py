@@ -1,4 +1,6 @@
-"""`python -m mesh_lm.huggingface import|export ...`: the same as `mesh-lm import ...` and `mesh-lm export ...`."""
+"""`python -m mesh_lm.huggingface import|export ...`: the same as `mesh-lm import ...` and `mesh-lm
+export ...`.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""Exports a model as a Hugging Face directory; gathers one layer of one parameter at a time and writes one file at a time."""
+"""Exports a model as a Hugging Face directory; gathers one layer of one parameter at a time and
+writes one file at a time.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,20 @@ def save(
     max_shard_bytes: int = 2 * 2**30,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Writes a directory that transformers loads: config.json, .safetensors, SHA256SUMS, a model card (README.md), and with a tokenizer
-    its files and generation_config.json. A line says so if transformers cannot load the tokenizer.
+    """Writes a directory that transformers loads: config.json, .safetensors, SHA256SUMS, a model
+    card (README.md), and with a tokenizer its files and generation_config.json. A line says so if
+    transformers cannot load the tokenizer.
 
-    The directory is renamed into place once complete. All processes must call this; process 0 writes and returns last. It holds one file
-    (`max_shard_bytes`) and several copies of it in host memory (measured in benchmarks/huggingface.py).
+    The directory is renamed into place once complete. All processes must call this; process 0
+    writes and returns last. It holds one file (`max_shard_bytes`) and several copies of it in host
+    memory (measured in benchmarks/huggingface.py).
 
     Args:
       params: layers in model order, as in `TrainedModel.load` (`ModelLayout.to_model_order`).
 
     Raises:
-      ConfigError: no class of transformers can express the model (lists the fields), a number is not finite in dtype, or the directory is
+      ConfigError: no class of transformers can express the model (lists the fields), a number is
+      not finite in dtype, or the directory is
         not empty or not writable.
     """
     config = model if isinstance(model, DecoderConfig) else model.config
@@ -62,7 +67,11 @@ def save(
     directory = Path(directory).expanduser().absolute()
     mappings = [(m, _sizes(m, config, params)) for m in family.mappings if m.param in params]
     width = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
-    sizes_in_bytes = [(name, width * math.prod(m.shape(sizes))) for m, sizes in mappings for name in m.names(sizes)]
+    sizes_in_bytes = [
+        (name, width * math.prod(m.shape(sizes)))
+        for m, sizes in mappings
+        for name in m.names(sizes)
+    ]
     shards = _split_into_files(sizes_in_bytes, max_shard_bytes)
     stream = _tensors(mappings, params, dtype)
     with distributed.collective_errors():
@@ -91,15 +100,21 @@ def save(
 
 
 def _save_tokenizer(directory: Path, tokenizer: Tokenizer, config: DecoderConfig) -> dict[str, Any]:
-    """Writes the tokenizer and generation_config.json. Returns the ids of special tokens for config.json. Raises OSError."""
+    """Writes the tokenizer and generation_config.json. Returns the ids of special tokens for
+    config.json. Raises OSError.
+    """
     tokenizer.save(directory)
     settings = tokenizer.companions.generation
-    token_ids = {**tokenizer.token_ids(), **{name: settings[name] for name in TOKEN_IDS if settings.get(name) is not None}}
+    token_ids = {
+        **tokenizer.token_ids(),
+        **{name: settings[name] for name in TOKEN_IDS if settings.get(name) is not None},
+    }
     if not settings:  # else the tokenizer has saved them
         _write_json(directory / GENERATION, token_ids)
     if not tokenizer.is_in_transformers:
         distributed.print_on_process0(
-            f"warning: transformers cannot load the tokenizer of this export ({tokenizer.kind}), only the model; "
+            f"warning: transformers cannot load the tokenizer of this export ({tokenizer.kind}), "
+            "only the model; "
             "mesh_lm.data.tokenizer.load_tokenizer reads it"
         )
     # transformers refuses a padding id that the embedding does not have.
@@ -124,8 +139,12 @@ def _begin(directory: Path) -> Path:
     return partial
 
 
-def _tensors(mappings: list[tuple[TensorMapping, Sizes]], params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (their name, tensor) in the order of `TensorMapping.names`. Casts before gathering, which halves the bytes."""
+def _tensors(
+    mappings: list[tuple[TensorMapping, Sizes]], params: Params, dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (their name, tensor) in the order of `TensorMapping.names`. Casts before gathering,
+    which halves the bytes.
+    """
 
     def layer(x: jax.Array, i: int, stacked: bool) -> jax.Array:
         return (lax.dynamic_index_in_dim(x, i, keepdims=False) if stacked else x).astype(dtype)
@@ -136,7 +155,11 @@ def _tensors(mappings: list[tuple[TensorMapping, Sizes]], params: Params, dtype:
         for i in range(sizes["L"] if stacked else 1):
             gathered = gather(x, i, stacked)
             if jax.process_index() == 0:
-                yield from zip([name.format(i) for name in mapping.hf_names], mapping.write(np.asarray(gathered), sizes), strict=True)
+                yield from zip(
+                    [name.format(i) for name in mapping.hf_names],
+                    mapping.write(np.asarray(gathered), sizes),
+                    strict=True,
+                )
             else:
                 jax.block_until_ready(gathered)
 
@@ -144,22 +167,29 @@ def _tensors(mappings: list[tuple[TensorMapping, Sizes]], params: Params, dtype:
 def _finite(name: str, tensor: np.ndarray) -> tuple[str, np.ndarray]:
     if bad := tensor.size - int(np.isfinite(tensor).sum()):
         raise ConfigError(
-            f"{name} has {bad:,} numbers that are not finite as {tensor.dtype}; if the checkpoint has them, export an earlier step, else "
+            f"{name} has {bad:,} numbers that are not finite as {tensor.dtype}; if the checkpoint "
+            "has them, export an earlier step, else "
             "choose --dtype=bfloat16 or --dtype=float32, whose range is that of the checkpoint"
         )
     return name, tensor
 
 
 def _gathered(x: jax.Array, stacked: bool) -> NamedSharding | None:
-    """Returns the sharding of a layer of x for its copy to the host: unchanged, or replicated if other processes hold shards."""
+    """Returns the sharding of a layer of x for its copy to the host: unchanged, or replicated if
+    other processes hold shards.
+    """
     if not isinstance(x.sharding, NamedSharding):
         return None
     spec = x.sharding.spec[1:] if stacked else x.sharding.spec
-    return NamedSharding(x.sharding.mesh, PartitionSpec(*spec) if x.is_fully_addressable else PartitionSpec())
+    return NamedSharding(
+        x.sharding.mesh, PartitionSpec(*spec) if x.is_fully_addressable else PartitionSpec()
+    )
 
 
 def _sizes(mapping: TensorMapping, config: DecoderConfig, params: Params) -> Sizes:
-    return dict(zip(mapping.dims, params[mapping.param].shape, strict=True)) | {"V": config.vocab_size}
+    return dict(zip(mapping.dims, params[mapping.param].shape, strict=True)) | {
+        "V": config.vocab_size
+    }
 
 
 def _split_into_files(tensors: list[tuple[str, int]], limit: int) -> list[dict[str, int]]:
@@ -172,15 +202,23 @@ def _split_into_files(tensors: list[tuple[str, int]], limit: int) -> list[dict[s
     return shards
 
 
-def _write(directory: Path, stream: Iterator[tuple[str, np.ndarray]], shards: list[dict[str, int]]) -> None:
-    names = [files.SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+def _write(
+    directory: Path, stream: Iterator[tuple[str, np.ndarray]], shards: list[dict[str, int]]
+) -> None:
+    names = (
+        [files.SINGLE]
+        if len(shards) == 1
+        else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    )
     for file, shard in zip(names, shards, strict=True):
         files.write(directory / file, dict(_finite(*next(stream)) for _ in shard))
     assert next(stream, None) is None
     if len(shards) > 1:
         index: dict[str, Any] = {
             "metadata": {"total_size": sum(size for shard in shards for size in shard.values())},
-            "weight_map": {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard},
+            "weight_map": {
+                tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard
+            },
         }
         (directory / files.INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 

@@ -1,6 +1,7 @@
 """The supported model families: how fields of config.json and tensors correspond to ours.
 
-Sources: the config.json and .safetensors that transformers writes for these classes (https://huggingface.co/docs/transformers).
+Sources: the config.json and .safetensors that transformers writes for these classes
+(https://huggingface.co/docs/transformers).
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ class Family:
     """The name in `architectures` of config.json."""
     model_type: str
     base: str
-    """The prefix of all tensor names but the head's; files of the model without its head lack it."""
+    """The prefix of all tensor names but the head's; files of the model without its head lack
+    it."""
     fields: Mapping[str, tuple[str, Any]]
     """Maps their fields to (our field, default of transformers)."""
     fixed: Mapping[str, Any]
     """Our fields that are fixed in this family."""
     only: Mapping[str, tuple[Any, ...]]
-    """Their fields of which only these values are supported; the first is the default of transformers."""
+    """Their fields of which only these values are supported; the first is the default of
+    transformers."""
     mappings: tuple[TensorMapping, ...]
     ignored: tuple[str, ...] = ()
     """Name suffixes of obsolete tensors in old files."""
@@ -43,14 +46,23 @@ class Family:
     @property
     def embedding(self) -> str:
         """The name of the token table, which a tied head shares."""
-        return next(mapping.hf_names[0] for mapping in self.mappings if mapping.param == "embedding")
+        return next(
+            mapping.hf_names[0] for mapping in self.mappings if mapping.param == "embedding"
+        )
 
 
 def _map(param: str, dims: str, layout: str, *hf_names: str) -> TensorMapping:
     return TensorMapping(param, dims.replace(" ", ""), layout, hf_names)
 
 
-_PLAIN = {"softcap": 0.0, "head_softcap": 0.0, "sinks": False, "window": (), "segments": (), "block": "dense"}
+_PLAIN = {
+    "softcap": 0.0,
+    "head_softcap": 0.0,
+    "sinks": False,
+    "window": (),
+    "segments": (),
+    "block": "dense",
+}
 """What no family here has."""
 
 GPT2 = Family(
@@ -67,7 +79,14 @@ GPT2 = Family(
         "layer_norm_epsilon": ("norm_eps", 1e-5),
         "tie_word_embeddings": ("tied", True),
     },
-    fixed={**_PLAIN, "positions": "learned", "norm": "layernorm", "activation": "gelu", "biases": True, "qk_norm": False},
+    fixed={
+        **_PLAIN,
+        "positions": "learned",
+        "norm": "layernorm",
+        "activation": "gelu",
+        "biases": True,
+        "qk_norm": False,
+    },
     only={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
@@ -80,9 +99,16 @@ GPT2 = Family(
         _map("positions", "S D", "S D", "transformer.wpe.weight"),
         _map("blocks.attention_norm.scale", "L D", "D", "transformer.h.{}.ln_1.weight"),
         _map("blocks.attention_norm.bias", "L D", "D", "transformer.h.{}.ln_1.bias"),
-        _map("blocks.attention.qkv.weight", "L D f N H", "D fNH", "transformer.h.{}.attn.c_attn.weight"),
+        _map(
+            "blocks.attention.qkv.weight",
+            "L D f N H",
+            "D fNH",
+            "transformer.h.{}.attn.c_attn.weight",
+        ),
         _map("blocks.attention.qkv.bias", "L f N H", "fNH", "transformer.h.{}.attn.c_attn.bias"),
-        _map("blocks.attention.out.weight", "L D N H", "NH D", "transformer.h.{}.attn.c_proj.weight"),
+        _map(
+            "blocks.attention.out.weight", "L D N H", "NH D", "transformer.h.{}.attn.c_proj.weight"
+        ),
         _map("blocks.attention.out.bias", "L D", "D", "transformer.h.{}.attn.c_proj.bias"),
         _map("blocks.mlp_norm.scale", "L D", "D", "transformer.h.{}.ln_2.weight"),
         _map("blocks.mlp_norm.bias", "L D", "D", "transformer.h.{}.ln_2.bias"),
@@ -114,7 +140,14 @@ LLAMA = Family(
         "rms_norm_eps": ("norm_eps", 1e-6),
         "tie_word_embeddings": ("tied", False),
     },
-    fixed={**_PLAIN, "positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "biases": False, "qk_norm": False},
+    fixed={
+        **_PLAIN,
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "biases": False,
+        "qk_norm": False,
+    },
     only={
         "hidden_act": ("silu", "swish"),
         "attention_bias": (False,),
@@ -125,12 +158,26 @@ LLAMA = Family(
     mappings=(
         _map("embedding", "V D", "V D", "model.embed_tokens.weight"),
         _map("blocks.attention_norm.scale", "L D", "D", "model.layers.{}.input_layernorm.weight"),
-        _map("blocks.attention.qkv.weight", "L D f N H", "NH D", _Q, _K, _V),  # if n_kv_heads = n_heads
+        # if n_kv_heads = n_heads
+        _map("blocks.attention.qkv.weight", "L D f N H", "NH D", _Q, _K, _V),
         _map("blocks.attention.q.weight", "L D N H", "NH D", _Q),  # grouped queries
         _map("blocks.attention.kv.weight", "L D f K H", "KH D", _K, _V),
-        _map("blocks.attention.out.weight", "L D N H", "D NH", "model.layers.{}.self_attn.o_proj.weight"),
-        _map("blocks.mlp_norm.scale", "L D", "D", "model.layers.{}.post_attention_layernorm.weight"),
-        _map("blocks.mlp.up.weight", "L D f F", "F D", "model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
+        _map(
+            "blocks.attention.out.weight",
+            "L D N H",
+            "D NH",
+            "model.layers.{}.self_attn.o_proj.weight",
+        ),
+        _map(
+            "blocks.mlp_norm.scale", "L D", "D", "model.layers.{}.post_attention_layernorm.weight"
+        ),
+        _map(
+            "blocks.mlp.up.weight",
+            "L D f F",
+            "F D",
+            "model.layers.{}.mlp.gate_proj.weight",
+            "model.layers.{}.mlp.up_proj.weight",
+        ),
         _map("blocks.mlp.down.weight", "L D F", "D F", "model.layers.{}.mlp.down_proj.weight"),
         _map("norm.scale", "D", "D", "model.norm.weight"),
         _map("head", "V D", "V D", HEAD),
@@ -142,7 +189,11 @@ QWEN3 = dataclasses.replace(
     LLAMA,
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    fields={**LLAMA.fields, "num_key_value_heads": ("n_kv_heads", REQUIRED), "head_dim": ("head_dim", 128)},
+    fields={
+        **LLAMA.fields,
+        "num_key_value_heads": ("n_kv_heads", REQUIRED),
+        "head_dim": ("head_dim", 128),
+    },
     fixed={**LLAMA.fixed, "qk_norm": True},
     only={
         "hidden_act": ("silu", "swish"),
@@ -154,8 +205,12 @@ QWEN3 = dataclasses.replace(
     },
     mappings=(
         *LLAMA.mappings,
-        _map("blocks.attention.q_norm.scale", "L H", "H", "model.layers.{}.self_attn.q_norm.weight"),
-        _map("blocks.attention.k_norm.scale", "L H", "H", "model.layers.{}.self_attn.k_norm.weight"),
+        _map(
+            "blocks.attention.q_norm.scale", "L H", "H", "model.layers.{}.self_attn.q_norm.weight"
+        ),
+        _map(
+            "blocks.attention.k_norm.scale", "L H", "H", "model.layers.{}.self_attn.k_norm.weight"
+        ),
     ),
 )
 

@@ -39,8 +39,12 @@ transformers cannot load the tokenizer. `mesh_lm.data.tokenizer.load_tokenizer("
 """
 
 
-def model_card(name: str, architecture: str, config: DecoderConfig, dtype: str, tokenizer: Tokenizer | None) -> str:
-    """Returns the text of a model card. name: of the directory; architecture: the class of transformers."""
+def model_card(
+    name: str, architecture: str, config: DecoderConfig, dtype: str, tokenizer: Tokenizer | None
+) -> str:
+    """Returns the text of a model card. name: of the directory; architecture: the class of
+    transformers.
+    """
     classes = ["AutoModelForCausalLM"]
     lines = [f'model = AutoModelForCausalLM.from_pretrained("{name}")']
     if tokenizer and tokenizer.is_in_transformers:
@@ -49,4 +53,11 @@ def model_card(name: str, architecture: str, config: DecoderConfig, dtype: str, 
     use = _USE.format(classes=", ".join(classes), lines="\n".join(lines))
     if tokenizer and not tokenizer.is_in_transformers:
         use += _NO_TOKENIZER.format(name=name)
-    return _TEMPLATE.format(name=name, architecture=architecture, n_params=config.n_params(), dtype=dtype, config=config, use=use)
+    return _TEMPLATE.format(
+        name=name,
+        architecture=architecture,
+        n_params=config.n_params(),
+        dtype=dtype,
+        config=config,
+        use=use,
+    )

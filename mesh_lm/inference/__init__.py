@@ -1,6 +1,7 @@
 """Inference with a trained model, on the mesh and with the rules of training, or others.
 
-`Generator` continues texts, `Engine` continues token ids, `Scorer` returns log-probabilities of given ids.
+`Generator` continues texts, `Engine` continues token ids, `Scorer` returns log-probabilities of
+given ids.
 
 The command is `python -m mesh_lm.generate`.
 """

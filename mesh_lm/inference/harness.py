@@ -1,7 +1,9 @@
-"""lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness, 0.4.13) on a trained model. The only file that imports it.
+"""lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness, 0.4.13) on a trained model.
+The only file that imports it.
 
-`python -m mesh_lm.evaluate --tasks=...` runs it here. Its own command line, with the model "mesh_lm" in its registry, is
-`python -m mesh_lm.harness run --model mesh_lm --model_args checkpoint=DIR --tasks NAME`.
+`python -m mesh_lm.evaluate --tasks=...` runs it here. Its own command line, with the model
+"mesh_lm" in its registry, is `python -m mesh_lm.harness run --model mesh_lm --model_args
+checkpoint=DIR --tasks NAME`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from sharding_rules.rules import did_you_mean
 _MAX_NEW = 256
 """Maximum tokens of an answer if the task sets no limit; the harness's default."""
 _BOOTSTRAP = 1000
-"""Bootstrap resamples for standard errors. The harness's default of 100,000 takes minutes even for few documents."""
+"""Bootstrap resamples for standard errors. The harness's default of 100,000 takes minutes even for
+few documents."""
 
 
 class _Request(NamedTuple):
@@ -43,27 +46,37 @@ class _Request(NamedTuple):
 class Requests:
     """The requests of the harness, in terms of token ids and texts; independent of its classes."""
 
-    def __init__(self, trained: TrainedModel, batch: int, start: int, starts_context: bool | None = None) -> None:
+    def __init__(
+        self, trained: TrainedModel, batch: int, start: int, starts_context: bool | None = None
+    ) -> None:
         """start: the token before a text without context.
 
-        starts_context: whether it also comes before every context and prompt; None: unless it is the end-of-document token, which no
-        prompt needs that has text of its own.
+        starts_context: whether it also comes before every context and prompt; None: unless it is
+        the end-of-document token, which no prompt needs that has text of its own.
         """
         self.trained, self.batch, self.start = trained, batch, start
-        self.starts_context = start != trained.tokenizer.eod if starts_context is None else starts_context
+        self.starts_context = (
+            start != trained.tokenizer.eod if starts_context is None else starts_context
+        )
         self.seq_len = trained.config.model.seq_len
         self.n_joined = 0
         self.scorer = Scorer(trained.layout, trained.params, batch)
-        self.generator = functools.cache(lambda sampling: Generator(trained.layout, trained.params, trained.tokenizer, sampling, batch))
+        self.generator = functools.cache(
+            lambda sampling: Generator(
+                trained.layout, trained.params, trained.tokenizer, sampling, batch
+            )
+        )
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text."""
         return self.trained.tokenizer.encode_batch([text])[0].tolist()
 
     def loglikelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Returns, for each (context, continuation), the continuation's log-probability and whether greedy decoding would produce it.
+        """Returns, for each (context, continuation), the continuation's log-probability and whether
+        greedy decoding would produce it.
 
-        Continuations that were encoded by themselves, because a token spans the end of their context, are added to `n_joined`.
+        Continuations that were encoded by themselves, because a token spans the end of their
+        context, are added to `n_joined`.
 
         Raises ConfigError as `continuations`, and for a continuation without any token.
         """
@@ -72,16 +85,19 @@ class Requests:
         if n_joined:
             self.n_joined += n_joined
             distributed.print_on_process0(
-                f"{n_joined:,} of {len(pairs):,} continuations were encoded by themselves, because a token spans the end of their context"
+                f"{n_joined:,} of {len(pairs):,} continuations were encoded by themselves, "
+                "because "
+                "a token spans the end of their context"
             )
         return self.continuations([(request.context, request.continuation) for request in requests])
 
     def _divide(self, context: str, continuation: str) -> _Request:
         """Returns the ids of a request, divided as `TemplateLM` of the harness divides them.
 
-        White space at the end of the context goes to the continuation. The continuation has the ids of the whole text after the first n,
-        if the context has n by itself. None are left where a token spans the two, such as " town" in (" t", "own"). The harness does not
-        define that case, and a log-probability of 0 would be wrong.
+        White space at the end of the context goes to the continuation. The continuation has the ids
+        of the whole text after the first n, if the context has n by itself. None are left where a
+        token spans the two, such as " town" in (" t", "own"). The harness does not define that
+        case, and a log-probability of 0 would be wrong.
         """
         stripped = context.rstrip()
         moved = context[len(stripped) :] + continuation
@@ -91,73 +107,122 @@ class Requests:
             return _Request(context_ids, continuation_ids, is_joined=False)
         continuation_ids = self.encode(moved)
         if not continuation_ids:
-            raise ConfigError(f"a task asks for the continuation {moved[:40]!r}, for which the tokenizer has no token")
+            raise ConfigError(
+                f"a task asks for the continuation {moved[:40]!r}, for which the tokenizer has "
+                "no "
+                "token"
+            )
         return _Request(context_ids, continuation_ids, is_joined=True)
 
-    def continuations(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Returns, for each (context, continuation), the continuation's log-probability and whether greedy decoding would produce it.
+    def continuations(
+        self, pairs: Sequence[tuple[list[int], list[int]]]
+    ) -> list[tuple[float, bool]]:
+        """Returns, for each (context, continuation), the continuation's log-probability and whether
+        greedy decoding would produce it.
 
-        Contexts are truncated as by `_context`. Raises ConfigError for a continuation that is too long by itself.
+        Contexts are truncated as by `_context`. Raises ConfigError for a continuation that is too
+        long by itself.
         """
-        if longest := max((len(continuation) for _, continuation in pairs if len(continuation) > self.seq_len), default=0):
-            raise ConfigError(f"a task asks for a continuation of {longest} tokens, more than the model's seq_len={self.seq_len}")
+        if longest := max(
+            (len(continuation) for _, continuation in pairs if len(continuation) > self.seq_len),
+            default=0,
+        ):
+            raise ConfigError(
+                f"a task asks for a continuation of {longest} tokens, more than the model's "
+                f"seq_len={self.seq_len}"
+            )
         sequences = [
-            self._context(context, self.seq_len + 1 - len(continuation)) + continuation for context, continuation in pairs if continuation
+            self._context(context, self.seq_len + 1 - len(continuation)) + continuation
+            for context, continuation in pairs
+            if continuation
         ]
         scores = iter(self.scorer(sequences))
         answers = []
         for _, continuation in pairs:
             if n := len(continuation):
                 score = next(scores)
-                answers.append((float(score.logprobs[-n:].sum(dtype="float64")), bool(score.greedy[-n:].all())))
+                answers.append(
+                    (float(score.logprobs[-n:].sum(dtype="float64")), bool(score.greedy[-n:].all()))
+                )
             else:
                 answers.append((0.0, True))
         return answers
 
     def _context(self, context: list[int], room: int) -> list[int]:
-        """Returns the end of a context after `start`, if that starts contexts, or else `start` for an empty one: at most `room` tokens."""
+        """Returns the end of a context after `start`, if that starts contexts, or else `start` for
+        an empty one: at most `room` tokens.
+        """
         if context and not self.starts_context:
             return context[-room:]
         room_after_start = room - 1
         return [self.start, *(context[-room_after_start:] if room_after_start else [])]
 
     def texts(self, texts: Sequence[str]) -> list[float]:
-        """Returns the log-probability of each text after `start`; windows after the first are filled with context."""
-        lost = [self.trained.tokenizer.lost_bytes(text, np.array(self.encode(text), np.int32)) for text in texts]
-        lost_bytes.refuse(sum(lost), sum(len(text.encode()) for text in texts), lost_bytes.TOLERATED)
-        windows_of = [list(windows([self.start, *self.encode(text)], self.seq_len, self.seq_len)) for text in texts]
+        """Returns the log-probability of each text after `start`; windows after the first are
+        filled with context.
+        """
+        lost = [
+            self.trained.tokenizer.lost_bytes(text, np.array(self.encode(text), np.int32))
+            for text in texts
+        ]
+        lost_bytes.refuse(
+            sum(lost), sum(len(text.encode()) for text in texts), lost_bytes.TOLERATED
+        )
+        windows_of = [
+            list(windows([self.start, *self.encode(text)], self.seq_len, self.seq_len))
+            for text in texts
+        ]
         scores = iter(self.scorer([ids for each in windows_of for ids, _ in each]))
-        return [float(sum(next(scores).logprobs[-scored:].sum(dtype="float64") for _, scored in each)) for each in windows_of]
+        return [
+            float(sum(next(scores).logprobs[-scored:].sum(dtype="float64") for _, scored in each))
+            for each in windows_of
+        ]
 
-    def answers(self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str], max_new_tokens: int) -> list[str]:
-        """Returns continuations up to a stop string. Answers take at most half of seq_len; prompts are truncated as by `_context`."""
+    def answers(
+        self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str], max_new_tokens: int
+    ) -> list[str]:
+        """Returns continuations up to a stop string. Answers take at most half of seq_len; prompts
+        are truncated as by `_context`.
+        """
         new = min(max_new_tokens, max(1, self.seq_len // 2))
         ids = [self._context(self.encode(prompt), self.seq_len - new) for prompt in prompts]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        completions = self.generator(sampling).complete([ids[i] for i in order], new, stop=[s for s in stop if s])
+        completions = self.generator(sampling).complete(
+            [ids[i] for i in order], new, stop=[s for s in stop if s]
+        )
         by_prompt = dict(zip(order, completions, strict=True))
         return [self._answer(by_prompt[i].tokens, stop) for i in range(len(ids))]
 
     def _answer(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
-        """Returns the text of new tokens up to the first stop string, as the harness's other models do.
+        """Returns the text of new tokens up to the first stop string, as the harness's other models
+        do.
 
         Special tokens, and ids that only the padded vocabulary of the model has, stand for no text.
         """
         tokenizer = self.trained.tokenizer
-        spelled = [token for token in tokens if token < tokenizer.vocab_size and token not in tokenizer.special_ids]
+        spelled = [
+            token
+            for token in tokens
+            if token < tokenizer.vocab_size and token not in tokenizer.special_ids
+        ]
         text = tokenizer.decode(spelled)
         for string in filter(None, stop):
             text = text.partition(string)[0]
         return text
 
 
-def adapter(trained: TrainedModel, *, batch: int, start: int, starts_context: bool | None = None) -> Any:
-    """Returns the trained model as an lm_eval.api.model.LM. The arguments are those of `Requests`."""
+def adapter(
+    trained: TrainedModel, *, batch: int, start: int, starts_context: bool | None = None
+) -> Any:
+    """Returns the trained model as an lm_eval.api.model.LM. The arguments are those of
+    `Requests`.
+    """
     return register()(requests=Requests(trained, batch, start, starts_context))
 
 
 def find_tasks(names: Sequence[str], include_path: str = "") -> Any:
-    """Returns a TaskManager with the tasks. Raises ConfigError for an unknown task or a missing directory.
+    """Returns a TaskManager with the tasks. Raises ConfigError for an unknown task or a missing
+    directory.
 
     Nothing is downloaded unless the environment has HF_DATASETS_OFFLINE=0.
     """
@@ -165,27 +230,44 @@ def find_tasks(names: Sequence[str], include_path: str = "") -> Any:
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     if include_path and not Path(include_path).expanduser().is_dir():
-        raise ConfigError(f"--include-path={include_path}: no such directory; give one with the .yaml files of tasks")
-    manager = TaskManager(include_path=str(Path(include_path).expanduser()) if include_path else None, include_defaults=not include_path)
+        raise ConfigError(
+            f"--include-path={include_path}: no such directory; give one with the .yaml files "
+            "of "
+            "tasks"
+        )
+    manager = TaskManager(
+        include_path=str(Path(include_path).expanduser()) if include_path else None,
+        include_defaults=not include_path,
+    )
     known = manager.all_tasks
     if not names:
         raise ConfigError(f"--tasks names no task; known: {_few(known)}")
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(f"--tasks: no task {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {_few(known)}"))
+            raise ConfigError(
+                f"--tasks: no task {name!r}; "
+                + (f"did you mean {near[0]!r}?" if near else f"known: {_few(known)}")
+            )
     return manager
 
 
 def run(model: Any, tasks: Any, names: Sequence[str], limit: int = 0) -> tuple[dict[str, Any], str]:
-    """Returns the harness's results (the useful entries), and a table. limit: documents per task; 0: all."""
+    """Returns the harness's results (the useful entries), and a table. limit: documents per task;
+    0: all.
+    """
     _require_harness()
     from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.utils import make_table  # pyright: ignore[reportMissingImports]
 
     try:
         results: Any = simple_evaluate(
-            model=model, tasks=list(names), task_manager=tasks, limit=limit or None, log_samples=False, bootstrap_iters=_BOOTSTRAP
+            model=model,
+            tasks=list(names),
+            task_manager=tasks,
+            limit=limit or None,
+            log_samples=False,
+            bootstrap_iters=_BOOTSTRAP,
         )
     except ConnectionError as error:
         fix = "put it into the cache of `datasets`, or set HF_DATASETS_OFFLINE=0 to download it"
@@ -206,26 +288,46 @@ def register() -> type:
         """Arguments are those of `mesh_lm.inference.model_arguments.load`, and `batch_size`."""
 
         def __init__(
-            self, checkpoint: str = "", batch_size: Any = 8, start: str = "", requests: Requests | None = None,
-            device: Any = None, max_batch_size: Any = None, **options: Any,
-        ) -> None:  # fmt: skip
+            self,
+            checkpoint: str = "",
+            batch_size: Any = 8,
+            start: str = "",
+            requests: Requests | None = None,
+            device: Any = None,
+            max_batch_size: Any = None,
+            **options: Any,
+        ) -> None:
             super().__init__()
             if requests is None:
                 from mesh_lm.inference.model_arguments import load
                 from mesh_lm.inference.text import document_start
 
-                known = [*(name for name in inspect.signature(load).parameters if name != "command"), "start", "batch_size"]
+                known = [
+                    *(name for name in inspect.signature(load).parameters if name != "command"),
+                    "start",
+                    "batch_size",
+                ]
                 if unknown := [name for name in options if name not in known]:
                     hint = did_you_mean(unknown[0], known)
-                    raise ConfigError(f"--model_args {unknown[0]}={options[unknown[0]]}: there is no such argument{hint}")
+                    raise ConfigError(
+                        f"--model_args {unknown[0]}={options[unknown[0]]}: there is no such "
+                        f"argument{hint}"
+                    )
                 size = int(batch_size) if str(batch_size).isdigit() else 8
                 if size < 1:
                     raise ConfigError(f"batch_size={batch_size} must be at least 1")
                 trained = load(checkpoint, **options)
-                requests = Requests(trained, size, document_start(trained.tokenizer, start), starts_context=bool(start))
+                requests = Requests(
+                    trained,
+                    size,
+                    document_start(trained.tokenizer, start),
+                    starts_context=bool(start),
+                )
             self.requests = requests
 
-        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        def loglikelihood(
+            self, requests: Any, disable_tqdm: bool = False
+        ) -> list[tuple[float, bool]]:
             return self.requests.loglikelihoods([request.args for request in requests])
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
@@ -237,7 +339,9 @@ def register() -> type:
                 by_settings[_settings(request.args[1])].append(i)
             answers: dict[int, str] = {}
             for (sampling, stop, new), indices in by_settings.items():
-                texts = self.requests.answers([requests[i].args[0] for i in indices], sampling, stop, new)
+                texts = self.requests.answers(
+                    [requests[i].args[0] for i in indices], sampling, stop, new
+                )
                 answers.update(zip(indices, texts, strict=True))
             return [answers[i] for i in range(len(requests))]
 
@@ -250,8 +354,19 @@ def _settings(kwargs: dict[str, Any]) -> tuple[Sampling, tuple[str, ...], int]:
     stop = (until,) if isinstance(until, str) else tuple(until)
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     temperature = float(kwargs.get("temperature", 1.0)) if kwargs.get("do_sample", False) else 0.0
-    new = next((int(kwargs[name]) for name in ("max_gen_toks", "max_new_tokens", "max_tokens") if kwargs.get(name)), _MAX_NEW)
-    return Sampling(temperature, int(kwargs.get("top_k", 0)), float(kwargs.get("top_p", 1.0))), stop, new
+    new = next(
+        (
+            int(kwargs[name])
+            for name in ("max_gen_toks", "max_new_tokens", "max_tokens")
+            if kwargs.get(name)
+        ),
+        _MAX_NEW,
+    )
+    return (
+        Sampling(temperature, int(kwargs.get("top_k", 0)), float(kwargs.get("top_p", 1.0))),
+        stop,
+        new,
+    )
 
 
 def _require_harness() -> None:
@@ -260,11 +375,17 @@ def _require_harness() -> None:
     try:
         import lm_eval  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError(f"--tasks needs lm-evaluation-harness ({error}): pip install -e '.[eval]'") from error
+        raise ConfigError(
+            f"--tasks needs lm-evaluation-harness ({error}): pip install -e '.[eval]'"
+        ) from error
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
+    return (
+        ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")
+        if names
+        else "none"
+    )
 
 
 def command() -> None:

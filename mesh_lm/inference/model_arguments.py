@@ -1,4 +1,6 @@
-"""The trained model that the words of a command line, or of lm-evaluation-harness's --model_args, name."""
+"""The trained model that the words of a command line, or of lm-evaluation-harness's --model_args,
+name.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,22 @@ from sharding_rules import AXES, MeshConfig, preset
 
 
 def load(
-    checkpoint: str, mesh: str = "", rules: str = "", tokenizer: str = "", config: str = "", dtype: str = "trained", cpu_devices: int = 0,
-    compile_cache: str = LaunchConfig().compile_cache, *, command: Mapping[str, Any] | None = None,
-) -> TrainedModel:  # fmt: skip
-    """Sets up JAX and reads the weights, each device its own part. `mesh_lm.commands.model_arguments` says what the arguments mean.
+    checkpoint: str,
+    mesh: str = "",
+    rules: str = "",
+    tokenizer: str = "",
+    config: str = "",
+    dtype: str = "trained",
+    cpu_devices: int = 0,
+    compile_cache: str = LaunchConfig().compile_cache,
+    *,
+    command: Mapping[str, Any] | None = None,
+) -> TrainedModel:
+    """Sets up JAX and reads the weights, each device its own part.
+    `mesh_lm.commands.model_arguments` says what the arguments mean.
 
-    command: what must be the same on all processes of the run (default: nothing but this model and its mesh).
+    command: what must be the same on all processes of the run (default: nothing but this model and
+    its mesh).
 
     Raises ConfigError and ShardingRuleError as `TrainedModel.load` does.
     """
@@ -26,9 +38,13 @@ def load(
     table = preset(rules) if rules else None
     model = files.load(config).model if config else None
     options = LaunchConfig(cpu_devices=cpu_devices, compile_cache=compile_cache)
-    distributed.start(TrainConfig(model=model or ModelConfig(), output=checkpoint, launch=options), command)
+    distributed.start(
+        TrainConfig(model=model or ModelConfig(), output=checkpoint, launch=options), command
+    )
     dtype = "" if dtype == "trained" else dtype
-    return TrainedModel.load(checkpoint, mesh=chosen, rules=table, tokenizer=tokenizer, model=model, dtype=dtype)
+    return TrainedModel.load(
+        checkpoint, mesh=chosen, rules=table, tokenizer=tokenizer, model=model, dtype=dtype
+    )
 
 
 def _mesh(text: str) -> MeshConfig | None:
@@ -40,7 +56,8 @@ def _mesh(text: str) -> MeshConfig | None:
         axis, _, size = word.strip().partition("=")
         if axis not in AXES or axis in sizes or not size.removeprefix("-").isdigit():
             raise ConfigError(
-                f"--mesh={text}: {word!r} is not a mesh axis and its size; give some of {', '.join(AXES)}, as in data=2,tensor=4"
+                f"--mesh={text}: {word!r} is not a mesh axis and its size; give some of "
+                f"{', '.join(AXES)}, as in data=2,tensor=4"
             )
         sizes[axis] = int(size)
     return MeshConfig.of(sizes)

@@ -37,7 +37,9 @@ class Perplexity:
     texts: int
 
     def summary(self) -> dict[str, float]:
-        """Returns nats per token, perplexity, and bits per byte, which does not depend on the tokenizer."""
+        """Returns nats per token, perplexity, and bits per byte, which does not depend on the
+        tokenizer.
+        """
         per_token = self.nats / self.tokens
         perplexity = math.exp(per_token) if per_token < 700 else math.inf
         bits = bits_per_byte(per_token, self.tokens, self.n_bytes)
@@ -45,12 +47,15 @@ class Perplexity:
 
 
 def bits_per_byte(nats_per_token: float, tokens: int, n_bytes: int) -> float:
-    """Converts a loss to bits per byte of the encoded text, which does not depend on the tokenizer."""
+    """Converts a loss to bits per byte of the encoded text, which does not depend on the
+    tokenizer.
+    """
     return nats_per_token / math.log(2) * tokens / n_bytes if n_bytes else math.inf
 
 
 def read_texts(path: str, field: str = "text") -> Iterator[str]:
-    """Yields the texts of a directory, a JSON or .parquet file, as `data.path` does, or any other (compressed) file as one text.
+    """Yields the texts of a directory, a JSON or .parquet file, as `data.path` does, or any other
+    (compressed) file as one text.
 
     field: the field of a JSON object, or the column of a .parquet file, that holds the text.
 
@@ -67,24 +72,36 @@ def read_texts(path: str, field: str = "text") -> Iterator[str]:
         with formats.opened(file) as (opened, _):
             text = formats.text(opened.read())
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--text={path} is not UTF-8 (byte {error.start}); convert it first") from error
+        raise ConfigError(
+            f"--text={path} is not UTF-8 (byte {error.start}); convert it first"
+        ) from error
     if text:
         yield text
 
 
 def measure_perplexity(
-    scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], *, stride: int, start: int,
-    max_lost_bytes: float = lost_bytes.TOLERATED, progress: Callable[[Perplexity], None] = lambda so_far: None,
-) -> Perplexity:  # fmt: skip
-    """Returns the perplexity of the texts, each read separately after the token `start`. stride: as in `windows`.
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    *,
+    stride: int,
+    start: int,
+    max_lost_bytes: float = lost_bytes.TOLERATED,
+    progress: Callable[[Perplexity], None] = lambda so_far: None,
+) -> Perplexity:
+    """Returns the perplexity of the texts, each read separately after the token `start`. stride: as
+    in `windows`.
 
-    max_lost_bytes: fraction of the texts' bytes that the tokens may fail to spell. These bytes are not counted.
-    progress: called with the result so far after each group of windows.
+    max_lost_bytes: fraction of the texts' bytes that the tokens may fail to spell. These bytes are
+    not counted. progress: called with the result so far after each group of windows.
 
-    Raises ConfigError if there are no tokens, one is not in the model's vocabulary, or too many bytes are lost.
+    Raises ConfigError if there are no tokens, one is not in the model's vocabulary, or too many
+    bytes are lost.
     """
     nats, tokens, n_bytes, lost, n_texts = 0.0, 0, 0, 0, 0
-    for group in _groups(_all_windows(scorer, tokenizer, texts, stride, start), _GROUP * scorer.batch):
+    for group in _groups(
+        _all_windows(scorer, tokenizer, texts, stride, start), _GROUP * scorer.batch
+    ):
         scores = scorer([ids for ids, _, _ in group])
         for score, (_, scored, size) in zip(scores, group, strict=True):
             nats -= float(score.logprobs[-scored:].astype(np.float64).sum())
@@ -108,14 +125,18 @@ _Window = tuple[Sequence[int], int, _Bytes]
 """(tokens, how many of them are scored, bytes of the text in its first window, else none)."""
 
 
-def _all_windows(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], stride: int, start: int) -> Iterator[_Window]:
+def _all_windows(
+    scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], stride: int, start: int
+) -> Iterator[_Window]:
     vocab_size, seq_len = scorer.layout.config.vocab_size, scorer.layout.config.seq_len
     for text in texts:
         encoded = tokenizer.encode_batch([text])[0]
         ids = [start, *encoded.tolist()]
         if max(ids) >= vocab_size:
             raise ConfigError(
-                f"the text has token {max(ids)}, but the model's ids end at {vocab_size - 1}: the tokenizer is not the model's"
+                f"the text has token {max(ids)}, but the model's ids end at {vocab_size - 1}: "
+                "the "
+                "tokenizer is not the model's"
             )
         size = _Bytes(len(text.encode()), tokenizer.lost_bytes(text, encoded))
         for window, scored in windows(ids, seq_len, stride):
@@ -123,10 +144,14 @@ def _all_windows(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], str
             size = _Bytes()
 
 
-def windows(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Yields (window of at most seq_len + 1 tokens, how many at its end are scored); every token but the first is scored once.
+def windows(
+    tokens: Sequence[int], seq_len: int, stride: int
+) -> Iterator[tuple[Sequence[int], int]]:
+    """Yields (window of at most seq_len + 1 tokens, how many at its end are scored); every token
+    but the first is scored once.
 
-    All of the first window is scored; each later one adds `stride` tokens, with at least seq_len - stride tokens of context.
+    All of the first window is scored; each later one adds `stride` tokens, with at least seq_len -
+    stride tokens of context.
     """
     done = 0
     while done < len(tokens) - 1:
@@ -136,7 +161,9 @@ def windows(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[tuple[
 
 
 def compressed_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
-    """Returns the bits per byte of gzip and xz on the first 64 MiB of the texts; xz is slow. {} for no text."""
+    """Returns the bits per byte of gzip and xz on the first 64 MiB of the texts; xz is slow. {} for
+    no text.
+    """
     gzip, xz = zlib.compressobj(9, wbits=31), lzma.LZMACompressor(preset=9)
     size = gzip_size = xz_size = 0
     limit = ""
@@ -149,7 +176,11 @@ def compressed_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
         if limit:
             break
     gzip_size, xz_size = gzip_size + len(gzip.flush()), xz_size + len(xz.flush())
-    return {f"gzip -9{limit}": 8 * gzip_size / size, f"xz -9{limit}": 8 * xz_size / size} if size else {}
+    return (
+        {f"gzip -9{limit}": 8 * gzip_size / size, f"xz -9{limit}": 8 * xz_size / size}
+        if size
+        else {}
+    )
 
 
 def _groups(items: Iterator[_Window], n: int) -> Iterator[list[_Window]]:

@@ -21,13 +21,16 @@ class Sampling:
     top_k: int = 50
     """Only the k likeliest tokens; 0: all."""
     top_p: float = 1.0
-    """Among them, only the smallest set of likeliest tokens with total probability >= p (Holtzman et al., arXiv 1904.09751); 1: all."""
+    """Among them, only the smallest set of likeliest tokens with total probability >= p (Holtzman
+    et al., arXiv 1904.09751); 1: all."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError with every field that is out of range."""
         problems = []
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            problems.append(f"temperature={self.temperature} must be at least 0 (0: always the likeliest token)")
+            problems.append(
+                f"temperature={self.temperature} must be at least 0 (0: always the likeliest token)"
+            )
         if self.top_k < 0:
             problems.append(f"top_k={self.top_k} must be at least 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:
@@ -46,6 +49,7 @@ class Sampling:
             return draw(keys_B, logits_BV).astype(jnp.int32)
         ranked_BC, ids_BC = lax.top_k(logits_BV, min(self.top_k or V, V))
         p_BC = jax.nn.softmax(ranked_BC, axis=1)
-        before_BC = jnp.cumsum(p_BC, axis=1) - p_BC  # 0 for the likeliest token, which always remains
+        # 0 for the likeliest token, which always remains
+        before_BC = jnp.cumsum(p_BC, axis=1) - p_BC
         chosen_B = draw(keys_B, jnp.where(before_BC < self.top_p, ranked_BC, -jnp.inf))
         return jnp.take_along_axis(ids_BC, chosen_B[:, None], axis=1)[:, 0].astype(jnp.int32)

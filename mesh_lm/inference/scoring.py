@@ -30,11 +30,15 @@ class Scorer:
     """Scores token sequences. Programs are compiled per (rounded) length."""
 
     def __init__(self, layout: ModelLayout, params: Params, batch: int = 8) -> None:
-        """batch: sequences at once, rounded up to a multiple of the batch shards. Raises ConfigError for a model without logits."""
+        """batch: sequences at once, rounded up to a multiple of the batch shards. Raises
+        ConfigError for a model without logits.
+        """
         model = layout.bind(params)
         if not hasattr(model, "scores") and not hasattr(model, "logits"):
             raise ConfigError(
-                f"{type(model).__name__} cannot score text: it has neither scores() nor logits(); see mesh_lm/model/contract.py"
+                f"{type(model).__name__} cannot score text: it has neither scores() nor "
+                "logits(); "
+                "see mesh_lm/model/contract.py"
             )
         self.layout, self.params = without_sequence_sharding(layout), params
         shard = self.layout.shard
@@ -43,17 +47,24 @@ class Scorer:
         self._scores = jax.jit(self._traced, out_shardings=jax.NamedSharding(shard.mesh, jax.P()))
 
     def __call__(self, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[Score]:
-        """Returns the scores of sequences of 2 to seq_len + 1 token ids, in the same order. Similar lengths are batched together.
+        """Returns the scores of sequences of 2 to seq_len + 1 token ids, in the same order. Similar
+        lengths are batched together.
 
-        Raises ConfigError for a sequence that is too long or too short, or has an id that the model lacks.
+        Raises ConfigError for a sequence that is too long or too short, or has an id that the model
+        lacks.
         """
         seq_len, vocab_size = self.layout.config.seq_len, self.layout.config.vocab_size
         for i, tokens in enumerate(sequences):
             if not 2 <= len(tokens) <= seq_len + 1:
-                raise ConfigError(f"sequence {i} has {len(tokens)} tokens; the model scores 2 to {seq_len + 1} at once (model.seq_len + 1)")
+                raise ConfigError(
+                    f"sequence {i} has {len(tokens)} tokens; the model scores 2 to "
+                    f"{seq_len + 1} "
+                    "at once (model.seq_len + 1)"
+                )
             if min(tokens) < 0 or max(tokens) >= vocab_size:
                 raise ConfigError(
-                    f"sequence {i} has token ids from {min(tokens)} to {max(tokens)}, and the model has 0 to {vocab_size - 1}: the "
+                    f"sequence {i} has token ids from {min(tokens)} to {max(tokens)}, and the "
+                    f"model has 0 to {vocab_size - 1}: the "
                     "tokenizer is not the model's"
                 )
         scores: dict[int, Score] = {}
@@ -65,16 +76,23 @@ class Scorer:
             for row, i in enumerate(group):
                 n = len(sequences[i]) - 1
                 tokens[row, :n], labels[row, :n] = sequences[i][:-1], sequences[i][1:]
-            logprobs, greedy = map(np.asarray, self._scores(self.params, {"tokens": tokens, "labels": labels}))
+            logprobs, greedy = map(
+                np.asarray, self._scores(self.params, {"tokens": tokens, "labels": labels})
+            )
             for row, i in enumerate(group):
                 n = len(sequences[i]) - 1
                 scores[i] = Score(logprobs[row, :n], greedy[row, :n])
         return [scores[i] for i in range(len(sequences))]
 
     def _traced(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        model, batch = cast(Any, self.layout.bind(params)), {**batch, **token_batch(batch["tokens"])}
+        model, batch = (
+            cast(Any, self.layout.bind(params)),
+            {**batch, **token_batch(batch["tokens"])},
+        )
         if hasattr(model, "scores"):
             return model.scores(batch)
         logits_BSV = model.logits(batch)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits_BSV), batch["labels"][..., None], axis=-1)[..., 0]
+        chosen = jnp.take_along_axis(
+            jax.nn.log_softmax(logits_BSV), batch["labels"][..., None], axis=-1
+        )[..., 0]
         return chosen, jnp.argmax(logits_BSV, axis=-1) == batch["labels"]

@@ -33,36 +33,59 @@ class Completion:
 
 
 class Generator:
-    """Continues texts on the mesh of the layout. Random draws depend only on a text's index in the list and on the seed."""
+    """Continues texts on the mesh of the layout. Random draws depend only on a text's index in the
+    list and on the seed.
+    """
 
     def __init__(
-        self, layout: ModelLayout, params: Params, tokenizer: Tokenizer, sampling: Sampling = Sampling(), batch: int = 16,
+        self,
+        layout: ModelLayout,
+        params: Params,
+        tokenizer: Tokenizer,
+        sampling: Sampling = Sampling(),
+        batch: int = 16,
         start: int | None = None,
-    ) -> None:  # fmt: skip
-        """batch: texts at once. start: a token to put before every prompt, for models that were trained with one.
+    ) -> None:
+        """batch: texts at once. start: a token to put before every prompt, for models that were
+        trained with one.
 
         Raises ConfigError for a model without logits, or with fewer ids than the tokenizer.
         """
         if tokenizer.vocab_size > layout.config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {tokenizer.vocab_size} ids and the model {layout.config.vocab_size}: "
+                f"the tokenizer has {tokenizer.vocab_size} ids and the model "
+                f"{layout.config.vocab_size}: "
                 "the model was trained with another tokenizer"
             )
         self.engine, self.tokenizer, self.batch = Engine(layout, params, sampling), tokenizer, batch
         self._start = [] if start is None else [start]
 
     def prompt(self, text: str | Sequence[int]) -> list[int]:
-        """Returns the ids of a prompt; an empty one becomes the end-of-document token, which starts a new document."""
+        """Returns the ids of a prompt; an empty one becomes the end-of-document token, which starts
+        a new document.
+        """
         if isinstance(text, str) and not _is_text(text):
-            raise ConfigError(f"the prompt {text[:40]!a} is not text: it has a lone surrogate, or bytes that are not UTF-8")
-        ids = self.tokenizer.encode_batch([text])[0].tolist() if isinstance(text, str) else list(text)
+            raise ConfigError(
+                f"the prompt {text[:40]!a} is not text: it has a lone surrogate, or bytes that "
+                "are "
+                "not UTF-8"
+            )
+        ids = (
+            self.tokenizer.encode_batch([text])[0].tolist() if isinstance(text, str) else list(text)
+        )
         return [*self._start, *ids] or [self.tokenizer.eod]
 
     def complete(
-        self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int, *, seed: int = 0, stop: Sequence[str] = (),
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_new_tokens: int,
+        *,
+        seed: int = 0,
+        stop: Sequence[str] = (),
         stop_at_eod: bool = True,
-    ) -> list[Completion]:  # fmt: skip
-        """Continues each text (or token ids) by at most `max_new_tokens`, up to the first stop string or the end of the document.
+    ) -> list[Completion]:
+        """Continues each text (or token ids) by at most `max_new_tokens`, up to the first stop
+        string or the end of the document.
 
         Raises ConfigError as `Engine.start` does.
         """
@@ -76,7 +99,9 @@ class Generator:
             stop_ids = [self.tokenizer.eod] if stop_at_eod else []
             writers = [CompletionWriter(self.tokenizer, prompt, stop, stop_ids) for prompt in group]
             batch = min(self.batch, len(ids))
-            session = self.engine.start(group, max_new_tokens, seed=seed, rows=rows, stop_ids=stop_ids, batch=batch)
+            session = self.engine.start(
+                group, max_new_tokens, seed=seed, rows=rows, stop_ids=stop_ids, batch=batch
+            )
             while not session.done:
                 for row, tokens in enumerate(session.advance(_CHECK_EVERY if stop else None)):
                     writers[row].push(tokens)
@@ -86,7 +111,13 @@ class Generator:
         return done
 
     def stream(
-        self, prompt: str | Sequence[int], max_new_tokens: int, *, seed: int = 0, stop: Sequence[str] = (), stop_at_eod: bool = True
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int,
+        *,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        stop_at_eod: bool = True,
     ) -> Iterator[str]:
         """Yields the same text as `complete([prompt], ...)`, in pieces as it is generated."""
         ids = self.prompt(prompt)
@@ -101,7 +132,9 @@ class Generator:
 
 
 def as_typed(argument: str) -> str:
-    """Returns a word of the command line as the UTF-8 that it is, where Python took it for another encoding, as with LC_ALL=C."""
+    """Returns a word of the command line as the UTF-8 that it is, where Python took it for another
+    encoding, as with LC_ALL=C.
+    """
     if _is_text(argument):
         return argument
     with contextlib.suppress(UnicodeError):
@@ -120,7 +153,13 @@ def _is_text(text: str) -> bool:
 class CompletionWriter:
     """Decodes one row's tokens up to a stop string, which may span tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = (), stop_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+    ) -> None:
         """Raises ConfigError for an empty stop string."""
         if "" in stop:
             raise ConfigError("an empty stop string ends every text before it starts; leave it out")
@@ -159,7 +198,12 @@ class CompletionWriter:
     def completion(self) -> Completion:
         """Returns all text so far as a Completion."""
         self.finish()
-        return Completion("".join(self._text), [t for t, _ in self._tokens], [p for _, p in self._tokens], self.reason)
+        return Completion(
+            "".join(self._text),
+            [t for t, _ in self._tokens],
+            [p for _, p in self._tokens],
+            self.reason,
+        )
 
     def _release(self, piece: str) -> str:
         self._held += piece
@@ -168,7 +212,9 @@ class CompletionWriter:
             ready, self._held = self._held[: min(ends)], ""
             self._ended_by_string, self.reason = True, "stop"
         else:
-            end = len(self._held) - max((_overlap(self._held, stop) for stop in self._stop), default=0)
+            end = len(self._held) - max(
+                (_overlap(self._held, stop) for stop in self._stop), default=0
+            )
             ready, self._held = self._held[:end], self._held[end:]
         self._text.append(ready)
         return ready
@@ -176,11 +222,15 @@ class CompletionWriter:
 
 def _overlap(text: str, stop: str) -> int:
     """Returns how many characters at the end of the text may start the stop string."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    return next(
+        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
+    )
 
 
 def document_start(tokenizer: Tokenizer, name: str) -> int:
-    """Returns the id of the special token `name`, or of the end-of-document token. Raises ConfigError if there is no such token."""
+    """Returns the id of the special token `name`, or of the end-of-document token. Raises
+    ConfigError if there is no such token.
+    """
     start = tokenizer.special(as_typed(name)) if name else tokenizer.eod
     if start is None:
         raise ConfigError(f"--start={name}: the tokenizer has no such special token")

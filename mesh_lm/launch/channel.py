@@ -1,9 +1,12 @@
-"""An authenticated conversation between two processes of a job: bytes in, messages out. It touches no socket.
+"""An authenticated conversation between two processes of a job: bytes in, messages out. It touches
+no socket.
 
-Each end sends a line with a random nonce. The client then proves that it knows the job's secret, the server proves the same, and only then
-messages follow, one JSON object per line. Each line starts with an HMAC over the direction, a sequence number and the line, with a key
-that both nonces went into: a line that was recorded in another conversation, repeated, reordered, changed or sent back is refused. Nothing
-is encrypted. An end that has not proved itself can make the other one keep 256 bytes, and no more.
+Each end sends a line with a random nonce. The client then proves that it knows the job's secret,
+the server proves the same, and only then messages follow, one JSON object per line. Each line
+starts with an HMAC over the direction, a sequence number and the line, with a key that both nonces
+went into: a line that was recorded in another conversation, repeated, reordered, changed or sent
+back is refused. Nothing is encrypted. An end that has not proved itself can make the other one keep
+256 bytes, and no more.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ _LONGEST = _TAG + 1 + strict_json.MESSAGE
 
 
 class Refused(ValueError):
-    """The other end does not belong to the job, or does not keep to the protocol. The text has no part of what it sent."""
+    """The other end does not belong to the job, or does not keep to the protocol. The text has no
+    part of what it sent.
+    """
 
 
 class Channel:
@@ -38,7 +43,9 @@ class Channel:
     """
 
     def __init__(self, secret: Secret, purpose: str, *, serves: bool) -> None:
-        """purpose: what the conversation is about; both ends must agree. serves: whether this end accepted the connection."""
+        """purpose: what the conversation is about; both ends must agree. serves: whether this end
+        accepted the connection.
+        """
         self._secret, self._purpose, self._serves = secret, purpose.encode(), serves
         self._nonce = secrets.token_hex(_NONCE // 2).encode()
         self._key: Secret | None = None
@@ -49,15 +56,21 @@ class Channel:
         self.outgoing = _GREETING + self._nonce + b"\n"
 
     def send(self, message: dict[str, Any]) -> None:
-        """Adds a message to `outgoing`, once the other end has proved itself. Raises ValueError if it is longer than 1 MiB."""
+        """Adds a message to `outgoing`, once the other end has proved itself. Raises ValueError if
+        it is longer than 1 MiB.
+        """
         body = json.dumps(message).encode()
         if len(body) > strict_json.MESSAGE:
-            raise ValueError(f"a message of {len(body)} bytes; at most {strict_json.MESSAGE} can be sent")
+            raise ValueError(
+                f"a message of {len(body)} bytes; at most {strict_json.MESSAGE} can be sent"
+            )
         self._waiting.append(body)
         self._flush()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Takes what arrived and returns the messages that are complete. Raises Refused, after which the connection must be closed."""
+        """Takes what arrived and returns the messages that are complete. Raises Refused, after
+        which the connection must be closed.
+        """
         messages = []
         for piece in data.splitlines(keepends=True) if b"\n" in data else [data]:
             self._incoming += piece
@@ -70,7 +83,9 @@ class Channel:
         return messages
 
     def refuse(self) -> bytes:
-        """Returns what to send to an end that was refused before it proved itself. It says nothing but that."""
+        """Returns what to send to an end that was refused before it proved itself. It says nothing
+        but that.
+        """
         return b"" if self.proven else _REFUSED + b"\n"
 
     def _line(self, line: bytes) -> list[dict[str, Any]]:
@@ -80,8 +95,14 @@ class Channel:
         if not self.proven and not self._serves and line == _REFUSED:
             raise Refused("it does not accept this secret")
         tag, _, body = line[:_TAG], line[_TAG : _TAG + 1], line[_TAG + 1 :]
-        if not hmac.compare_digest(tag, self._tag(b"client" if self._serves else b"server", self._received, body)):
-            raise Refused("it sent a line without a valid signature" if self.proven else "it has another secret")
+        if not hmac.compare_digest(
+            tag, self._tag(b"client" if self._serves else b"server", self._received, body)
+        ):
+            raise Refused(
+                "it sent a line without a valid signature"
+                if self.proven
+                else "it has another secret"
+            )
         self._received += 1
         if not self.proven:
             if self._serves:
@@ -104,7 +125,12 @@ class Channel:
             self._seal(b"")
 
     def _seal(self, body: bytes) -> None:
-        self.outgoing += self._tag(b"server" if self._serves else b"client", self._sent, body) + b" " + body + b"\n"
+        self.outgoing += (
+            self._tag(b"server" if self._serves else b"client", self._sent, body)
+            + b" "
+            + body
+            + b"\n"
+        )
         self._sent += 1
 
     def _tag(self, side: bytes, number: int, body: bytes) -> bytes:

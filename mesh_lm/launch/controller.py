@@ -1,7 +1,9 @@
-"""Node 0's view of a run: which nodes are connected, when their workers start and stop, and whether to restart.
+"""Node 0's view of a run: which nodes are connected, when their workers start and stop, and whether
+to restart.
 
-All workers of a *generation* start together, and when one of them is gone all others are ended, because JAX's processes cannot continue
-without each other. Nothing here touches a process: agents (`mesh_lm.launch.agent`) do, one on each node, this one included.
+All workers of a *generation* start together, and when one of them is gone all others are ended,
+because JAX's processes cannot continue without each other. Nothing here touches a process: agents
+(`mesh_lm.launch.agent`) do, one on each node, this one included.
 """
 
 from __future__ import annotations
@@ -12,8 +14,26 @@ import socket
 import time
 from typing import Any
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_FEWER, EXIT_PREEMPTED, EXIT_REPLACED, EXIT_STALLED, EXIT_USAGE, messages, protocol
-from mesh_lm.launch.generation import AT_ONCE, CRASHED, FEWER, IDLE, UNKILLABLE, Generation, SignalPlan, log
+from mesh_lm.launch import (
+    EXIT_CANNOT,
+    EXIT_FEWER,
+    EXIT_PREEMPTED,
+    EXIT_REPLACED,
+    EXIT_STALLED,
+    EXIT_USAGE,
+    messages,
+    protocol,
+)
+from mesh_lm.launch.generation import (
+    AT_ONCE,
+    CRASHED,
+    FEWER,
+    IDLE,
+    UNKILLABLE,
+    Generation,
+    SignalPlan,
+    log,
+)
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.nodes import Node, Nodes
 from mesh_lm.launch.restarts import Restarts
@@ -22,16 +42,20 @@ from mesh_lm.launch.wire import Peer
 
 _TICK = 0.05
 _HELLO = 5.0
-"""Seconds within which a caller must have introduced itself, and an agent must hang up at the end."""
+"""Seconds within which a caller must have introduced itself, and an agent must hang up at the
+end."""
 _CALLERS = 128
-"""Connections that may wait for that; the oldest is closed first. Their buffers hold 256 bytes each."""
+"""Connections that may wait for that; the oldest is closed first. Their buffers hold 256 bytes
+each."""
 _PRESENT = 3.0
-"""Seconds of silence after which another launcher may take a node's place. Launchers say something at least once a second."""
+"""Seconds of silence after which another launcher may take a node's place. Launchers say something
+at least once a second."""
 _FINAL = (EXIT_CANNOT, EXIT_USAGE)
 """Statuses after which a restart would not help, if all processes agree."""
 _END = "have nothing to save, and end at once"
 _FIRST = 10.0
-"""Seconds that the first start waits for nodes with lower numbers if spares could take their places."""
+"""Seconds that the first start waits for nodes with lower numbers if spares could take their
+places."""
 _LOOK = 60.0
 """Seconds between two searches for stragglers, and between two lines about strangers."""
 PURPOSE = "launcher"
@@ -39,7 +63,9 @@ PURPOSE = "launcher"
 
 
 class Controller:
-    """Runs a job to its end: `run` returns its status. It talks to agents through `listener` only."""
+    """Runs a job to its end: `run` returns its status. It talks to agents through `listener`
+    only.
+    """
 
     def __init__(self, job: Job, listener: socket.socket, secret: Secret) -> None:
         """secret: what the agents must know."""
@@ -48,13 +74,15 @@ class Controller:
         self._callers: list[Peer] = []
         self._seen: set[int] = set()  # nodes that have been connected
         self._second = ""  # the last second launcher of a node
-        self._strangers, self._told = 0, -_LOOK  # connections refused since that was last printed, and when it was
+        # connections refused since that was last printed, and when it was
+        self._strangers, self._told = 0, -_LOOK
         self._now: Generation | None = None
         self._count = 0
         self._begun = 0  # generations that came as far as their checkpoints
         self._restarts = Restarts(job)
         self._expected = job.size  # nodes to wait for: as many as the last generation had
-        self._enough: tuple[int, int] = (job.size, job.size)  # (a, b): when a nodes are connected, b are enough
+        # (a, b): when a nodes are connected, b are enough
+        self._enough: tuple[int, int] = (job.size, job.size)
         self._complete = 0.0  # when there were first enough nodes for the first start
         self._waiting = True  # whether the log has yet to say for which nodes the next start waits
         self._not_before, self._since, self._patience = 0.0, time.monotonic(), job.first_wait
@@ -66,7 +94,10 @@ class Controller:
     def run(self) -> int:
         """Runs until the job has ended, and returns its status."""
         if self._job.nodes > 1:
-            log(f"waiting for {self._job.nodes} nodes at {self._job.rendezvous}, for up to {self._patience:g} s")
+            log(
+                f"waiting for {self._job.nodes} nodes at {self._job.rendezvous}, for up to "
+                f"{self._patience:g} s"
+            )
         while self._status is None:
             self._hear()
             if self._now is None:
@@ -79,7 +110,9 @@ class Controller:
     # Messages from agents.
 
     def _hear(self) -> None:
-        """Accepts connections, handles messages, drops nodes that are gone or silent, and sends heartbeats."""
+        """Accepts connections, handles messages, drops nodes that are gone or silent, and sends
+        heartbeats.
+        """
         time.sleep(_TICK)
         before, self._heard = self._heard, time.monotonic()
         paused = self._heard - before > self._job.pause
@@ -90,9 +123,19 @@ class Controller:
             if self._nodes.get(number) is not node:
                 continue
             if not node.peer.open:
-                self._lose(number, f"was refused: {node.peer.refused}" if node.peer.refused else messages.GONE)
+                self._lose(
+                    number,
+                    f"was refused: {node.peer.refused}" if node.peer.refused else messages.GONE,
+                )
             elif node.peer.silence > self._job.heartbeat:
-                self._lose(number, f"sent no heartbeat for {node.peer.silence:.0f} s: its machine, its launcher or the network is down")
+                self._lose(
+                    number,
+                    (
+                        f"sent no heartbeat for {node.peer.silence:.0f} s: its machine, its "
+                        "launcher "
+                        "or the network is down"
+                    ),
+                )
         self._admit()
         if time.monotonic() - self._pinged > min(1.0, self._job.heartbeat / 4):
             self._pinged = time.monotonic()
@@ -104,7 +147,9 @@ class Controller:
         """Accepts connections, and hears those that have not introduced themselves."""
         with contextlib.suppress(OSError):
             for _ in range(_CALLERS):
-                self._callers.append(Peer(self._listener.accept()[0], self._secret, PURPOSE, serves=True))
+                self._callers.append(
+                    Peer(self._listener.accept()[0], self._secret, PURPOSE, serves=True)
+                )
         for caller in self._callers[:-_CALLERS]:
             caller.close()
         self._callers = self._callers[-_CALLERS:]
@@ -125,11 +170,17 @@ class Controller:
             return
         self._strangers += 1
         if time.monotonic() - self._told >= _LOOK:
-            log(f"refused {self._strangers} connection{'s' * (self._strangers > 1)}, the last from {caller.address}: {caller.refused}")
+            log(
+                f"refused {self._strangers} connection{'s' * (self._strangers > 1)}, the last "
+                "from "
+                f"{caller.address}: {caller.refused}"
+            )
             self._strangers, self._told = 0, time.monotonic()
 
     def _welcome(self, caller: Peer, hello: dict[str, Any], *rest: dict[str, Any]) -> None:
-        """Admits a new agent, or one that reconnects; refuses one that was started differently, or whose node is connected."""
+        """Admits a new agent, or one that reconnects; refuses one that was started differently, or
+        whose node is connected.
+        """
         try:
             protocol.require(hello, protocol.HELLO, *protocol.HELLO)
         except ValueError as error:
@@ -139,17 +190,32 @@ class Controller:
         if not 0 <= number < self._job.nodes:
             differing = ["node"]
         else:
-            differing = sorted(name for name in {*expected, *hello["job"]} if expected.get(name) != hello["job"].get(name))
+            differing = sorted(
+                name
+                for name in {*expected, *hello["job"]}
+                if expected.get(name) != hello["job"].get(name)
+            )
         if differing:
             caller.send(exit=EXIT_CANNOT, refused="differs", fields=differing)
             caller.close()
-            return log(f"node {number} ({host}) was started differently from node 0: {self._job.explained(differing)}")
+            return log(
+                f"node {number} ({host}) was started differently from node 0: "
+                f"{self._job.explained(differing)}"
+            )
         known = self._nodes.get(number)
-        if known and known.life != hello["life"] and known.peer.open and known.peer.silence < _PRESENT:
+        if (
+            known
+            and known.life != hello["life"]
+            and known.peer.open
+            and known.peer.silence < _PRESENT
+        ):
             caller.send(refused="busy", host=known.host)
             caller.close()
             if hello["life"] != self._second:  # it tries again, and need not be named again
-                log(f"refused a second launcher of node {number} on {host}: the one on {known.host} is connected")
+                log(
+                    f"refused a second launcher of node {number} on {host}: the one on "
+                    f"{known.host} is connected"
+                )
             self._second = hello["life"]
             return
         if known:
@@ -158,7 +224,10 @@ class Controller:
         caller.send(**({} if self._status is None else {"exit": self._status}))
         if self._job.nodes > 1 and self._count:
             full = self._now is not None and len(self._now.members) == self._job.size
-            log(f"node {number} ({host}) is {'back' if number in self._seen else 'connected'}{', and stands by' if full else ''}")
+            log(
+                f"node {number} ({host}) is "
+                f"{'back' if number in self._seen else 'connected'}{', and stands by' if full else ''}"
+            )
         self._seen.add(number)
         if self._status is None:
             self._nodes.check(number)
@@ -167,7 +236,9 @@ class Controller:
                 self._take(number, message)
 
     def _take(self, number: int, message: dict[str, Any]) -> None:
-        """Handles one message of a node. Messages about an older generation are ignored, and so are processes of other nodes."""
+        """Handles one message of a node. Messages about an older generation are ignored, and so are
+        processes of other nodes.
+        """
         try:
             protocol.require(message, protocol.REPORT)
         except ValueError as error:
@@ -212,21 +283,29 @@ class Controller:
 
     def _silent(self, now: Generation, number: int, process: int, seconds: float) -> None:
         if now.failure is None:
-            log(f"process {process}{self._at(number)} {messages.describe_silence(seconds, self._job.start, process not in now.beats)}")
+            log(
+                f"process {process}{self._at(number)} "
+                f"{messages.describe_silence(seconds, self._job.start, process not in now.beats)}"
+            )
             now.fail(EXIT_STALLED, number)
             now.log_progress(process)
         self._order(now, "crash", AT_ONCE)
 
     def _died(self, now: Generation, number: int, process: int, status: int, sent: int) -> None:
-        """Records how a process ended. The first to die is the cause, unless it was a victim of one that dies right after."""
-        on_request = self._stop and now.stopping != "crash" and status == -signal.SIGTERM  # Slurm's may come before its launcher's
+        """Records how a process ended. The first to die is the cause, unless it was a victim of one
+        that dies right after.
+        """
+        # Slurm's may come before its launcher's
+        on_request = self._stop and now.stopping != "crash" and status == -signal.SIGTERM
         was_asked = now.stopping in ("signal", "grow") and sent == signal.SIGTERM
         if sent and not on_request and not was_asked:
             return
         now.statuses[process] = status
         if status in (0, EXIT_FEWER):
             return
-        how = messages.describe_exit(status, now.n_processes, has_trained=now.has_trained(process), was_asked=was_asked)
+        how = messages.describe_exit(
+            status, now.n_processes, has_trained=now.has_trained(process), was_asked=was_asked
+        )
         what = f"process {process}{self._at(number)} {how}"
         if on_request or status == EXIT_PREEMPTED or (status == -sent and now.stopping != "crash"):
             if not now.stopping:
@@ -245,14 +324,22 @@ class Controller:
             stalled = status in (EXIT_STALLED, -signal.SIGABRT)
             if early := now.left_early():  # the others wait for it, and fail in its place
                 names = messages.number_ranges(early)
-                log(f"{names} had ended with status 0 before that: if the run was not complete, this is the cause")
-            now.fail(status, now.node_of(early[0]) if early and stalled else None if early else number)
+                log(
+                    f"{names} had ended with status 0 before that: if the run was not "
+                    "complete, "
+                    "this is the cause"
+                )
+            now.fail(
+                status, now.node_of(early[0]) if early and stalled else None if early else number
+            )
             now.log_progress(*early, stalled=stalled)
             self._order(now, "crash", CRASHED)
         elif status != now.failure and status < 0 and status != -signal.SIGABRT:
             log(f"{what}, which may be the cause")
             now.fail(status, number)
-        elif now.failure in _FINAL and status not in _FINAL:  # a victim's config error must not hide the crash that caused it
+        elif (
+            now.failure in _FINAL and status not in _FINAL
+        ):  # a victim's config error must not hide the crash that caused it
             now.fail(status, number)
 
     def _stop_all(self, how: str, *, at_once: bool) -> None:
@@ -261,7 +348,9 @@ class Controller:
             return
         now, self._stop = self._now, True
         idle = now is not None and not now.stopping and now.nothing_to_save()
-        log(f"{how}: the workers {'are killed' if at_once else _END if idle else f'save and exit, within {self._job.grace:g} s'}")
+        log(
+            f"{how}: the workers {'are killed' if at_once else _END if idle else f'save and exit, within {self._job.grace:g} s'}"
+        )
         if now and (at_once or now.stopping != "crash"):
             now.idle = idle
             self._order(now, "signal", AT_ONCE if at_once else IDLE if idle else self._farewell)
@@ -271,14 +360,25 @@ class Controller:
         if now.fewer and not now.stopping:
             self._order(now, "fewer", FEWER)
         for number in [*now.running] if time.monotonic() > now.deadline else ():
-            self._lose(number, f"has workers that SIGKILL did not end within {UNKILLABLE:g} s: they hang in its kernel")
+            self._lose(
+                number,
+                (
+                    f"has workers that SIGKILL did not end within {UNKILLABLE:g} s: they hang in "
+                    "its "
+                    "kernel"
+                ),
+            )
         if not now.running:
             self._now = None
             self._conclude(now)
             return
         if not now.stopping and self._could_grow(now):
             there = len(self._nodes.healthy())
-            log(f"{there} nodes are connected and {len(now.members)} in use: the workers save, and restart on more nodes")
+            log(
+                f"{there} nodes are connected and {len(now.members)} in use: the workers save, "
+                "and "
+                "restart on more nodes"
+            )
             self._order(now, "grow", self._farewell)
         now.log_stragglers(_LOOK)
 
@@ -305,14 +405,24 @@ class Controller:
             self._again(0.0)
         elif now.fewer and EXIT_FEWER in statuses:
             self._enough, self._expected = (len(now.members), now.fewer), now.fewer
-            log(f"{now.fewer} of {len(now.members)} nodes are enough for the largest mesh; the others wait")
+            log(
+                f"{now.fewer} of {len(now.members)} nodes are enough for the largest mesh; the "
+                "others wait"
+            )
             self._again(0.0)
         elif now.failure is None and EXIT_PREEMPTED in statuses:
             self._status = EXIT_PREEMPTED
-        elif EXIT_REPLACED in statuses:  # of process 0 alone, which holds the output; the others were its victims
+        elif (
+            EXIT_REPLACED in statuses
+        ):  # of process 0 alone, which holds the output; the others were its victims
             self._status = EXIT_CANNOT
-        elif now.failure in _FINAL and statuses <= {*_FINAL} and (now.all_ended or self._restarts.newest < 0):
-            self._status = now.failure  # if only one process of a run that has worked says so, it is more likely an accident
+        elif (
+            now.failure in _FINAL
+            and statuses <= {*_FINAL}
+            and (now.all_ended or self._restarts.newest < 0)
+        ):
+            # if only one process of a run that has worked says so, it is more likely an accident
+            self._status = now.failure
         else:
             self._retry(now)
 
@@ -321,11 +431,20 @@ class Controller:
         pause = self._restarts.after_failure(now.culprit)
         futile, newest = self._restarts.futile, self._restarts.newest
         if pause is None:
-            log(f"giving up after {futile} restarts without a new checkpoint" if futile else "giving up: --restarts=0")
-            self._status = messages.shell_status(EXIT_STALLED if now.failure is None else now.failure)
+            log(
+                f"giving up after {futile} restarts without a new checkpoint"
+                if futile
+                else "giving up: --restarts=0"
+            )
+            self._status = messages.shell_status(
+                EXIT_STALLED if now.failure is None else now.failure
+            )
             return
         where = now.restarts_from(newest)
-        log(f"restart {futile} of {self._job.restarts} {where}, {f'in {pause:g} s' if pause else 'immediately'}")
+        log(
+            f"restart {futile} of {self._job.restarts} {where}, "
+            f"{f'in {pause:g} s' if pause else 'immediately'}"
+        )
         self._nodes.check_all()
         self._again(pause)
 
@@ -342,11 +461,20 @@ class Controller:
         late = now - self._since > self._patience
         if self._nodes.pending:
             return
-        if now < self._not_before or 0 not in self._nodes or there < (self._job.least if late else self._expected):
+        if (
+            now < self._not_before
+            or 0 not in self._nodes
+            or there < (self._job.least if late else self._expected)
+        ):
             self._wait(late)
             return
         self._complete = self._complete or now
-        if self._count == 0 and not late and not {*range(self._job.size)} <= {*self._nodes} and now - self._complete < _FIRST:
+        if (
+            self._count == 0
+            and not late
+            and not {*range(self._job.size)} <= {*self._nodes}
+            and now - self._complete < _FIRST
+        ):
             return
         usable = self._restarts.usable(self._nodes.healthy())
         members = self._nodes.place(usable, self._wanted(len(usable)), self._restarts.failing)
@@ -354,11 +482,15 @@ class Controller:
         self._now = Generation(self._count, members, {*members}, self._job.per_node)
         self._now.looked = (now, {})
         if len(members) < self._job.size:
-            log(f"continuing with {len(members)} of {self._job.size} nodes: {', '.join(map(str, members))}")
+            log(
+                f"continuing with {len(members)} of {self._job.size} nodes: "
+                f"{', '.join(map(str, members))}"
+            )
         coordinator = self._nodes.coordinator()
         for rank, number in enumerate(members):
             self._nodes[number].peer.send(
-                start=self._count, coordinator=coordinator, count=self._now.n_processes, first=rank * self._job.per_node,
+                start=self._count, coordinator=coordinator, count=self._now.n_processes,
+                first=rank * self._job.per_node,
                 nodes=len(members), begun=self._begun,
             )  # fmt: skip
 
@@ -368,10 +500,20 @@ class Controller:
         if late:
             away = [f"{absent} did not connect within {self._patience:g} s"] if absent else []
             needed = f"at least {self._job.least} are needed, and node 0"
-            log(f"giving up: {', '.join([*away, *unhealthy])}; {needed}{'; --health=off starts without checks' if unhealthy else ''}")
+            log(
+                f"giving up: {', '.join([*away, *unhealthy])}; "
+                f"{needed}{'; --health=off starts without checks' if unhealthy else ''}"
+            )
             self._status = EXIT_STALLED
-        elif self._waiting and len(self._nodes.healthy()) < self._expected and (self._count or not absent):
-            what = [f"waiting for {absent or 'a healthy node'}, for up to {self._patience:g} s", *unhealthy]
+        elif (
+            self._waiting
+            and len(self._nodes.healthy()) < self._expected
+            and (self._count or not absent)
+        ):
+            what = [
+                f"waiting for {absent or 'a healthy node'}, for up to {self._patience:g} s",
+                *unhealthy,
+            ]
             log("; ".join(what))
             self._waiting = False
 
@@ -381,7 +523,11 @@ class Controller:
         return enough if enough <= there <= most else there
 
     def _could_grow(self, now: Generation) -> bool:
-        return len(now.members) < self._wanted(self._job.size) <= len(self._restarts.usable(self._nodes.healthy()))
+        return (
+            len(now.members)
+            < self._wanted(self._job.size)
+            <= len(self._restarts.usable(self._nodes.healthy()))
+        )
 
     @property
     def _farewell(self) -> SignalPlan:

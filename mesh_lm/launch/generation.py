@@ -1,4 +1,6 @@
-"""A generation is one life of all workers: the nodes that run it, how its processes ended, and the signals that end it."""
+"""A generation is one life of all workers: the nodes that run it, how its processes ended, and the
+signals that end it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from mesh_lm.launch import EXIT_FEWER, EXIT_PREEMPTED, messages
 
 SignalPlan = tuple[tuple[float, int], ...]
 """(seconds after the order, signal) of each signal that a worker gets while it lives."""
-# After a crash the others usually end by themselves with the same error, which is worth reading. JAX swallows SIGTERM.
+# After a crash the others usually end by themselves with the same error, which is worth reading.
+# JAX swallows SIGTERM.
 CRASHED: SignalPlan = ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 FEWER: SignalPlan = ((10.0, signal.SIGTERM), (12.0, signal.SIGKILL))
 AT_ONCE: SignalPlan = ((0.0, signal.SIGKILL),)
@@ -23,7 +26,8 @@ IDLE: SignalPlan = ((0.0, signal.SIGTERM), (2.0, signal.SIGKILL))
 PREPARING = ("start", "data", "restore", "compile")
 """Phases before the first new step is done (`mesh_lm.distributed.phases`)."""
 UNKILLABLE = 60.0
-"""Seconds after SIGKILL by which a worker must be gone. One that hangs in the kernel, on a dead disk or GPU, stays."""
+"""Seconds after SIGKILL by which a worker must be gone. One that hangs in the kernel, on a dead
+disk or GPU, stays."""
 
 
 @dataclasses.dataclass
@@ -85,9 +89,12 @@ class Generation:
         return sorted(process for process, status in self.statuses.items() if status == 0)
 
     def nothing_to_save(self) -> bool:
-        """Whether every process reports that it has made no step since the checkpoint from which it started."""
+        """Whether every process reports that it has made no step since the checkpoint from which it
+        started.
+        """
         return len(self.beats) == self.n_processes and all(
-            beat["phase"] in PREPARING and beat["step"] <= max(beat["saved"], 0) for beat in self.beats.values()
+            beat["phase"] in PREPARING and beat["step"] <= max(beat["saved"], 0)
+            for beat in self.beats.values()
         )
 
     def has_trained(self, process: int) -> bool:
@@ -95,12 +102,16 @@ class Generation:
         return self.beats.get(process, {}).get("phase", "start") not in PREPARING
 
     def restarts_from(self, newest: int) -> str:
-        """Returns where the next life begins, as far as it is known. newest: the step of the newest checkpoint that was reported; -1: none.
+        """Returns where the next life begins, as far as it is known. newest: the step of the newest
+        checkpoint that was reported; -1: none.
 
-        A checkpoint is reported only some steps after it is complete, so it is at the start for sure only if no save was begun.
+        A checkpoint is reported only some steps after it is complete, so it is at the start for
+        sure only if no save was begun.
         """
         first = self.beats.get(0, {})
-        looked = first.get("phase", "start") not in ("start", "restore") and first.get("saved") == -1
+        looked = (
+            first.get("phase", "start") not in ("start", "restore") and first.get("saved") == -1
+        )
         if newest >= 0:
             return f"from its newest checkpoint (step {newest} or later)"
         if looked and first["phase"] != "save" and not first["seconds"].get("save"):
@@ -108,15 +119,26 @@ class Generation:
         return "from its newest checkpoint, if there is one"
 
     def saved_and_left(self) -> bool:
-        """Whether all processes ended in order after a signal asked them to, or had nothing to save."""
+        """Whether all processes ended in order after a signal asked them to, or had nothing to
+        save.
+        """
         if self.idle:
             return self.failure is None
-        return self.failure is None and {*self.statuses.values()} <= {0, EXIT_FEWER, EXIT_PREEMPTED, -signal.SIGTERM} and self.all_ended
+        return (
+            self.failure is None
+            and {*self.statuses.values()} <= {0, EXIT_FEWER, EXIT_PREEMPTED, -signal.SIGTERM}
+            and self.all_ended
+        )
 
     def log_progress(self, *blamed: int, stalled: bool = True) -> None:
-        """Logs the last heartbeats of all processes, with the suspects marked: those `blamed`, else, if `stalled`, `messages.suspects`."""
+        """Logs the last heartbeats of all processes, with the suspects marked: those `blamed`,
+        else, if `stalled`, `messages.suspects`.
+        """
         if self.n_processes > 1 and self.beats:
-            beats = {process: beat | {"age": time.monotonic() - beat["heard"]} for process, beat in self.beats.items()}
+            beats = {
+                process: beat | {"age": time.monotonic() - beat["heard"]}
+                for process, beat in self.beats.items()
+            }
             marked = blamed or (messages.suspects(beats) if stalled else ())
             log("\n".join(["last heartbeats:", *messages.progress_table(beats, marked)]))
 
@@ -126,10 +148,15 @@ class Generation:
         if time.monotonic() - when > every:
             for line in messages.stragglers(before, self.beats):
                 log(line)
-            self.looked = (time.monotonic(), {process: beat for process, beat in self.beats.items() if beat["step"] > 0})
+            self.looked = (
+                time.monotonic(),
+                {process: beat for process, beat in self.beats.items() if beat["step"] > 0},
+            )
 
 
 def log(text: str) -> None:
-    """Prints an event on the launcher's stderr. A log that cannot be written (full disk, no reader) is ignored."""
+    """Prints an event on the launcher's stderr. A log that cannot be written (full disk, no reader)
+    is ignored.
+    """
     with contextlib.suppress(OSError):
         print(f"[launch] {text}", file=sys.stderr, flush=True)

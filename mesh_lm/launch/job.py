@@ -13,7 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.process_slot import gpus_here, host_and_port, is_slurm_step, share, slurm_address, starter_of
+from mesh_lm.launch.process_slot import (
+    gpus_here,
+    host_and_port,
+    is_slurm_step,
+    share,
+    slurm_address,
+    starter_of,
+)
 
 VARIABLES = {"nodes": "MESH_LM_NODES", "node": "MESH_LM_NODE", "rendezvous": "MESH_LM_RENDEZVOUS"}
 """Option -> the environment variable that can replace it."""
@@ -37,7 +44,8 @@ class Job:
     spares: int = 0
     """Nodes of these that stand by, and replace nodes that are lost or unhealthy."""
     min_nodes: int = 0
-    """The fewest nodes with which the run continues when others do not return; 0: all but the spares."""
+    """The fewest nodes with which the run continues when others do not return; 0: all but the
+    spares."""
     restarts: int = 3
     """Restarts in a row without a new checkpoint before giving up."""
     heartbeat: float = 30.0
@@ -49,7 +57,8 @@ class Job:
     rejoin: float = 300.0
     """Time allowed for a node to reconnect."""
     health: Literal["all", "quick", "off"] = "all"
-    """Checks of a node before the first start and after each failure (`mesh_lm.launch.health`); quick: without the matrix product."""
+    """Checks of a node before the first start and after each failure (`mesh_lm.launch.health`);
+    quick: without the matrix product."""
     health_command: str = ""
     """One more check: a command that ends with a status other than 0 on an unhealthy node."""
 
@@ -70,7 +79,9 @@ class Job:
 
     @property
     def pause(self) -> float:
-        """A launcher whose loop pauses for longer was itself stopped, and excuses heartbeats that it missed."""
+        """A launcher whose loop pauses for longer was itself stopped, and excuses heartbeats that
+        it missed.
+        """
         return min(1.0, self.heartbeat / 2)
 
     @property
@@ -80,12 +91,22 @@ class Job:
 
     def shared(self) -> dict[str, Any]:
         """Returns the settings that must be equal on all nodes, as JSON values."""
-        counts = {"nodes": self.nodes, "spares": self.spares, "per-node": self.per_node, "devices": self.devices}
+        counts = {
+            "nodes": self.nodes,
+            "spares": self.spares,
+            "per-node": self.per_node,
+            "devices": self.devices,
+        }
         return counts | {"command": " ".join(self.command)}
 
     def digests(self) -> dict[str, str]:
-        """Returns a digest of each shared setting: what a launcher compares, without values on the network."""
-        return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32] for name, value in self.shared().items()}
+        """Returns a digest of each shared setting: what a launcher compares, without values on the
+        network.
+        """
+        return {
+            name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
+            for name, value in self.shared().items()
+        }
 
     def explained(self, names: Sequence[str]) -> str:
         """Returns those settings with their values here, for a message."""
@@ -93,16 +114,22 @@ class Job:
         return ", ".join(f"{name} ({have[name]} here)" if name in have else name for name in names)
 
     def devices_of(self, local: int, environment: Mapping[str, str]) -> str:
-        """Returns the GPUs of local worker number `local`, such as 0,1; empty: all that it sees. Raises as `gpus_here` and `share`."""
+        """Returns the GPUs of local worker number `local`, such as 0,1; empty: all that it sees.
+        Raises as `gpus_here` and `share`.
+        """
         gpus = 0 if self.devices or self.per_node == 1 else gpus_here(environment)
         return ",".join(map(str, share(local, self.per_node, gpus, "worker"))) if gpus else ""
 
     @classmethod
     def of(cls, options: Options, command: list[str], environment: Mapping[str, str]) -> Job:
-        """Options win over variables, and variables over Slurm. Raises ConfigError if they are incomplete or impossible."""
+        """Options win over variables, and variables over Slurm. Raises ConfigError if they are
+        incomplete or impossible.
+        """
         given = {name: getattr(options, name) for name in VARIABLES}
         if all(value is None for value in given.values()):
-            given = {name: environment.get(variable) or None for name, variable in VARIABLES.items()}
+            given = {
+                name: environment.get(variable) or None for name, variable in VARIABLES.items()
+            }
         if all(value is None for value in given.values()):
             if is_slurm_step(environment):
                 given = _slurm(environment)
@@ -111,30 +138,58 @@ class Job:
         try:
             nodes, node = int(given["nodes"] or 1), int(given["node"] or 0)
         except ValueError:
-            raise ConfigError(f"nodes={given['nodes']} and node={given['node']} must be integers") from None
+            raise ConfigError(
+                f"nodes={given['nodes']} and node={given['node']} must be integers"
+            ) from None
         rendezvous = given["rendezvous"]
         names = ", ".join(f"--{option} (or {variable})" for option, variable in VARIABLES.items())
         if nodes > 1 and (rendezvous is None or given["node"] is None):
-            raise ConfigError(f"several nodes need all of {names}: --nodes={nodes} --node={given['node']} --rendezvous={rendezvous}")
+            raise ConfigError(
+                f"several nodes need all of {names}: --nodes={nodes} --node={given['node']} "
+                f"--rendezvous={rendezvous}"
+            )
         if not 0 <= node < nodes:
             raise ConfigError(f"node={node} must be 0 to nodes - 1 = {nodes - 1}; see {names}")
         if rendezvous is not None and not re.fullmatch(r".+:\d+", rendezvous):
-            raise ConfigError(f"rendezvous={rendezvous} must be host:port of node 0, such as node1:9876")
+            raise ConfigError(
+                f"rendezvous={rendezvous} must be host:port of node 0, such as node1:9876"
+            )
         if not options.heartbeat:
-            raise ConfigError("heartbeat=0 would declare every process dead; set at least a few seconds")
+            raise ConfigError(
+                "heartbeat=0 would declare every process dead; set at least a few seconds"
+            )
         if options.spares >= nodes:
-            raise ConfigError(f"spares={options.spares} are among the nodes={nodes}, and at least one must compute; use more nodes")
+            raise ConfigError(
+                f"spares={options.spares} are among the nodes={nodes}, and at least one must "
+                "compute; use more nodes"
+            )
         if options.min_nodes > nodes - options.spares:
             less = f" - spares={options.spares}" if options.spares else ""
             raise ConfigError(f"min-nodes={options.min_nodes} must be at most nodes={nodes}{less}")
         try:
             words = shlex.split(options.health_command)
         except ValueError as error:
-            raise ConfigError(f"health-command={options.health_command} cannot be split into words: {error}") from error
+            raise ConfigError(
+                f"health-command={options.health_command} cannot be split into words: {error}"
+            ) from error
         if words and not shutil.which(words[0], path=environment.get("PATH")):
-            raise ConfigError(f"health-command={options.health_command}: there is no such program on this node, or it is not executable")
-        rest = {f.name: getattr(options, f.name) for f in dataclasses.fields(cls) if f.name not in (*VARIABLES, "command")}
-        return cls(tuple(command), nodes, node, rendezvous if nodes > 1 and rendezvous else cls.rendezvous, **rest)
+            raise ConfigError(
+                f"health-command={options.health_command}: there is no such program on this "
+                "node, "
+                "or it is not executable"
+            )
+        rest = {
+            f.name: getattr(options, f.name)
+            for f in dataclasses.fields(cls)
+            if f.name not in (*VARIABLES, "command")
+        }
+        return cls(
+            tuple(command),
+            nodes,
+            node,
+            rendezvous if nodes > 1 and rendezvous else cls.rendezvous,
+            **rest,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +197,8 @@ class Options:
     """The launcher's own options. Times are in seconds."""
 
     nodes: int | None = None
-    """Launchers of the run, one per node, spares included; else MESH_LM_NODES, else from Slurm, else 1."""
+    """Launchers of the run, one per node, spares included; else MESH_LM_NODES, else from Slurm,
+    else 1."""
     node: int | None = None
     """Index of this node, from 0; else MESH_LM_NODE, else from Slurm."""
     rendezvous: str | None = None
@@ -166,7 +222,8 @@ class Options:
     rejoin: float = Job.rejoin
     """Seconds allowed for a lost node to reconnect."""
     health: Literal["all", "quick", "off"] = Job.health
-    """Check nodes before the first start and after failures; quick: without a matrix product on each device."""
+    """Check nodes before the first start and after failures; quick: without a matrix product on
+    each device."""
     health_command: str = Job.health_command
     """A check of your own: a command that ends with a status other than 0 on an unhealthy node."""
     template: Literal["", "slurm", "jobset", "dockerfile", "dockerfile-pip"] = ""
@@ -176,11 +233,23 @@ class Options:
 
     def __post_init__(self) -> None:
         """Raises ConfigError with every value that is out of range."""
-        least = {"nodes": 1, "node": 0, "per_node": 1, "devices": 0, "spares": 0, "min_nodes": 0, "restarts": 0, "gpus": 1}
+        least = {
+            "nodes": 1,
+            "node": 0,
+            "per_node": 1,
+            "devices": 0,
+            "spares": 0,
+            "min_nodes": 0,
+            "restarts": 0,
+            "gpus": 1,
+        }
         least |= {"heartbeat": 0, "start": 0, "grace": 0, "rejoin": 0}
         values = {name: getattr(self, name) for name in least}
         wrong = [
-            f"--{name.replace('_', '-')}={value:g} must be at least {least[name]}{'' if value < math.inf else ', and finite'}"
+            (
+                f"--{name.replace('_', '-')}={value:g} must be at least "
+                f"{least[name]}{'' if value < math.inf else ', and finite'}"
+            )
             for name, value in values.items()
             if value is not None and not least[name] <= value < math.inf
         ]
@@ -189,13 +258,16 @@ class Options:
 
 
 def _require_one_launcher(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError if several launchers were started that would each take the whole run for its own."""
+    """Raises ConfigError if several launchers were started that would each take the whole run for
+    its own.
+    """
     starter = starter_of(environment)
     if starter is None or environment.get(starter.size) in (None, "", "1"):
         return
     options = ", ".join(f"--{option} (or {variable})" for option, variable in VARIABLES.items())
     raise ConfigError(
-        f"{starter.size}={environment[starter.size]}: {starter.name} has started this launcher as one of several, of which each would "
+        f"{starter.size}={environment[starter.size]}: {starter.name} has started this launcher as "
+        "one of several, of which each would "
         f"train alone; give each of them {options}, or --nodes=1 if it is to"
     )
 
@@ -203,5 +275,13 @@ def _require_one_launcher(environment: Mapping[str, str]) -> None:
 def _slurm(environment: Mapping[str, str]) -> dict[str, str | None]:
     nodes, tasks = environment.get("SLURM_STEP_NUM_NODES", "1"), environment["SLURM_STEP_NUM_TASKS"]
     if tasks != nodes:
-        raise ConfigError(f"srun starts {tasks} launchers on {nodes} nodes; pass --ntasks-per-node=1 to srun and use --per-node")
-    return {"nodes": nodes, "node": environment["SLURM_NODEID"], "rendezvous": slurm_address(environment)}
+        raise ConfigError(
+            f"srun starts {tasks} launchers on {nodes} nodes; pass --ntasks-per-node=1 to srun "
+            "and "
+            "use --per-node"
+        )
+    return {
+        "nodes": nodes,
+        "node": environment["SLURM_NODEID"],
+        "rendezvous": slurm_address(environment),
+    }

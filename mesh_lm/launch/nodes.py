@@ -1,4 +1,6 @@
-"""The nodes of a run as the controller sees them: which are connected, which passed their health checks, and which compute."""
+"""The nodes of a run as the controller sees them: which are connected, which passed their health
+checks, and which compute.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from mesh_lm.launch.job import Job
 from mesh_lm.launch.wire import LOOPBACK, Peer, free_port
 
 _ANSWER = 90.0
-"""Seconds within which an agent must report its checks, which have a time limit of their own. A node without an answer is not left out."""
+"""Seconds within which an agent must report its checks, which have a time limit of their own. A
+node without an answer is not left out."""
 _AGAIN = 10.0
 """Seconds between two checks of an unhealthy node: it takes part again when it was repaired."""
 
@@ -78,29 +81,46 @@ class Nodes(dict[int, Node]):
 
     def check_unhealthy(self, busy: Collection[int]) -> None:
         """Checks the unhealthy nodes again, now and then. busy: nodes whose workers run."""
-        due = [n for n, node in self.items() if node.wrong and not node.pending and time.monotonic() - node.asked > _AGAIN]
+        due = [
+            n
+            for n, node in self.items()
+            if node.wrong and not node.pending and time.monotonic() - node.asked > _AGAIN
+        ]
         for number in due:
             if number not in busy:
                 self.check(number)
 
     def take(self, number: int, message: dict[str, Any]) -> None:
-        """Handles a report of a node's checks, and logs what has changed. A report of an earlier check is ignored."""
+        """Handles a report of a node's checks, and logs what has changed. A report of an earlier
+        check is ignored.
+        """
         node = self[number]
         if message["checked"] != node.check:
             return
         node.answered, node.port = True, message.get("port", 0)
-        found = [f"{each['check']}: {each['text']}" for each in message.get("findings", ()) if each["outcome"] == "failed"]
+        found = [
+            f"{each['check']}: {each['text']}"
+            for each in message.get("findings", ())
+            if each["outcome"] == "failed"
+        ]
         node.failed, node.gpus = "; ".join(found[:_SHOWN]), message.get("gpus")
         self._compare()
 
     def _compare(self) -> None:
-        """Sets which nodes are unhealthy, and logs what has changed. A node also is if it has fewer GPUs than most: one is lost."""
+        """Sets which nodes are unhealthy, and logs what has changed. A node also is if it has fewer
+        GPUs than most: one is lost.
+        """
         counts = Counter(node.gpus for node in self.values() if node.gpus is not None)
         usual = max(counts, key=lambda gpus: (counts[gpus], gpus), default=0)
-        for number, node in [(number, node) for number, node in sorted(self.items()) if node.answered]:
+        for number, node in [
+            (number, node) for number, node in sorted(self.items()) if node.answered
+        ]:
             node.wrong = node.failed
             if not node.wrong and node.gpus is not None and node.gpus < usual:
-                node.wrong = f"nvidia-smi lists {node.gpus} GPUs, but {usual} on most nodes: reboot the node, or replace the missing GPU"
+                node.wrong = (
+                    f"nvidia-smi lists {node.gpus} GPUs, but {usual} on most nodes: reboot the "
+                    "node, or replace the missing GPU"
+                )
             before, self._reported[number] = self._reported.get(number, ""), node.wrong
             if node.wrong and node.wrong != before:
                 log(f"node {number} ({node.host}) is unhealthy, and is left out: {node.wrong}")
@@ -114,18 +134,29 @@ class Nodes(dict[int, Node]):
 
     def healthy(self) -> list[int]:
         """Returns the nodes that can compute."""
-        return [number for number, node in sorted(self.items()) if not node.wrong and not node.pending]
+        return [
+            number for number, node in sorted(self.items()) if not node.wrong and not node.pending
+        ]
 
     # Which nodes compute, and where.
 
-    def place(self, usable: Sequence[int], count: int, failing: Callable[[int], bool] = lambda number: False) -> list[int]:
-        """Returns `count` of the usable nodes in the order of their processes. Nodes keep their places, and spares take free ones.
+    def place(
+        self,
+        usable: Sequence[int],
+        count: int,
+        failing: Callable[[int], bool] = lambda number: False,
+    ) -> list[int]:
+        """Returns `count` of the usable nodes in the order of their processes. Nodes keep their
+        places, and spares take free ones.
 
-        usable: the best first. failing: whether a node is used, and keeps its place, only if no other is left.
+        usable: the best first. failing: whether a node is used, and keeps its place, only if no
+        other is left.
         """
         before = self._places
         place = {number: place for place, number in enumerate(before)}
-        chosen = sorted(usable, key=lambda number: (failing(number), place.get(number, len(before))))[:count]
+        chosen = sorted(
+            usable, key=lambda number: (failing(number), place.get(number, len(before)))
+        )[:count]
         kept = [number for number in before if number in chosen]
         new = [number for number in chosen if number not in kept]
         self._places = sorted(chosen)
@@ -135,15 +166,23 @@ class Nodes(dict[int, Node]):
             for old, number in zip(before, self._places, strict=True):
                 if number != old:
                     log(f"node {number} ({self[number].host}) takes the place of node {old}")
-        if known := [number for number in self._places if self._can_coordinate(number)]:  # usually the first already
+        # usually the first already
+        if known := [number for number in self._places if self._can_coordinate(number)]:
             at = self._places.index(known[0])
             self._places[0], self._places[at] = self._places[at], self._places[0]
-        if self._job.spares and (idle := [number for number in usable if number not in self._places]):
-            log(f"{messages.number_ranges(idle, 'node', 'nodes')} {'stands' if len(idle) == 1 else 'stand'} by")
+        if self._job.spares and (
+            idle := [number for number in usable if number not in self._places]
+        ):
+            log(
+                f"{messages.number_ranges(idle, 'node', 'nodes')} "
+                f"{'stands' if len(idle) == 1 else 'stand'} by"
+            )
         return [*self._places]
 
     def _can_coordinate(self, number: int) -> bool:
-        """Whether a free port of a node is known: it has reported its checks, or this is its launcher."""
+        """Whether a free port of a node is known: it has reported its checks, or this is its
+        launcher.
+        """
         return number == 0 or self[number].port > 0
 
     def coordinator(self) -> str:
@@ -162,4 +201,8 @@ class Nodes(dict[int, Node]):
 
     def unhealthy(self) -> list[str]:
         """Returns a phrase for each unhealthy node."""
-        return [f"node {number} ({node.host}) is unhealthy ({node.wrong})" for number, node in sorted(self.items()) if node.wrong]
+        return [
+            f"node {number} ({node.host}) is unhealthy ({node.wrong})"
+            for number, node in sorted(self.items())
+            if node.wrong
+        ]

@@ -1,4 +1,6 @@
-"""The index of this process in the run and the devices that belong to it, from flags, environment variables, or whatever started it."""
+"""The index of this process in the run and the devices that belong to it, from flags, environment
+variables, or whatever started it.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,15 @@ from mesh_lm.errors import ConfigError
 if TYPE_CHECKING:  # the launcher imports this file too, and needs no JAX
     from mesh_lm.config import LaunchConfig
 
-VARIABLES = {"coordinator": "MESH_LM_COORDINATOR", "processes": "MESH_LM_PROCESSES", "index": "MESH_LM_PROCESS_INDEX"}
+VARIABLES = {
+    "coordinator": "MESH_LM_COORDINATOR",
+    "processes": "MESH_LM_PROCESSES",
+    "index": "MESH_LM_PROCESS_INDEX",
+}
 """Field of LaunchConfig -> the environment variable that can replace it."""
 LOCAL_DEVICES = "MESH_LM_LOCAL_DEVICES"
-"""Environment variable with the GPUs of this node that belong to the process, such as 0,1; empty: all."""
+"""Environment variable with the GPUs of this node that belong to the process, such as 0,1; empty:
+all."""
 _PORTS = range(61_440, 65_536)
 _GPU = re.compile(r"\d+|(GPU|MIG)-.+")
 """An entry of CUDA_VISIBLE_DEVICES that names a GPU, by its number or its UUID."""
@@ -30,11 +37,14 @@ _GPU = re.compile(r"\d+|(GPU|MIG)-.+")
 
 @dataclasses.dataclass(frozen=True)
 class Starter:
-    """A program that starts the processes of a run, and the environment variables in which it tells each of them its place."""
+    """A program that starts the processes of a run, and the environment variables in which it tells
+    each of them its place.
+    """
 
     name: str
     mark: str
-    """A variable that only this program sets. Below `srun`, which may have started one of it per node, it is nearer to the process."""
+    """A variable that only this program sets. Below `srun`, which may have started one of it per
+    node, it is nearer to the process."""
     rank: str
     size: str
     local_rank: str
@@ -43,7 +53,15 @@ class Starter:
     """Variables that differ between runs on the same hosts."""
 
 
-TORCHRUN = Starter("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("MASTER_PORT",))
+TORCHRUN = Starter(
+    "torchrun",
+    "TORCHELASTIC_RUN_ID",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    ("MASTER_PORT",),
+)
 STARTERS = (
     TORCHRUN,
     Starter(
@@ -56,7 +74,15 @@ STARTERS = (
         job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
     # MPICH's and Intel's. `srun --mpi=pmi2` sets the first two as well.
-    Starter("mpirun", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_PORT",)),
+    Starter(
+        "mpirun",
+        "MPI_LOCALRANKID",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        ("PMI_PORT",),
+    ),
     # MVAPICH2's.
     Starter(
         "mpirun",
@@ -67,7 +93,15 @@ STARTERS = (
         local_size="MV2_COMM_WORLD_LOCAL_SIZE",
     ),
 )
-PMI = Starter("mpiexec", "PMI_RANK", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", ("PALS_APID", "PMI_PORT"))
+PMI = Starter(
+    "mpiexec",
+    "PMI_RANK",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PMI_LOCAL_RANK",
+    "PMI_LOCAL_SIZE",
+    ("PALS_APID", "PMI_PORT"),
+)
 """Any other that speaks PMI, such as Cray's PALS. `srun` may set these variables, too."""
 
 
@@ -90,18 +124,29 @@ class ProcessSlot:
         return host_and_port(self.coordinator)
 
     @classmethod
-    def of(cls, config: LaunchConfig, environment: Mapping[str, str] = os.environ) -> ProcessSlot | None:
-        """Returns the slot that flags give, else variables, else what started this process; None if the run has one process.
+    def of(
+        cls, config: LaunchConfig, environment: Mapping[str, str] = os.environ
+    ) -> ProcessSlot | None:
+        """Returns the slot that flags give, else variables, else what started this process; None if
+        the run has one process.
 
-        That is torchrun, mpirun or Slurm, or whatever sets torchrun's RANK, WORLD_SIZE and MASTER_ADDR, as Kubernetes' PyTorchJob does.
+        That is torchrun, mpirun or Slurm, or whatever sets torchrun's RANK, WORLD_SIZE and
+        MASTER_ADDR, as Kubernetes' PyTorchJob does.
 
         Raises ConfigError if the settings are incomplete or impossible.
         """
         names = {field: f"launch.{field}" for field in VARIABLES}
         index = "" if config.index < 0 else str(config.index)
-        given = {"coordinator": config.coordinator, "processes": str(config.processes or ""), "index": index}
+        given = {
+            "coordinator": config.coordinator,
+            "processes": str(config.processes or ""),
+            "index": index,
+        }
         if not any(given.values()):
-            names, given = VARIABLES, {field: environment.get(name, "") for field, name in VARIABLES.items()}
+            names, given = (
+                VARIABLES,
+                {field: environment.get(name, "") for field, name in VARIABLES.items()},
+            )
         if any(given.values()):
             return cls._explicit(given, names, _own_devices(environment))
         if starter := starter_of(environment):
@@ -110,25 +155,38 @@ class ProcessSlot:
             return cls._slurm(environment)
         if environment.get("PMIX_RANK", "0") != "0":
             raise ConfigError(
-                f"PMIX_RANK={environment['PMIX_RANK']}: this process was started as one of several, but no variable says of how many; "
+                f"PMIX_RANK={environment['PMIX_RANK']}: this process was started as one of "
+                "several, but no variable says of how many; "
                 f"set {', '.join(VARIABLES.values())}"
             )
         return None
 
     @classmethod
-    def _explicit(cls, given: Mapping[str, str], names: Mapping[str, str], devices: tuple[int, ...] | None) -> ProcessSlot | None:
+    def _explicit(
+        cls, given: Mapping[str, str], names: Mapping[str, str], devices: tuple[int, ...] | None
+    ) -> ProcessSlot | None:
         if missing := [names[field] for field, value in given.items() if not value]:
             have = ", ".join(f"{names[field]}={value}" for field, value in given.items() if value)
-            raise ConfigError(f"{have} is given without {' and '.join(missing)}; a run of several processes needs all three")
+            raise ConfigError(
+                f"{have} is given without {' and '.join(missing)}; a run of several processes "
+                "needs all three"
+            )
         try:
             count, index = int(given["processes"]), int(given["index"])
         except ValueError:
-            pair = f"{names['processes']}={given['processes']} and {names['index']}={given['index']}"
+            pair = (
+                f"{names['processes']}={given['processes']} and {names['index']}={given['index']}"
+            )
             raise ConfigError(f"{pair} must be integers") from None
         if not 0 <= index < count:
-            raise ConfigError(f"{names['index']}={index} must be 0 to {names['processes']} - 1 = {count - 1}")
+            raise ConfigError(
+                f"{names['index']}={index} must be 0 to {names['processes']} - 1 = {count - 1}"
+            )
         if not re.fullmatch(r".+:\d+", coordinator := given["coordinator"]):
-            raise ConfigError(f"{names['coordinator']}={coordinator} must be host:port of process 0, such as node1:9876")
+            raise ConfigError(
+                f"{names['coordinator']}={coordinator} must be host:port of process 0, such as "
+                "node1:9876"
+            )
         return cls(coordinator, count, index, devices) if count > 1 else None
 
     @classmethod
@@ -138,20 +196,27 @@ class ProcessSlot:
         if count <= 1:
             return None
         if not 0 <= rank < count:
-            raise ConfigError(f"{starter.rank}={rank} must be 0 to {starter.size} - 1 = {count - 1}")
+            raise ConfigError(
+                f"{starter.rank}={rank} must be 0 to {starter.size} - 1 = {count - 1}"
+            )
         n_local = _number(environment, starter.local_size, starter, default=0)
         host = "127.0.0.1" if n_local == count else environment.get("MASTER_ADDR", "")
         if not host:
-            names = " and ".join(f"{name}={environment[name]}" for name in (starter.rank, starter.size))
+            names = " and ".join(
+                f"{name}={environment[name]}" for name in (starter.rank, starter.size)
+            )
             ours = ", ".join(VARIABLES.values())
             raise ConfigError(
-                f"{names}: {starter.name} has started this process, but does not say on which host process 0 is; give all processes "
+                f"{names}: {starter.name} has started this process, but does not say on which host "
+                "process 0 is; give all processes "
                 f"MASTER_ADDR (of Open MPI: mpirun -x MASTER_ADDR=node1), or set {ours}"
             )
         host = f"[{host}]" if ":" in host else host
         port = _started_port(starter, environment)
         if n_local:
-            local = _number(environment, starter.local_rank, starter, default=0 if n_local == 1 else None)
+            local = _number(
+                environment, starter.local_rank, starter, default=0 if n_local == 1 else None
+            )
             devices = _share_of_host(local, n_local, environment)
         else:
             devices = _by_local_rank(starter, environment)
@@ -159,16 +224,23 @@ class ProcessSlot:
 
     @classmethod
     def _slurm(cls, environment: Mapping[str, str]) -> ProcessSlot:
-        """The slot of a task of `srun`. The tasks of a node share its GPUs equally (JAX's own detection would use one GPU per task)."""
-        tasks = tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environment.get("SLURM_NODEID", 0)))
+        """The slot of a task of `srun`. The tasks of a node share its GPUs equally (JAX's own
+        detection would use one GPU per task).
+        """
+        tasks = tasks_here(
+            environment.get("SLURM_STEP_TASKS_PER_NODE", "1"),
+            int(environment.get("SLURM_NODEID", 0)),
+        )
         needed = ("SLURM_PROCID", "SLURM_STEP_NODELIST", *(("SLURM_LOCALID",) if tasks > 1 else ()))
         if missing := [name for name in needed if name not in environment]:
             raise ConfigError(
-                f"SLURM_STEP_NUM_TASKS={environment['SLURM_STEP_NUM_TASKS']}, but {' and '.join(missing)} is not set; pass all of "
+                f"SLURM_STEP_NUM_TASKS={environment['SLURM_STEP_NUM_TASKS']}, but "
+                f"{' and '.join(missing)} is not set; pass all of "
                 f"Slurm's variables on to this process, or set {', '.join(VARIABLES.values())}"
             )
         address = slurm_address(environment)
-        if environment.get("SLURM_STEP_NUM_NODES") == "1":  # nothing outside this node needs to reach it
+        # nothing outside this node needs to reach it
+        if environment.get("SLURM_STEP_NUM_NODES") == "1":
             address = f"127.0.0.1:{host_and_port(address)[1]}"
         return cls(
             address,
@@ -184,7 +256,9 @@ def _own_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     try:
         return tuple(int(device) for device in text.split(",") if device) or None
     except ValueError:
-        raise ConfigError(f"{LOCAL_DEVICES}={text} must be numbers of GPUs as this process sees them, such as 0,1") from None
+        raise ConfigError(
+            f"{LOCAL_DEVICES}={text} must be numbers of GPUs as this process sees them, such as 0,1"
+        ) from None
 
 
 def starter_of(environment: Mapping[str, str]) -> Starter | None:
@@ -193,9 +267,17 @@ def starter_of(environment: Mapping[str, str]) -> Starter | None:
         if starter.mark in environment:
             return starter
     if is_slurm_step(environment):
-        # A batch script may export these variables for all of its tasks, whose places only Slurm knows.
+        # A batch script may export these variables for all of its tasks, whose places only Slurm
+        # knows.
         return None
-    return next((starter for starter in (TORCHRUN, PMI) if starter.rank in environment and starter.size in environment), None)
+    return next(
+        (
+            starter
+            for starter in (TORCHRUN, PMI)
+            if starter.rank in environment and starter.size in environment
+        ),
+        None,
+    )
 
 
 def is_slurm_step(environment: Mapping[str, str]) -> bool:
@@ -217,25 +299,34 @@ def first_host(nodelist: str) -> str:
 
 
 def slurm_address(environment: Mapping[str, str]) -> str:
-    """Returns host:port on the first node of a step. The port differs between concurrent steps of a job."""
+    """Returns host:port on the first node of a step. The port differs between concurrent steps of a
+    job.
+    """
     job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return f"{first_host(environment['SLURM_STEP_NODELIST'])}:{_PORTS[(job * 31 + step) % len(_PORTS)]}"
 
 
 def tasks_here(tasks_per_node: str, node: int) -> int:
-    """Returns the number of tasks on node number `node`, from Slurm's format 8(x3),4. Raises ConfigError if it has no such node."""
+    """Returns the number of tasks on node number `node`, from Slurm's format 8(x3),4. Raises
+    ConfigError if it has no such node.
+    """
     counts = [
-        int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node) for _ in range(int(times or 1))
+        int(count) for count,
+        times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node) for _ in range(int(times or 1))
     ]  # fmt: skip
     if node >= len(counts):
         raise ConfigError(
-            f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} counts the tasks of {len(counts)} nodes, as in a step of "
-            f"several job components; set {', '.join(VARIABLES.values())}, and {LOCAL_DEVICES} where tasks share GPUs"
+            f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} counts the tasks "
+            f"of {len(counts)} nodes, as in a step of "
+            f"several job components; set {', '.join(VARIABLES.values())}, and {LOCAL_DEVICES} "
+            "where tasks share GPUs"
         )
     return counts[node]
 
 
-def _number(environment: Mapping[str, str], name: str, starter: Starter, default: int | None = None) -> int:
+def _number(
+    environment: Mapping[str, str], name: str, starter: Starter, default: int | None = None
+) -> int:
     value = environment.get(name, "")
     if not value and default is not None:
         return default
@@ -244,11 +335,17 @@ def _number(environment: Mapping[str, str], name: str, starter: Starter, default
     except ValueError:
         sign = starter.mark if starter.mark in environment else starter.rank
         found = f"{name}={value}" if name in environment else f"{name} is not set, but {sign} is"
-        raise ConfigError(f"{found}: {starter.name} gives each process an integer; unset its variables to start a single process") from None
+        raise ConfigError(
+            f"{found}: {starter.name} gives each process an integer; unset its variables to "
+            "start "
+            "a single process"
+        ) from None
 
 
 def _started_port(starter: Starter, environment: Mapping[str, str]) -> int:
-    """Returns the coordinator's port, the same for all processes: the user's MASTER_PORT, except that torchrun listens there itself."""
+    """Returns the coordinator's port, the same for all processes: the user's MASTER_PORT, except
+    that torchrun listens there itself.
+    """
     port = environment.get("MASTER_PORT", "")
     if port.isdecimal() and starter.mark not in environment:
         return int(port)
@@ -257,26 +354,39 @@ def _started_port(starter: Starter, environment: Mapping[str, str]) -> int:
 
 
 def _by_local_rank(starter: Starter, environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Returns the one GPU that a process has by its place on its host, as in PyTorch, where nothing says how many processes are there."""
+    """Returns the one GPU that a process has by its place on its host, as in PyTorch, where nothing
+    says how many processes are there.
+    """
     local, visible = environment.get(starter.local_rank, ""), visible_gpus(environment)
     is_one_of_several = visible is None or len(visible) > 1
-    return (int(local),) if local.isdecimal() and is_one_of_several and may_use_gpus(environment) else None
+    return (
+        (int(local),)
+        if local.isdecimal() and is_one_of_several and may_use_gpus(environment)
+        else None
+    )
 
 
-def _share_of_slurm(local: int, tasks: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
+def _share_of_slurm(
+    local: int, tasks: int, environment: Mapping[str, str]
+) -> tuple[int, ...] | None:
     if tasks == 1 or not may_use_gpus(environment):
         return None
     visible, on_node = visible_gpus(environment), int(environment.get("SLURM_GPUS_ON_NODE") or 0)
     if not on_node and (visible is None or len(visible) > 1):
-        with contextlib.suppress(RuntimeError):  # Slurm says nothing about GPUs; perhaps the driver does
+        # Slurm says nothing about GPUs; perhaps the driver does
+        with contextlib.suppress(RuntimeError):
             on_node = _all_gpus_here(environment)
     if visible is None and not on_node:
         return (local,)
     return _share(local, tasks, visible, on_node)
 
 
-def _share_of_host(local: int, tasks: int, environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """As `_share`. Raises ConfigError if nothing says which GPUs there are: nvidia-smi fails, and CUDA_VISIBLE_DEVICES is not set."""
+def _share_of_host(
+    local: int, tasks: int, environment: Mapping[str, str]
+) -> tuple[int, ...] | None:
+    """As `_share`. Raises ConfigError if nothing says which GPUs there are: nvidia-smi fails, and
+    CUDA_VISIBLE_DEVICES is not set.
+    """
     if tasks == 1 or not may_use_gpus(environment):
         return None
     visible = visible_gpus(environment)
@@ -284,22 +394,31 @@ def _share_of_host(local: int, tasks: int, environment: Mapping[str, str]) -> tu
         on_node = _all_gpus_here(environment)
     except RuntimeError as error:
         if visible is None:
-            raise ConfigError(f"{error}, or set CUDA_VISIBLE_DEVICES to the GPUs of each task") from error
+            raise ConfigError(
+                f"{error}, or set CUDA_VISIBLE_DEVICES to the GPUs of each task"
+            ) from error
         on_node = 0
     return _share(local, tasks, visible, on_node)
 
 
 def _all_gpus_here(environment: Mapping[str, str]) -> int:
-    """Returns the number of GPUs of this node, whatever CUDA_VISIBLE_DEVICES names; 0: not known."""
-    return gpus_here({name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"})
+    """Returns the number of GPUs of this node, whatever CUDA_VISIBLE_DEVICES names; 0: not
+    known.
+    """
+    return gpus_here(
+        {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    )
 
 
-def _share(local: int, tasks: int, visible: Sequence[str] | None, on_node: int) -> tuple[int, ...] | None:
+def _share(
+    local: int, tasks: int, visible: Sequence[str] | None, on_node: int
+) -> tuple[int, ...] | None:
     """Returns the GPUs of one of several tasks, numbered as it sees them; None: all of them.
 
-    visible: what each task sees; None: all of the node's. on_node: GPUs of the node; 0: not known. If the node has as many as its tasks see
-    together, each of them has its own already (--gpus-per-task, or a script that sets CUDA_VISIBLE_DEVICES). Otherwise they see the same,
-    and divide them.
+    visible: what each task sees; None: all of the node's. on_node: GPUs of the node; 0: not known.
+    If the node has as many as its tasks see together, each of them has its own already
+    (--gpus-per-task, or a script that sets CUDA_VISIBLE_DEVICES). Otherwise they see the same, and
+    divide them.
     """
     n_visible = on_node if visible is None else len(visible)
     if not n_visible:
@@ -307,7 +426,8 @@ def _share(local: int, tasks: int, visible: Sequence[str] | None, on_node: int) 
     if visible and visible[0].startswith("MIG-"):
         if n_visible > 1:
             raise ConfigError(
-                f"CUDA_VISIBLE_DEVICES={','.join(visible)}: CUDA shows a process one MIG device only, the first; give each of the {tasks} "
+                f"CUDA_VISIBLE_DEVICES={','.join(visible)}: CUDA shows a process one MIG device "
+                f"only, the first; give each of the {tasks} "
                 "tasks a CUDA_VISIBLE_DEVICES of its own"
             )
         return None
@@ -317,10 +437,14 @@ def _share(local: int, tasks: int, visible: Sequence[str] | None, on_node: int) 
 
 
 def share(local: int, tasks: int, gpus: int, what: str) -> tuple[int, ...]:
-    """Returns the GPUs of task number `local` of `tasks` on a node. Raises ConfigError if they cannot be divided equally."""
+    """Returns the GPUs of task number `local` of `tasks` on a node. Raises ConfigError if they
+    cannot be divided equally.
+    """
     if gpus % tasks:
         fix = f"start one {what} per node, or one per GPU"
-        raise ConfigError(f"{gpus} GPUs of this node cannot be divided equally among its {tasks} {what}s; {fix}")
+        raise ConfigError(
+            f"{gpus} GPUs of this node cannot be divided equally among its {tasks} {what}s; {fix}"
+        )
     return tuple(range(local * (gpus // tasks), (local + 1) * (gpus // tasks)))
 
 
@@ -330,16 +454,23 @@ def may_use_gpus(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | None:
-    """Returns the GPUs that CUDA_VISIBLE_DEVICES names; None if it is not set, so that all are visible.
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names; None if it is not set, so that all are
+    visible.
 
-    The list ends at the first entry that names none, as CUDA reads it: -1, an empty one, or Slurm's NoDevFiles.
+    The list ends at the first entry that names none, as CUDA reads it: -1, an empty one, or Slurm's
+    NoDevFiles.
     """
     ids = environment.get("CUDA_VISIBLE_DEVICES")
-    return None if ids is None else list(itertools.takewhile(_GPU.fullmatch, map(str.strip, ids.split(","))))
+    return (
+        None
+        if ids is None
+        else list(itertools.takewhile(_GPU.fullmatch, map(str.strip, ids.split(","))))
+    )
 
 
 def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of GPUs of this node that JAX would see, without importing it; 0 if there are none, or JAX is set to use the CPU.
+    """Returns the number of GPUs of this node that JAX would see, without importing it; 0 if there
+    are none, or JAX is set to use the CPU.
 
     Raises RuntimeError if nvidia-smi exists, but fails.
     """
@@ -351,8 +482,21 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
     if not (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
         return 0
     try:
-        listing = subprocess.run([tool, "-L"], capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:  # a node with a failed GPU must not count as a CPU node
-        why = f"cannot count the GPUs of {socket.gethostname()}: {error}; if it has none, use --devices or JAX_PLATFORMS=cpu"
+        listing = subprocess.run(
+            [tool, "-L"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=30,
+            check=True,
+        ).stdout
+    except (
+        OSError,
+        subprocess.SubprocessError,
+    ) as error:  # a node with a failed GPU must not count as a CPU node
+        why = (
+            f"cannot count the GPUs of {socket.gethostname()}: {error}; if it has none, use "
+            "--devices or JAX_PLATFORMS=cpu"
+        )
         raise RuntimeError(why) from error
     return sum(line.startswith("GPU ") for line in listing.splitlines())

@@ -1,4 +1,6 @@
-"""Whether to try again after a failure, how long to wait before that, and which nodes to leave out."""
+"""Whether to try again after a failure, how long to wait before that, and which nodes to leave
+out.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,25 @@ _LONGEST_PAUSE = 60.0
 
 
 class Restarts:
-    """Counts the restarts in a row that brought no new checkpoint, and the nodes whose workers failed first.
+    """Counts the restarts in a row that brought no new checkpoint, and the nodes whose workers
+    failed first.
 
     Attributes:
-      newest: step of the newest checkpoint, as process 0 reports it; -1: none. It falls when a run rolls back.
-      futile: restarts in a row that brought no new checkpoint.
+      newest: step of the newest checkpoint, as process 0 reports it; -1: none. It falls when a run
+      rolls back. futile: restarts in a row that brought no new checkpoint.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self.newest = self._newest_before = -1
         self.futile = 0
-        self._failures = Counter[int]()  # node -> how often its workers failed first since the last new checkpoint
+        # node -> how often its workers failed first since the last new checkpoint
+        self._failures = Counter[int]()
 
     def after_failure(self, culprit: int | None) -> float | None:
-        """Returns the seconds to wait before the next attempt, or None to give up. culprit: the node whose worker failed first."""
+        """Returns the seconds to wait before the next attempt, or None to give up. culprit: the
+        node whose worker failed first.
+        """
         if self.newest != self._newest_before:
             self._newest_before, self.futile = self.newest, 0
             self._failures.clear()
@@ -42,7 +48,9 @@ class Restarts:
         return number > 0 and self._failures[number] > 1
 
     def usable(self, nodes: Iterable[int]) -> list[int]:
-        """The nodes that are connected, the best first. Nodes that fail repeatedly are left out if the others are enough."""
+        """The nodes that are connected, the best first. Nodes that fail repeatedly are left out if
+        the others are enough.
+        """
         bad = [number for number in sorted(nodes) if self.failing(number)]
         good = [number for number in sorted(nodes) if number not in bad]
         return good if len(good) >= self._job.least else good + bad

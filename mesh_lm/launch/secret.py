@@ -1,4 +1,6 @@
-"""The secret of a job: who knows it belongs to the job. It is handed over in an environment variable or a private file, never in argv."""
+"""The secret of a job: who knows it belongs to the job. It is handed over in an environment
+variable or a private file, never in argv.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.launch.environment import SECRET, SECRET_FILE
 
 OWN_FILE = "~/.config/mesh_lm/secret"
-"""Where hosts look that were not given a secret. The first start makes it, and hosts that share the home directory share it."""
+"""Where hosts look that were not given a secret. The first start makes it, and hosts that share the
+home directory share it."""
 _SHORTEST = 16
 _LONGEST = 4096
-_FIX = f"set {SECRET} to the same random text on every host (openssl rand -hex 32), or {SECRET_FILE} to a file with it"
+_FIX = (
+    f"set {SECRET} to the same random text on every host (openssl rand -hex 32), or {SECRET_FILE} "
+    "to a file with it"
+)
 
 
 class Secret:
@@ -37,11 +43,13 @@ class Secret:
 
     @classmethod
     def shared(cls, environment: Mapping[str, str] = os.environ) -> Secret:
-        """Returns the secret that other hosts have, too: MESH_LM_SECRET, else the file MESH_LM_SECRET_FILE, else `OWN_FILE`.
+        """Returns the secret that other hosts have, too: MESH_LM_SECRET, else the file
+        MESH_LM_SECRET_FILE, else `OWN_FILE`.
 
         It makes `OWN_FILE` if that is absent.
 
-        Raises ConfigError if the file cannot be read or made, is not private, or the secret is shorter than 16 characters.
+        Raises ConfigError if the file cannot be read or made, is not private, or the secret is
+        shorter than 16 characters.
         """
         if text := environment.get(SECRET, ""):
             return cls(_long_enough(text.strip(), SECRET))
@@ -52,7 +60,11 @@ class Secret:
             if not path.exists():
                 _make(path)
         except OSError as error:
-            raise ConfigError(f"several hosts need a shared secret, and {path} cannot be made: {error.strerror}; {_FIX}") from error
+            raise ConfigError(
+                f"several hosts need a shared secret, and {path} cannot be made: "
+                f"{error.strerror}; "
+                f"{_FIX}"
+            ) from error
         return cls(_read(path))
 
     def derived(self, *purpose: str) -> Secret:
@@ -60,8 +72,14 @@ class Secret:
         return Secret(self.tag(b"derived", *(part.encode() for part in purpose)))
 
     def tag(self, *parts: bytes) -> bytes:
-        """Returns the HMAC-SHA256 of the parts (32 bytes). Each part is preceded by its length, so that none can pass for another."""
-        return hmac.digest(self._key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), hashlib.sha256)
+        """Returns the HMAC-SHA256 of the parts (32 bytes). Each part is preceded by its length, so
+        that none can pass for another.
+        """
+        return hmac.digest(
+            self._key,
+            b"".join(len(part).to_bytes(8, "big") + part for part in parts),
+            hashlib.sha256,
+        )
 
     def text(self) -> str:
         """Returns it as `shared` reads it from MESH_LM_SECRET, for a child process."""
@@ -76,7 +94,8 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"cannot read the secret in {path}: {error.strerror}; {_FIX}") from error
     if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or about.st_uid not in (0, os.getuid()):
         raise ConfigError(
-            f"others can read or change the secret in {path}; make it yours alone (chmod 600), and replace its contents; where that "
+            f"others can read or change the secret in {path}; make it yours alone (chmod 600), and "
+            "replace its contents; where that "
             "cannot be done, as with a volume of a Kubernetes secret, set MESH_LM_SECRET instead"
         )
     return _long_enough(text.decode("utf-8", "replace").strip(), str(path))
@@ -84,7 +103,11 @@ def _read(path: Path) -> bytes:
 
 def _long_enough(text: str, where: str) -> bytes:
     if not _SHORTEST <= len(text) <= _LONGEST:
-        raise ConfigError(f"the secret in {where} must have {_SHORTEST} to {_LONGEST} characters; make one with openssl rand -hex 32")
+        raise ConfigError(
+            f"the secret in {where} must have {_SHORTEST} to {_LONGEST} characters; make one "
+            "with "
+            "openssl rand -hex 32"
+        )
     try:
         return bytes.fromhex(text)
     except ValueError:
@@ -92,7 +115,9 @@ def _long_enough(text: str, where: str) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Writes a new secret. If several hosts do it at once, one of them wins, also on NFS, because a link is made only if there is none."""
+    """Writes a new secret. If several hosts do it at once, one of them wins, also on NFS, because a
+    link is made only if there is none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     own = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

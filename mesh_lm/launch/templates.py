@@ -1,4 +1,6 @@
-"""Files that start a run on Slurm or Kubernetes, and containers for it. Read them before use: paths, names and accounts are yours."""
+"""Files that start a run on Slurm or Kubernetes, and containers for it. Read them before use:
+paths, names and accounts are yours.
+"""
 
 from __future__ import annotations
 
@@ -146,23 +148,45 @@ RUN pip install --no-cache-dir -e '.[data,cuda13]'
 ENTRYPOINT ["python", "-m", "mesh_lm.launch"]
 CMD {command}
 """
-_TEMPLATES = {"slurm": _SLURM, "jobset": _JOBSET, "dockerfile": _DOCKERFILE, "dockerfile-pip": _DOCKERFILE_PIP}
+_TEMPLATES = {
+    "slurm": _SLURM,
+    "jobset": _JOBSET,
+    "dockerfile": _DOCKERFILE,
+    "dockerfile-pip": _DOCKERFILE_PIP,
+}
 NAMES = tuple(_TEMPLATES)
 _MARGIN, _EARLIER = 30, 60
-"""Seconds on top of --grace: before Kubernetes kills a pod, and of Slurm's warning before the time limit."""
-_OWN = ("per_node", "spares", "min_nodes", "restarts", "heartbeat", "start", "grace", "rejoin", "health", "health_command")
+"""Seconds on top of --grace: before Kubernetes kills a pod, and of Slurm's warning before the time
+limit."""
+_OWN = (
+    "per_node",
+    "spares",
+    "min_nodes",
+    "restarts",
+    "heartbeat",
+    "start",
+    "grace",
+    "rejoin",
+    "health",
+    "health_command",
+)
 _SLOW = {"start": 1800.0, "rejoin": 1800.0}
 """Kubernetes needs time to find a node for a pod and to pull its image."""
 
 
 def fill(options: Options, command: list[str]) -> str:
-    """Returns the file that --template names, filled in from the options and the command (default: Llama 3 8B on 8 nodes)."""
+    """Returns the file that --template names, filled in from the options and the command (default:
+    Llama 3 8B on 8 nodes).
+    """
     nodes = options.nodes or 8 + options.spares
     own = {name: getattr(options, name) for name in _OWN}
     own = {name: value for name, value in own.items() if value != getattr(Job, name)}
     if options.template == "jobset":
         own = _SLOW | own
-    words = [f"--{name.replace('_', '-')}={value if isinstance(value, int | str) else f'{value:g}'}" for name, value in own.items()]
+    words = [
+        f"--{name.replace('_', '-')}={value if isinstance(value, int | str) else f'{value:g}'}"
+        for name, value in own.items()
+    ]
     words += command or _DEFAULT
     launch = ["python", "-m", "mesh_lm.launch", *words]
     shown = words if options.template.startswith("dockerfile") else launch
@@ -170,17 +194,22 @@ def fill(options: Options, command: list[str]) -> str:
         nodes=nodes, per_node=options.per_node, gpus=options.gpus,
         warning=int(options.grace) + _EARLIER, patience=int(options.grace) + _MARGIN,
         backoff=4 * nodes, preempted=EXIT_PREEMPTED, cannot=EXIT_CANNOT, usage=EXIT_USAGE,
-        launch=shlex.join(launch), command=json.dumps(shown), **_when_nodes_are_lost(options, nodes),
+        launch=shlex.join(launch), command=json.dumps(shown),
+        **_when_nodes_are_lost(options, nodes),
     )  # fmt: skip
 
 
 def _when_nodes_are_lost(options: Options, nodes: int) -> dict[str, str]:
     """Returns the fields that depend on --spares and --min-nodes."""
     spares, least = options.spares, options.min_nodes
-    instead = ["a spare replaces it"] * bool(spares) + [f"it continues with the remaining nodes, at least {least}"] * bool(least)
+    instead = ["a spare replaces it"] * bool(spares) + [
+        f"it continues with the remaining nodes, at least {least}"
+    ] * bool(least)
     return {
         "spares": _SPARES.format(size=nodes - spares, spares=spares) if spares else "",
-        "spare_pods": f"           # {spares} of them {'stands' if spares == 1 else 'stand'} by" if spares else "",
+        "spare_pods": f"           # {spares} of them {'stands' if spares == 1 else 'stand'} by"
+        if spares
+        else "",
         "no_kill": "--no-kill " if instead else "",
         "no_kill_job": _NO_KILL.format(instead="; else ".join(instead)) if instead else "",
     }

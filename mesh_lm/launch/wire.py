@@ -1,4 +1,6 @@
-"""Connections between the processes of a job: an authenticated channel over TCP. Nothing here blocks on a slow or silent other end."""
+"""Connections between the processes of a job: an authenticated channel over TCP. Nothing here
+blocks on a slow or silent other end.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _PIECES = 16
 _UNSENT = 2**20
 """Bytes that wait for an end that does not keep up."""
 _BACKLOG = 1024
-"""Connections that wait to be accepted (the system may allow fewer); where there is no room, one waits a second to try again."""
+"""Connections that wait to be accepted (the system may allow fewer); where there is no room, one
+waits a second to try again."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -29,9 +32,17 @@ class Peer:
       refused: why it was refused; empty: it was not.
     """
 
-    def __init__(self, connection: socket.socket, secret: Secret, purpose: str, *, serves: bool) -> None:
-        """Greets the other end. serves: whether this end accepted the connection. The rest is as in `Channel`."""
-        self._socket, self._channel, self._unsent = connection, Channel(secret, purpose, serves=serves), b""
+    def __init__(
+        self, connection: socket.socket, secret: Secret, purpose: str, *, serves: bool
+    ) -> None:
+        """Greets the other end. serves: whether this end accepted the connection. The rest is as in
+        `Channel`.
+        """
+        self._socket, self._channel, self._unsent = (
+            connection,
+            Channel(secret, purpose, serves=serves),
+            b"",
+        )
         self.open, self.refused = True, ""
         self.heard = self._began = time.monotonic()
         connection.setblocking(False)
@@ -58,12 +69,16 @@ class Peer:
         return time.monotonic() - self._began
 
     def send(self, **message: Any) -> None:
-        """Sends a message now, or with a later call if the other end does not keep up or has not proved itself."""
+        """Sends a message now, or with a later call if the other end does not keep up or has not
+        proved itself.
+        """
         self._channel.send(message)
         self._write()
 
     def receive(self, *, excused: bool = False) -> list[dict[str, Any]]:
-        """Returns the messages that have arrived. An end that is refused is closed. excused: do not count its silence until now."""
+        """Returns the messages that have arrived. An end that is refused is closed. excused: do not
+        count its silence until now.
+        """
         if excused:
             self.heard = time.monotonic()
         messages = []
@@ -104,7 +119,9 @@ class Peer:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as it is given, is this machine seen by itself only, such as 127.0.0.1 or localhost."""
+    """Whether a host, as it is given, is this machine seen by itself only, such as 127.0.0.1 or
+    localhost.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -119,12 +136,15 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def listen(port: int, host: str = "", backlog: int = 0) -> socket.socket:
-    """Returns a socket that listens on all addresses of this machine, or on `host`. port 0: any free one. backlog: at least this many
-    connections wait to be accepted, and never fewer than `_BACKLOG`. Raises OSError if the port is taken.
+    """Returns a socket that listens on all addresses of this machine, or on `host`. port 0: any
+    free one. backlog: at least this many connections wait to be accepted, and never fewer than
+    `_BACKLOG`. Raises OSError if the port is taken.
     """
     backlog = max(backlog, _BACKLOG)
     if ":" in host:
         return socket.create_server((host, port), family=socket.AF_INET6, backlog=backlog)
     if host or not socket.has_dualstack_ipv6():
         return socket.create_server((host, port), backlog=backlog)
-    return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server(
+        (host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+    )

@@ -1,4 +1,6 @@
-"""One process of the run, seen by the launcher on its machine: its start, its heartbeats, its output and how it ended."""
+"""One process of the run, seen by the launcher on its machine: its start, its heartbeats, its
+output and how it ended.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from mesh_lm import strict_json
 from mesh_lm.launch import protocol
 from mesh_lm.launch.environment import HEARTBEAT
 
-# Linux kills the program when the thread that started it ends, for any reason. The program itself needs no support for it.
+# Linux kills the program when the thread that started it ends, for any reason. The program itself
+# needs no support for it.
 _START = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -48,14 +51,19 @@ class Worker:
       sent: the last signal that it was sent; 0: none.
     """
 
-    def __init__(self, program: Sequence[str], environment: Mapping[str, str], index: int, *, relay: bool) -> None:
-        """Starts `program`: a script, or -m and a module, with arguments. relay: prefix its lines; else it inherits this terminal."""
+    def __init__(
+        self, program: Sequence[str], environment: Mapping[str, str], index: int, *, relay: bool
+    ) -> None:
+        """Starts `program`: a script, or -m and a module, with arguments. relay: prefix its lines;
+        else it inherits this terminal.
+        """
         self.index, self.beat, self.heard = index, dict[str, Any](), time.monotonic()
         self.nodes = self.sent = 0
         self._pipe, writer = os.pipe()
         os.set_blocking(self._pipe, False)
         self._text, self._reader = b"", None
-        # A new session, so that Ctrl-C reaches it only once, through its launcher, and its children can be killed with it.
+        # A new session, so that Ctrl-C reaches it only once, through its launcher, and its children
+        # can be killed with it.
         self._process = subprocess.Popen(
             tied([sys.executable, "-u", *program]), env={**environment, HEARTBEAT: str(writer)},
             pass_fds=[writer], start_new_session=True,
@@ -63,7 +71,9 @@ class Worker:
         )  # fmt: skip
         os.close(writer)
         if self._process.stdout:
-            self._reader = threading.Thread(target=_relay, args=(self._process.stdout, index), daemon=True)
+            self._reader = threading.Thread(
+                target=_relay, args=(self._process.stdout, index), daemon=True
+            )
             self._reader.start()
 
     def read(self, *, excused: bool = False) -> None:
@@ -87,8 +97,8 @@ class Worker:
                 self.beat, self.heard = _BEAT | self.beat | message, time.monotonic()
 
     def silence(self, first: float, later: float) -> float:
-        """Returns the seconds since its last heartbeat if they exceed the limit, else 0. The limit is `first` before the first heartbeat
-        (0: none), and `later` after it.
+        """Returns the seconds since its last heartbeat if they exceed the limit, else 0. The limit
+        is `first` before the first heartbeat (0: none), and `later` after it.
         """
         seconds = time.monotonic() - self.heard
         limit = later if self.beat else first
@@ -114,17 +124,25 @@ class Worker:
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """Returns a command that runs the given one, whose first word is a path, in a process that does not outlive this thread."""
+    """Returns a command that runs the given one, whose first word is a path, in a process that does
+    not outlive this thread.
+    """
     return [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *command]
 
 
 def _relay(lines: IO[bytes], index: int) -> None:
-    """Prints a process's output; lines of all but process 0 get a prefix, unless they have one already."""
+    """Prints a process's output; lines of all but process 0 get a prefix, unless they have one
+    already.
+    """
     mark = f"[process {index}] ".encode()
     with contextlib.suppress(ValueError, OSError):  # the pipe is gone
         for line in lines:
-            if b"[Gloo] Rank" in line or b"peer ranks" in line:  # one for every group of devices, sometimes in pieces
+            # one for every group of devices, sometimes in pieces
+            if b"[Gloo] Rank" in line or b"peer ranks" in line:
                 continue
-            with contextlib.suppress(ValueError, OSError):  # the log cannot be written; the process must not block on it
-                sys.stdout.buffer.write(line if index == 0 or line.startswith(mark) else mark + line)
+            # the log cannot be written; the process must not block on it
+            with contextlib.suppress(ValueError, OSError):
+                sys.stdout.buffer.write(
+                    line if index == 0 or line.startswith(mark) else mark + line
+                )
                 sys.stdout.buffer.flush()

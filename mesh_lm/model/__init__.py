@@ -1,6 +1,8 @@
-"""Models. `Model` is the interface that the trainer requires; `DecoderConfig` describes the decoder of this project.
+"""Models. `Model` is the interface that the trainer requires; `DecoderConfig` describes the decoder
+of this project.
 
-The decoder module itself is imported where it is built (`DecoderConfig.make`), so that reading a config does not import Flax.
+The decoder module itself is imported where it is built (`DecoderConfig.make`), so that reading a
+config does not import Flax.
 """
 
 from mesh_lm.model.config import DecoderConfig as DecoderConfig

@@ -16,7 +16,8 @@ from mesh_lm.model.contract import Context
 from sharding_rules import Shard
 
 Cache = dict[str, jax.Array]
-"""k, v [L, B, T, K, H] in the model's dtype, sharded like activations; segment_ids int32 [B, T]: a query sees slots of its own only."""
+"""k, v [L, B, T, K, H] in the model's dtype, sharded like activations; segment_ids int32 [B, T]: a
+query sees slots of its own only."""
 
 _AXES = (None, "batch", "seq", "kv_heads", "head_dim")
 
@@ -31,7 +32,9 @@ def empty(config: DecoderConfig, shard: Shard, rows: int, length: int) -> Cache:
 
 @dataclasses.dataclass(frozen=True)
 class Past:
-    """The view of the cache that the attention of one layer has: the new tokens take the slots from `start` on."""
+    """The view of the cache that the attention of one layer has: the new tokens take the slots from
+    `start` on.
+    """
 
     cache: Cache
     layer: int | jax.Array
@@ -46,10 +49,18 @@ class Past:
         """The same with the keys and values of the new tokens written to their slots."""
         at = (self.layer, 0, self.start, 0, 0)
         new = {"k": k_BSKH.astype(self.cache["k"].dtype), "v": v_BSKH.astype(self.cache["v"].dtype)}
-        written = {name: shard(lax.dynamic_update_slice(self.cache[name], x[None], at), *_AXES) for name, x in new.items()}
+        written = {
+            name: shard(lax.dynamic_update_slice(self.cache[name], x[None], at), *_AXES)
+            for name, x in new.items()
+        }
         return dataclasses.replace(self, cache=self.cache | written)
 
     def keys_and_values(self) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of all slots, [B, T, K, H] each. The causal mask hides slots that are not written yet."""
-        k, v = (lax.dynamic_index_in_dim(self.cache[name], self.layer, keepdims=False) for name in ("k", "v"))
+        """Keys and values of all slots, [B, T, K, H] each. The causal mask hides slots that are not
+        written yet.
+        """
+        k, v = (
+            lax.dynamic_index_in_dim(self.cache[name], self.layer, keepdims=False)
+            for name in ("k", "v")
+        )
         return k, v

@@ -21,20 +21,26 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class SegmentConfig:
-    """Consecutive layers of one kind. The name is the scope of their parameters and sharding rules, as in "late/mlp"."""
+    """Consecutive layers of one kind. The name is the scope of their parameters and sharding rules,
+    as in "late/mlp".
+    """
 
     name: str
     n_layers: int
     kind: str = "dense"
-    """The kind of layer: a name in mesh_lm.model.kinds, or module:class or FILE.py:class for one of your own."""
+    """The kind of layer: a name in mesh_lm.model.kinds, or module:class or FILE.py:class for one of
+    your own."""
     remat: Remat | None = None
     """None: the model's."""
     dtype: Dtype | None = None
-    """Type of this segment's matmuls; the residual stream keeps the model's type. None: the model's."""
+    """Type of this segment's matmuls; the residual stream keeps the model's type. None: the
+    model's."""
 
     @classmethod
     def parse(cls, word: str) -> SegmentConfig:
-        """Parses name:layers[:kind[:remat[:dtype]]], the form on the command line. Raises ValueError for any other form."""
+        """Parses name:layers[:kind[:remat[:dtype]]], the form on the command line. Raises
+        ValueError for any other form.
+        """
         name, layers, *rest = word.split(":")
         if len(rest) > 1 and rest[1] not in ("", *get_args(Remat)):
             rest[:2] = [":".join(rest[:2])]  # a custom kind: module:class
@@ -44,7 +50,9 @@ class SegmentConfig:
         return cls(name, int(layers), kind, cast(Remat, remat) or None, cast(Dtype, dtype) or None)
 
     def __str__(self) -> str:
-        return ":".join([self.name, str(self.n_layers), self.kind, self.remat or "", self.dtype or ""]).rstrip(":")
+        return ":".join(
+            [self.name, str(self.n_layers), self.kind, self.remat or "", self.dtype or ""]
+        ).rstrip(":")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +62,11 @@ class DecoderConfig(ModelConfig):
     n_layers: int = 4
     """Number of transformer layers, over all segments."""
     segments: tuple[SegmentConfig, ...] = ()
-    """Different kinds of layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty: layers of one kind, in a segment "blocks"."""
+    """Different kinds of layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty:
+    layers of one kind, in a segment "blocks"."""
     block: str = "dense"
-    """The kind of layer where `segments` is empty: dense, or module:class or FILE.py:class for one of your own (docs/own_block.py)."""
+    """The kind of layer where `segments` is empty: dense, or module:class or FILE.py:class for one
+    of your own (docs/own_block.py)."""
     d_model: int = 128
     """Width of the residual stream."""
     n_heads: int = 4
@@ -86,7 +96,8 @@ class DecoderConfig(ModelConfig):
     tied: bool = True
     """Whether the head shares the embedding table."""
     window: tuple[int, ...] = ()
-    """Sliding-window widths in tokens, one per layer and repeated over the layers, as in 1024,0 (0: full attention); empty: none."""
+    """Sliding-window widths in tokens, one per layer and repeated over the layers, as in 1024,0 (0:
+    full attention); empty: none."""
     softcap: float = expert(0.0)
     """Soft cap c of the attention logits, c tanh(s / c) (Gemma 2, arXiv 2408.00118); 0: off."""
     head_softcap: float = expert(0.0)
@@ -98,32 +109,42 @@ class DecoderConfig(ModelConfig):
     dropout: float = 0.0
     """Dropout rate of the embedding and of the outputs of attention and MLP."""
     z_loss: float = expert(0.0)
-    """Weight of the z-loss, log(Z)^2, which keeps the vocabulary logits near 0 (PaLM, arXiv 2204.02311)."""
+    """Weight of the z-loss, log(Z)^2, which keeps the vocabulary logits near 0 (PaLM, arXiv
+    2204.02311)."""
     init_std: float = expert(0.02)
-    """Standard deviation of initial weights. Projections into the residual stream are scaled by 1 / sqrt(2 n_layers) (GPT-2)."""
+    """Standard deviation of initial weights. Projections into the residual stream are scaled by 1 /
+    sqrt(2 n_layers) (GPT-2)."""
     dtype: Dtype = "bfloat16"
     """Type of matmuls and activations. Master weights, norms, softmax and the loss are fp32."""
     remat: Remat = "none"
-    """What the backward pass recomputes. full: each block; save_names: all but matmul and attention outputs; save_attention:
-    those of the MLP, too; offload: the outputs that save_names saves move to the host."""
+    """What the backward pass recomputes. full: each block; save_names: all but matmul and attention
+    outputs; save_attention: those of the MLP, too; offload: the outputs that save_names saves move
+    to the host."""
     remat_layers: int | None = expert(None)
-    """Number of layers, from the first on, to which `remat` applies. The others recompute less, where memory has room for what they save:
-    save_names instead of full or save_attention, none instead of save_names. None: all. Not for pipelines."""
+    """Number of layers, from the first on, to which `remat` applies. The others recompute less,
+    where memory has room for what they save: save_names instead of full or save_attention, none
+    instead of save_names. None: all. Not for pipelines."""
     kept_layers: int = expert(0)
-    """Number of layers, up to the last, that keep the weights they have gathered until their backward passes, which then gather nothing:
-    for rules by which layers gather their own weights (zero3), without pipeline stages."""
+    """Number of layers, up to the last, that keep the weights they have gathered until their
+    backward passes, which then gather nothing: for rules by which layers gather their own weights
+    (zero3), without pipeline stages."""
     unroll: bool = expert(False)
-    """Whether XLA compiles each layer by itself, instead of one body of a loop over the layers of a segment. Without a loop nothing is
-    stacked for the backward pass, which makes small models faster; compilation takes as many times longer as there are layers."""
+    """Whether XLA compiles each layer by itself, instead of one body of a loop over the layers of a
+    segment. Without a loop nothing is stacked for the backward pass, which makes small models
+    faster; compilation takes as many times longer as there are layers."""
     batch_halves: bool = expert(False)
-    """Whether a layer computes the two halves of a microbatch's sequences independently, so that tensor-parallel collectives of one half
-    run beside the matmuls of the other. A device must have an even number of sequences in a microbatch."""
+    """Whether a layer computes the two halves of a microbatch's sequences independently, so that
+    tensor-parallel collectives of one half run beside the matmuls of the other. A device must have
+    an even number of sequences in a microbatch."""
     attention: Literal["auto", "mosaic", "cudnn", "xla"] = "auto"
-    """Attention implementation; auto: the fastest that supports this model and GPU (see pallas_kernels)."""
+    """Attention implementation; auto: the fastest that supports this model and GPU (see
+    pallas_kernels)."""
     loss_chunk: int = expert(1024)
-    """Tokens per chunk of the loss: a device holds the vocabulary logits of this many tokens at a time."""
+    """Tokens per chunk of the loss: a device holds the vocabulary logits of this many tokens at a
+    time."""
     vocab_multiple: int = expert(128)
-    """The vocabulary is padded to a multiple of this, so that it can be sharded over `tensor`; padding ids have probability 0."""
+    """The vocabulary is padded to a multiple of this, so that it can be sharded over `tensor`;
+    padding ids have probability 0."""
 
     @property
     def kv_heads(self) -> int:
@@ -150,7 +171,9 @@ class DecoderConfig(ModelConfig):
         return -(-self.vocab_size // max(1, self.vocab_multiple)) * self.vocab_multiple
 
     def windows(self) -> tuple[int | None, ...]:
-        """One period of the per-layer window pattern (None: full attention). Segments consist of complete periods."""
+        """One period of the per-layer window pattern (None: full attention). Segments consist of
+        complete periods.
+        """
         return tuple(w or None for w in self.window) or (None,)
 
     def runs(self) -> tuple[SegmentConfig, ...]:
@@ -159,7 +182,9 @@ class DecoderConfig(ModelConfig):
 
     def within(self, segment: SegmentConfig) -> DecoderConfig:
         """The config of a segment's layers. Its n_layers is still that of the whole model."""
-        return dataclasses.replace(self, remat=segment.remat or self.remat, dtype=segment.dtype or self.dtype)
+        return dataclasses.replace(
+            self, remat=segment.remat or self.remat, dtype=segment.dtype or self.dtype
+        )
 
     def sizes(self) -> dict[str, tuple[str, int]]:
         """Logical axis -> (config field, size) of the axes that rules may shard."""
@@ -175,21 +200,51 @@ class DecoderConfig(ModelConfig):
         }
 
     def problems(self) -> list[str]:
-        """A sentence for each field with a wrong value and for each contradiction between fields."""
-        least = {"n_layers": 1, "d_model": 1, "n_heads": 1, "n_kv_heads": 0, "head_dim": 0, "d_ff": 0, "vocab_size": 2, "seq_len": 1}
-        least |= {"loss_chunk": 1, "vocab_multiple": 1, "softcap": 0, "head_softcap": 0, "z_loss": 0, "init_std": 0}
+        """A sentence for each field with a wrong value and for each contradiction between
+        fields.
+        """
+        least = {
+            "n_layers": 1,
+            "d_model": 1,
+            "n_heads": 1,
+            "n_kv_heads": 0,
+            "head_dim": 0,
+            "d_ff": 0,
+            "vocab_size": 2,
+            "seq_len": 1,
+        }
+        least |= {
+            "loss_chunk": 1,
+            "vocab_multiple": 1,
+            "softcap": 0,
+            "head_softcap": 0,
+            "z_loss": 0,
+            "init_std": 0,
+        }
         problems = [
-            f"model.{field}={value} must be at least {low}" for field, low in least.items() if (value := getattr(self, field)) < low
+            f"model.{field}={value} must be at least {low}"
+            for field, low in least.items()
+            if (value := getattr(self, field)) < low
         ]
         if any(width < 0 for width in self.window):
-            problems.append(f"model.window={self.window} must be widths of at least 1, or 0 for all earlier tokens")
+            problems.append(
+                f"model.window={self.window} must be widths of at least 1, or 0 for all "
+                "earlier "
+                "tokens"
+            )
         if problems:
             return problems
         if not self.head_dim and self.d_model % self.n_heads:
             fix = "set model.head_dim, or change one"
-            problems.append(f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; {fix}")
+            problems.append(
+                f"model.d_model={self.d_model} is not divisible by "
+                f"model.n_heads={self.n_heads}; "
+                f"{fix}"
+            )
         if self.n_heads % self.kv_heads:
-            problems.append(f"model.n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.kv_heads}")
+            problems.append(
+                f"model.n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.kv_heads}"
+            )
         problems += self._segment_problems()
         if self.positions == "rotary" and self.d_head % 2:
             problems.append(f"rotary positions need an even head width, not {self.d_head}")
@@ -202,14 +257,26 @@ class DecoderConfig(ModelConfig):
 
         entries, problems = len(self.windows()), []
         if not self.segments and self.n_layers % entries:
-            problems.append(f"model.n_layers={self.n_layers} is not a multiple of the {entries} entries of model.window")
+            problems.append(
+                f"model.n_layers={self.n_layers} is not a multiple of the {entries} entries of "
+                "model.window"
+            )
         if self.segments and (total := sum(run.n_layers for run in self.segments)) != self.n_layers:
-            problems.append(f"model.segments have {total} layers, not model.n_layers={self.n_layers}")
+            problems.append(
+                f"model.segments have {total} layers, not model.n_layers={self.n_layers}"
+            )
         for run in self.segments:
             if run.n_layers % entries:
-                problems.append(f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple of the {entries} of model.window")
+                problems.append(
+                    f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple "
+                    "of "
+                    f"the {entries} of model.window"
+                )
             if run.name in _RESERVED or hasattr(Decoder, run.name):
-                problems.append(f"model.segments: {run.name!r} is the name of another part of the decoder; choose another")
+                problems.append(
+                    f"model.segments: {run.name!r} is the name of another part of the decoder; "
+                    "choose another"
+                )
         for run in self.runs():
             try:
                 kind(run.kind, "model.segments" if self.segments else "model.block")
@@ -220,8 +287,12 @@ class DecoderConfig(ModelConfig):
     def n_params(self) -> int:
         """The number of parameters, without the padding of the vocabulary."""
         norm = 2 if self.norm == "layernorm" and self.biases else 1  # vectors in one
-        layers = sum(run.n_layers * kind(run.kind).n_params(self.within(run)) for run in self.runs())
-        tables = self.vocab_size * (1 if self.tied else 2) + (self.seq_len if self.positions == "learned" else 0)
+        layers = sum(
+            run.n_layers * kind(run.kind).n_params(self.within(run)) for run in self.runs()
+        )
+        tables = self.vocab_size * (1 if self.tied else 2) + (
+            self.seq_len if self.positions == "learned" else 0
+        )
         return layers + (norm + tables) * self.d_model
 
     def stack(self) -> Stack:
@@ -229,24 +300,42 @@ class DecoderConfig(ModelConfig):
         segments, start = [], 0
         for run in self.runs():
             own, n = self.within(run), run.n_layers
-            recomputed = None if self.remat_layers is None else min(max(self.remat_layers - start, 0), n)
+            recomputed = (
+                None if self.remat_layers is None else min(max(self.remat_layers - start, 0), n)
+            )
             kept = min(max(start + n - (self.n_layers - self.kept_layers), 0), n)
             cost = kind(run.kind).flops_per_token(own)
-            segments.append(Segment(run.name, n, len(self.windows()), own.remat, cost, self.unroll, recomputed, kept, self.batch_halves))
+            segments.append(
+                Segment(
+                    run.name,
+                    n,
+                    len(self.windows()),
+                    own.remat,
+                    cost,
+                    self.unroll,
+                    recomputed,
+                    kept,
+                    self.batch_halves,
+                )
+            )
             start += n
         return Stack(tuple(segments), head=6.0 * self._head_weights)
 
     def flops_per_token(self) -> float:
-        """FLOPs of one token, forward and backward: 6 per matmul weight (including the head, excluding the lookup), and
-        12 n_heads d_head T_seen per layer for attention, where T_seen is the number of tokens that a query sees on average (PaLM,
-        arXiv 2204.02311, appendix B, which does not subtract the causal half).
+        """FLOPs of one token, forward and backward: 6 per matmul weight (including the head,
+        excluding the lookup), and 12 n_heads d_head T_seen per layer for attention, where T_seen is
+        the number of tokens that a query sees on average (PaLM, arXiv 2204.02311, appendix B, which
+        does not subtract the causal half).
         """
         stack = self.stack()
         return sum(segment.n_layers * segment.cost for segment in stack.segments) + stack.head
 
     def attention_flops_per_token(self) -> float:
         """Those of `flops_per_token` that are attention's."""
-        return sum(run.n_layers * attention_flops_per_token(run.kind, self.within(run)) for run in self.runs())
+        return sum(
+            run.n_layers * attention_flops_per_token(run.kind, self.within(run))
+            for run in self.runs()
+        )
 
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
         """The module, with initial weights."""

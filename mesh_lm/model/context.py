@@ -1,9 +1,12 @@
-"""Attention over sequences that mesh axes shard (context parallelism): the exchange of keys, values or heads over each axis.
+"""Attention over sequences that mesh axes shard (context parallelism): the exchange of keys, values
+or heads over each axis.
 
-The functions run on local shards: inside `Shard.shard_map`, or where the axes are manual. Tokens are in the order of
-`sharding_rules.token_order`: over an axis of n shards with gather or ring, the shard i has the chunks i and 2 n - 1 - i of 2 n.
+The functions run on local shards: inside `Shard.shard_map`, or where the axes are manual. Tokens
+are in the order of `sharding_rules.token_order`: over an axis of n shards with gather or ring, the
+shard i has the chunks i and 2 n - 1 - i of 2 n.
 
-Sizes: B batch, S tokens of one device, T tokens of all, N query heads, K kv heads, H head dim, C = S / 2 tokens of a chunk.
+Sizes: B batch, S tokens of one device, T tokens of all, N query heads, K kv heads, H head dim, C =
+S / 2 tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -25,25 +28,35 @@ from sharding_rules.rules import Exchange
 
 
 def attend(
-    exchanges: Sequence[tuple[str, Exchange]], q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None,
-    sinks: jax.Array | None, features: Mapping[str, Any],
-) -> jax.Array:  # fmt: skip
-    """Causal attention [B, S, N, H] of this device's queries q [B, S, N, H] over the keys k and v [B, S, K, H] of all shards.
+    exchanges: Sequence[tuple[str, Exchange]],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
+    features: Mapping[str, Any],
+) -> jax.Array:
+    """Causal attention [B, S, N, H] of this device's queries q [B, S, N, H] over the keys k and v
+    [B, S, K, H] of all shards.
 
-    exchanges: mesh axes that shard the sequence, outermost first, and how each exchanges. segment_ids [B, S], sinks [N] and features as of
-    `flash_attention`.
+    exchanges: mesh axes that shard the sequence, outermost first, and how each exchanges.
+    segment_ids [B, S], sinks [N] and features as of `flash_attention`.
     """
     if not exchanges:
         return flash_attention(q, k, v, segment_ids=segment_ids, sinks=sinks, **features)
     *outer, (axis, exchange) = exchanges
     if exchange == "ulysses":
         return ulysses(axis, q, k, v, segment_ids, sinks, partial(attend, outer, features=features))
-    return {"gather": gather, "ring": ring_attention}[exchange](axis, q, k, v, segment_ids, sinks, features)
+    return {"gather": gather, "ring": ring_attention}[exchange](
+        axis, q, k, v, segment_ids, sinks, features
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of the attention kernel on one device: numbers of queries, keys, heads and kv heads, and what its masks are."""
+    """A call of the attention kernel on one device: numbers of queries, keys, heads and kv heads,
+    and what its masks are.
+    """
 
     S: int
     T: int
@@ -58,8 +71,12 @@ class Call:
     """Whether the model's sinks take part, if it has any."""
 
 
-def calls(exchanges: Sequence[tuple[int, Exchange]], S: int, N: int, K: int, window: int | None) -> list[Call]:
-    """The kinds of calls that `attend` makes for S tokens and N heads of one device, by the size and exchange of each axis."""
+def calls(
+    exchanges: Sequence[tuple[int, Exchange]], S: int, N: int, K: int, window: int | None
+) -> list[Call]:
+    """The kinds of calls that `attend` makes for S tokens and N heads of one device, by the size
+    and exchange of each axis.
+    """
     if not exchanges:
         return [Call(S, S, N, K)]
     *outer, (n, exchange) = exchanges
@@ -68,7 +85,12 @@ def calls(exchanges: Sequence[tuple[int, Exchange]], S: int, N: int, K: int, win
     C = S // 2
     if exchange == "gather":
         return [Call(C, n * S, N, K, offset=True)]
-    return [Call(C, C, N, K, lse=True), Call(C, C, N, K, causal=window is not None, offset=window is not None, lse=True, sinks=False)]
+    return [
+        Call(C, C, N, K, lse=True),
+        Call(
+            C, C, N, K, causal=window is not None, offset=window is not None, lse=True, sinks=False
+        ),
+    ]
 
 
 def ulysses(
@@ -80,10 +102,11 @@ def ulysses(
     sinks: jax.Array | None,
     inner: Callable[..., jax.Array],
 ) -> jax.Array:
-    """DeepSpeed-Ulysses (arXiv 2309.14509): an all-to-all gives each of n devices all tokens of N / n heads, another one gives them back.
+    """DeepSpeed-Ulysses (arXiv 2309.14509): an all-to-all gives each of n devices all tokens of N /
+    n heads, another one gives them back.
 
-    inner: attention of (q, k, v, segment_ids, sinks) over the tokens that one device then has. Kv heads that do not divide are repeated
-    first, as few times as possible (`repeats`).
+    inner: attention of (q, k, v, segment_ids, sinks) over the tokens that one device then has. Kv
+    heads that do not divide are repeated first, as few times as possible (`repeats`).
     """
     n, (B, S, N, H) = lax.axis_size(axis), q.shape
     copies = repeats(k.shape[2], n)
@@ -91,22 +114,34 @@ def ulysses(
     heads = [x.reshape(B, S, n, -1, H) for x in (q, k, v)]
     sizes = [x.shape[3] for x in heads]
     # One collective for the three.
-    joined = lax.all_to_all(jnp.concatenate(heads, axis=3), axis, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
+    joined = lax.all_to_all(
+        jnp.concatenate(heads, axis=3), axis, split_axis=2, concat_axis=1, tiled=True
+    )[:, :, 0]
     # What remat=save_names saves, so that the backward pass exchanges nothing again.
-    q, k, v = (checkpoint_name(x, name) for x, name in zip(jnp.split(joined, (sizes[0], sizes[0] + sizes[1]), axis=2), "qkv", strict=True))
+    q, k, v = (
+        checkpoint_name(x, name)
+        for x, name in zip(
+            jnp.split(joined, (sizes[0], sizes[0] + sizes[1]), axis=2), "qkv", strict=True
+        )
+    )
     if segment_ids is not None:
         segment_ids = lax.all_gather(segment_ids, axis, axis=1, tiled=True)
     if sinks is not None:
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * (N // n), N // n)
     y = inner(q, k, v, segment_ids, sinks)
-    return checkpoint_name(lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True), "attention_out")
+    return checkpoint_name(
+        lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True), "attention_out"
+    )
 
 
 def _repeated(kv: jax.Array, copies: int) -> jax.Array:
-    """Keys or values [B, S, K, H] with each head `copies` times, side by side. The gradients of the copies are summed in fp32."""
+    """Keys or values [B, S, K, H] with each head `copies` times, side by side. The gradients of the
+    copies are summed in fp32.
+    """
     if copies == 1:
         return kv
-    # The transpose of the conversion to fp32 rounds that sum, once. XLA removes both conversions from the forward pass.
+    # The transpose of the conversion to fp32 rounds that sum, once. XLA removes both conversions
+    # from the forward pass.
     wide = jnp.promote_types(kv.dtype, jnp.float32)
     return jnp.repeat(kv.astype(wide), copies, axis=2).astype(kv.dtype)
 
@@ -117,17 +152,31 @@ def repeats(kv_heads: int, ways: int) -> int:
 
 
 def gather(
-    axis: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, sinks: jax.Array | None, features: Mapping[str, Any]
+    axis: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
+    features: Mapping[str, Any],
 ) -> jax.Array:
-    """Each device gathers all keys and values; the gradients of its copies are summed and scattered. All are in memory at once."""
+    """Each device gathers all keys and values; the gradients of its copies are summed and
+    scattered. All are in memory at once.
+    """
     n, i, C = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
     k, v = jnp.split(_in_order(lax.all_gather(jnp.concatenate([k, v], axis=2), axis)), 2, axis=2)
     ids = None if segment_ids is None else _in_order(lax.all_gather(segment_ids, axis))
 
     def chunk(of_shard: int, number: jax.Array) -> jax.Array:
         rows = slice(of_shard * C, (of_shard + 1) * C)
-        own: Any = {} if segment_ids is None else {"segment_ids": segment_ids[:, rows], "kv_segment_ids": ids}
-        return flash_attention(q[:, rows], k, v, sinks=sinks, q_offset=number * C, **own, **features)
+        own: Any = (
+            {}
+            if segment_ids is None
+            else {"segment_ids": segment_ids[:, rows], "kv_segment_ids": ids}
+        )
+        return flash_attention(
+            q[:, rows], k, v, sinks=sinks, q_offset=number * C, **own, **features
+        )
 
     return jnp.concatenate([chunk(0, i), chunk(1, 2 * n - 1 - i)], axis=1)
 

@@ -1,7 +1,9 @@
-"""The interface between the trainer and a model: `train.py` trains any module with these methods and a layer for each of its segments.
+"""The interface between the trainer and a model: `train.py` trains any module with these methods
+and a layer for each of its segments.
 
-A model is embed -> segments -> loss. The trainer runs the layers of each segment (`mesh_lm.model.stack`), on one device or in pipeline
-stages, and adds up the sums that they and the loss return. So a model has no scan of its own, and none of its sums is lost.
+A model is embed -> segments -> loss. The trainer runs the layers of each segment
+(`mesh_lm.model.stack`), on one device or in pipeline stages, and adds up the sums that they and the
+loss return. So a model has no scan of its own, and none of its sums is lost.
 """
 
 from __future__ import annotations
@@ -18,27 +20,35 @@ from mesh_lm.model.dropout import Dropout
 from sharding_rules import Shard
 
 Batch = Mapping[str, jax.Array]
-"""tokens, labels int32 [B, S]; weights float32 [B, S], the share of each label in the loss; sample_ids uint32 [B]; indices int32 [1, S],
-the number of each token in its sequence; and, when documents are kept separate, segment_ids and positions int32 [B, S], which count from
-the start of each document. `positions_of` gives the positions either way."""
+"""tokens, labels int32 [B, S]; weights float32 [B, S], the share of each label in the loss;
+sample_ids uint32 [B]; indices int32 [1, S], the number of each token in its sequence; and, when
+documents are kept separate, segment_ids and positions int32 [B, S], which count from the start of
+each document. `positions_of` gives the positions either way."""
 
 Sums = dict[str, jax.Array]
-"""float32 sums over the labels of the batch. "objective" is differentiated; "loss" is the cross-entropy in nats and "weight" the sum of
-weights. The trainer divides all sums by the weight of the global batch, so that unequal label counts per shard and microbatch are exact.
-Other scalars are reported as metrics, divided the same way. A layer may also return arrays, such as the loads of experts [E]. They are kept
-for each layer, as "moe/load" [L, E], by `mesh_lm.parallel.engine.value_and_grad`; the step reports scalars only.
+"""float32 sums over the labels of the batch. "objective" is differentiated; "loss" is the
+cross-entropy in nats and "weight" the sum of weights. The trainer divides all sums by the weight of
+the global batch, so that unequal label counts per shard and microbatch are exact. Other scalars are
+reported as metrics, divided the same way. A layer may also return arrays, such as the loads of
+experts [E]. They are kept for each layer, as "moe/load" [L, E], by
+`mesh_lm.parallel.engine.value_and_grad`; the step reports scalars only.
 
-A layer that adds to "objective" has an auxiliary loss. A sum over tokens or sequences is the same on every mesh and for any number of
-microbatches. A function of several sequences, such as a product of means, depends on how the batch is divided into microbatches."""
+A layer that adds to "objective" has an auxiliary loss. A sum over tokens or sequences is the same
+on every mesh and for any number of microbatches. A function of several sequences, such as a product
+of means, depends on how the batch is divided into microbatches."""
 
 
 def positions_of(batch: Batch) -> jax.Array:
-    """The position of each token: int32 [B, S], or [1, S] if all sequences have the same positions."""
+    """The position of each token: int32 [B, S], or [1, S] if all sequences have the same
+    positions.
+    """
     return batch["positions"] if "positions" in batch else batch["indices"]
 
 
 def token_batch(tokens_BS: jax.Array) -> Batch:
-    """A batch for reading texts that begin in slot 0: the tokens, int32 [B, S], and their indices."""
+    """A batch for reading texts that begin in slot 0: the tokens, int32 [B, S], and their
+    indices.
+    """
     return {"tokens": tokens_BS, "indices": jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)[None]}
 
 
@@ -56,11 +66,13 @@ class Context:
     place: int = 0
     """The number of the layer in the period of its segment."""
     cache: Any = None
-    """In generation, the cache of earlier tokens. The layer returns it with the current tokens added."""
+    """In generation, the cache of earlier tokens. The layer returns it with the current tokens
+    added."""
     start: int | jax.Array = 0
     """The slot of the cache for the first of the current tokens."""
     tokens: tuple[str, str] = ("batch", "seq")
-    """The logical axes of the first two dimensions of the layer's input and output: see `Layer.sequence_first`."""
+    """The logical axes of the first two dimensions of the layer's input and output: see
+    `Layer.sequence_first`."""
 
     @property
     def residual(self) -> tuple[str, str, str]:
@@ -70,32 +82,40 @@ class Context:
 
 
 class Layer(Protocol):
-    """A module for one layer of a segment. It is built once, with parameters whose leading dimension is the segment's layers.
+    """A module for one layer of a segment. It is built once, with parameters whose leading
+    dimension is the segment's layers.
 
-    A class with `sequence_first = True` of its own, not inherited, gets and returns [S, B, D], with `ctx.tokens == ("seq", "batch")`,
-    where the rules shard the sequence of the residual stream. XLA gathers along the major dimension only, and would transpose [B, S, D]
-    around each gather.
+    A class with `sequence_first = True` of its own, not inherited, gets and returns [S, B, D], with
+    `ctx.tokens == ("seq", "batch")`, where the rules shard the sequence of the residual stream. XLA
+    gathers along the major dimension only, and would transpose [B, S, D] around each gather.
     """
 
     def __call__(self, x: jax.Array, ctx: Context, /) -> tuple[jax.Array, Any, Sums]:
-        """Returns (output, cache, sums). x and the output are [B, S, D], sharded like the residual stream, of one dtype."""
+        """Returns (output, cache, sums). x and the output are [B, S, D], sharded like the residual
+        stream, of one dtype.
+        """
         ...
 
 
 class Model(Protocol):
-    """A Flax NNX module whose every `nnx.Param` names its dimensions: `nnx.Param(value, out_sharding=("embed", "mlp"))`.
+    """A Flax NNX module whose every `nnx.Param` names its dimensions: `nnx.Param(value,
+    out_sharding=("embed", "mlp"))`.
 
-    A matrix that is cast before it is used declares that type: `nnx.Param(..., compute_dtype="bfloat16")`. With a distributed optimizer
-    the layers then get it in that type, and the fp32 master is sharded over the replicas.
+    A matrix that is cast before it is used declares that type: `nnx.Param(...,
+    compute_dtype="bfloat16")`. With a distributed optimizer the layers then get it in that type,
+    and the fp32 master is sharded over the replicas.
 
-    Its config's `stack` names its segments. For each of them the module has a `Layer` in the attribute of that name. All other parameters
-    are replicated on every pipeline stage, and any layer may use them through `prepare`.
+    Its config's `stack` names its segments. For each of them the module has a `Layer` in the
+    attribute of that name. All other parameters are replicated on every pipeline stage, and any
+    layer may use them through `prepare`.
     """
 
     shard: Shard
 
     def prepare(self, batch: Batch, /) -> Any:
-        """Values that all layers share, computed once per pass, such as rotary angles: a tree of arrays, or None."""
+        """Values that all layers share, computed once per pass, such as rotary angles: a tree of
+        arrays, or None.
+        """
         ...
 
     def embed(self, batch: Batch, dropout: Dropout | None, /) -> jax.Array:
@@ -103,7 +123,9 @@ class Model(Protocol):
         ...
 
     def loss(self, x: jax.Array, batch: Batch, dropout: Dropout | None, /) -> Sums:
-        """The sums, from the output of the last layer. Heads that predict more than the next token belong here, too."""
+        """The sums, from the output of the last layer. Heads that predict more than the next token
+        belong here, too.
+        """
         ...
 
 
@@ -116,29 +138,44 @@ def require_model(module: Any) -> None:
     """Raises ConfigError unless a module has the members of `Model`."""
     missing = [name for name in _MEMBERS if not hasattr(module, name)]
     if missing:
-        raise ConfigError(f"{type(module).__name__} has no {', '.join(missing)}; a model has {', '.join(_MEMBERS)} ({_PAGE})")
+        raise ConfigError(
+            f"{type(module).__name__} has no {', '.join(missing)}; a model has "
+            f"{', '.join(_MEMBERS)} ({_PAGE})"
+        )
 
 
 def require_sums(model: Any, sums: Any) -> None:
-    """Raises ConfigError unless these are sums that a model's loss may return: scalars, and those that the trainer reads among them."""
+    """Raises ConfigError unless these are sums that a model's loss may return: scalars, and those
+    that the trainer reads among them.
+    """
     what = f"{type(model).__name__}.loss returns"
     if not isinstance(sums, Mapping):
         raise ConfigError(f"{what} {_described(sums)}, not a dict of sums ({_PAGE})")
     if missing := [name for name in _SUMS if name not in sums]:
-        raise ConfigError(f"{what} no {', '.join(missing)}; its sums are {', '.join(_SUMS)}, and metrics of your own ({_PAGE})")
+        raise ConfigError(
+            f"{what} no {', '.join(missing)}; its sums are {', '.join(_SUMS)}, and metrics of "
+            "your "
+            f"own ({_PAGE})"
+        )
     for name, value in cast("Sums", sums).items():
         if jnp.ndim(value):
             raise ConfigError(f"{what} {name!r} {jnp.shape(value)}; its sums are scalars")
 
 
 def layer_output(layer: Any, x: jax.Array, found: Any) -> tuple[jax.Array, Any, Sums]:
-    """Returns what a layer returned. Raises ConfigError unless it is (output, cache, sums), the output like the input `x`."""
+    """Returns what a layer returned. Raises ConfigError unless it is (output, cache, sums), the
+    output like the input `x`.
+    """
     what = f"{type(layer).__name__} returns"
     if not (isinstance(found, tuple) and len(found) == 3):
         raise ConfigError(f"{what} {_described(found)}; a layer returns (x, cache, sums) ({_PAGE})")
     y = found[0]
     if (jnp.shape(y), jnp.result_type(y)) != (x.shape, x.dtype):
-        raise ConfigError(f"{what} x as {_described(y)}, and got it as {_described(x)}: a layer keeps the shape and the type ({_PAGE})")
+        raise ConfigError(
+            f"{what} x as {_described(y)}, and got it as {_described(x)}: a layer keeps the "
+            "shape "
+            f"and the type ({_PAGE})"
+        )
     return found
 
 
@@ -152,17 +189,22 @@ def _described(value: Any) -> str:
 class Generative(Protocol):
     """Optional methods for generation with a cache (`mesh_lm.inference`).
 
-    The texts of a batch end in the same slot: `segment_ids` are 0 for the padding before them, which no other token may see, and 1 for
-    the text; `positions` count from its first token. A model without these methods can offer `logits(batch)`, float32 [B, S, V], instead.
+    The texts of a batch end in the same slot: `segment_ids` are 0 for the padding before them,
+    which no other token may see, and 1 for the text; `positions` count from its first token. A
+    model without these methods can offer `logits(batch)`, float32 [B, S, V], instead.
     """
 
     def empty_cache(self, rows: int, length: int) -> Any:
-        """A cache for `rows` texts of at most `length` tokens, padding included: a tree of arrays."""
+        """A cache for `rows` texts of at most `length` tokens, padding included: a tree of
+        arrays.
+        """
         ...
 
     def extend(self, batch: Batch, cache: Any, start: int | jax.Array) -> tuple[jax.Array, Any]:
-        """Returns the logits after the last token, float32 [B, V], and the new cache, with the shapes of the old one.
+        """Returns the logits after the last token, float32 [B, V], and the new cache, with the
+        shapes of the old one.
 
-        batch: tokens, positions and segment_ids, int32 [B, S], for the slots from `start` on. start: 0 as an int if the cache is empty.
+        batch: tokens, positions and segment_ids, int32 [B, S], for the slots from `start` on.
+        start: 0 as an int if the cache is empty.
         """
         ...

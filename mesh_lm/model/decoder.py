@@ -1,4 +1,6 @@
-"""The decoder: embed -> segments of layers -> norm -> head. Sizes: B batch, S sequence, D embed, V vocabulary."""
+"""The decoder: embed -> segments of layers -> norm -> head. Sizes: B batch, S sequence, D embed, V
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,39 @@ from sharding_rules import TABLES, Shard
 
 
 class Decoder(nnx.Module):
-    """A GPT or Llama, or a model with segments of different layers, by its config. Implements `mesh_lm.model.Model` and `Generative`."""
+    """A GPT or Llama, or a model with segments of different layers, by its config. Implements
+    `mesh_lm.model.Model` and `Generative`.
+    """
 
     def __init__(self, config: DecoderConfig, shard: Shard, rngs: nnx.Rngs) -> None:
         self.config, self.shard = config, shard
         weights = Weights(config, rngs)
-        self.embedding = weights((config.padded_vocab, config.d_model), ("vocab", "embed"), cast=True)
+        self.embedding = weights(
+            (config.padded_vocab, config.d_model), ("vocab", "embed"), cast=True
+        )
         if config.positions == "learned":
-            self.positions = weights((config.seq_len, config.d_model), ("position", "embed"), cast=True)
+            self.positions = weights(
+                (config.seq_len, config.d_model), ("position", "embed"), cast=True
+            )
         for segment in config.runs():
             own = config.within(segment)
-            layer = kind(segment.kind).Layer(own, Weights(own, rngs, layers=segment.n_layers), shard.within(segment.name))
+            layer = kind(segment.kind).Layer(
+                own, Weights(own, rngs, layers=segment.n_layers), shard.within(segment.name)
+            )
             setattr(self, segment.name, layer)
         self.norm = Norm(config, weights)
         if not config.tied:
-            self.head = weights((config.padded_vocab, config.d_model), ("vocab", "embed"), cast=True)
+            self.head = weights(
+                (config.padded_vocab, config.d_model), ("vocab", "embed"), cast=True
+            )
 
     def prepare(self, batch: Batch) -> jax.Array | None:
         """Rotary angles, float32 [B, S, H/2] or [1, S, H/2]; None for learned positions."""
-        return rope_table(self.config, positions_of(batch)) if self.config.positions == "rotary" else None
+        return (
+            rope_table(self.config, positions_of(batch))
+            if self.config.positions == "rotary"
+            else None
+        )
 
     def loss(self, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
         """The sums of the loss, from the output of the last layer."""
@@ -49,19 +65,30 @@ class Decoder(nnx.Module):
         with jax.named_scope("loss"):
             return cross_entropy(
                 x_BSD, self._head(), batch["labels"], batch["weights"], self.shard,
-                vocab_size=c.vocab_size, chunk=c.loss_chunk, softcap=c.head_softcap, z_loss=c.z_loss,
+                vocab_size=c.vocab_size, chunk=c.loss_chunk, softcap=c.head_softcap,
+                z_loss=c.z_loss,
             )  # fmt: skip
 
     def logits(self, batch: Batch) -> jax.Array:
-        """Logits, float32 [B, S, V], without the padding of the vocabulary. All of them are in memory at once: for short texts."""
+        """Logits, float32 [B, S, V], without the padding of the vocabulary. All of them are in
+        memory at once: for short texts.
+        """
         return self._logits(self.hidden(batch))
 
     def scores(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Each label's log-probability, float32 [B, S], and whether it is the most likely token, bool [B, S]."""
+        """Each label's log-probability, float32 [B, S], and whether it is the most likely token,
+        bool [B, S].
+        """
         c = self.config
         x_BSD, head_VD = self.hidden(batch), self._head()
         return label_scores(
-            x_BSD, head_VD, batch["labels"], self.shard, vocab_size=c.vocab_size, chunk=c.loss_chunk, softcap=c.head_softcap
+            x_BSD,
+            head_VD,
+            batch["labels"],
+            self.shard,
+            vocab_size=c.vocab_size,
+            chunk=c.loss_chunk,
+            softcap=c.head_softcap,
         )
 
     def empty_cache(self, rows: int, length: int) -> Cache:
@@ -69,8 +96,12 @@ class Decoder(nnx.Module):
         return empty(self.config, self.shard, rows, length)
 
     def extend(self, batch: Batch, cache: Cache, start: int | jax.Array) -> tuple[jax.Array, Cache]:
-        """The logits after the last token, float32 [B, V], and the cache with these tokens in the slots from `start` on."""
-        seen = lax.dynamic_update_slice_in_dim(cache["segment_ids"], batch["segment_ids"], start, axis=1)
+        """The logits after the last token, float32 [B, V], and the cache with these tokens in the
+        slots from `start` on.
+        """
+        seen = lax.dynamic_update_slice_in_dim(
+            cache["segment_ids"], batch["segment_ids"], start, axis=1
+        )
         x_BSD, cache = self._hidden(batch, cache | {"segment_ids": seen}, start)
         return self._logits(x_BSD[:, -1:])[:, 0], cache
 
@@ -78,8 +109,12 @@ class Decoder(nnx.Module):
         """Activations [B, S, D] after the last norm, sharded like the residual stream."""
         return self._hidden(batch)[0]
 
-    def _hidden(self, batch: Batch, cache: Any = None, start: int | jax.Array = 0) -> tuple[jax.Array, Any]:
-        """(`hidden`, the cache, if there is one, with these tokens in the slots from `start` on)."""
+    def _hidden(
+        self, batch: Batch, cache: Any = None, start: int | jax.Array = 0
+    ) -> tuple[jax.Array, Any]:
+        """(`hidden`, the cache, if there is one, with these tokens in the slots from `start`
+        on).
+        """
         x_BSD, cache = hidden_states(self, self.config.stack().segments, batch, cache, start)
         return self._normed(x_BSD), cache
 
@@ -88,9 +123,15 @@ class Decoder(nnx.Module):
         return self.shard(self.norm(x_BSD), "batch", "seq_resid", "embed")
 
     def _logits(self, x_BSD: jax.Array) -> jax.Array:
-        head = self.shard.within(TABLES).weight(self._head().astype(self.config.dtype), "vocab", "embed")
+        head = self.shard.within(TABLES).weight(
+            self._head().astype(self.config.dtype), "vocab", "embed"
+        )
         z = jnp.einsum("bsd,vd->bsv", x_BSD, head, preferred_element_type=jnp.float32)
-        z = self.config.head_softcap * jnp.tanh(z / self.config.head_softcap) if self.config.head_softcap else z
+        z = (
+            self.config.head_softcap * jnp.tanh(z / self.config.head_softcap)
+            if self.config.head_softcap
+            else z
+        )
         return self.shard(z, "batch", "seq", "vocab")[..., : self.config.vocab_size]
 
     @jax.named_scope("embed")

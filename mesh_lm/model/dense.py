@@ -1,6 +1,8 @@
-"""The layer of a dense transformer: pre-norm attention, then an MLP. Sizes: B batch, S sequence, D embed.
+"""The layer of a dense transformer: pre-norm attention, then an MLP. Sizes: B batch, S sequence, D
+embed.
 
-Activations are [B, S, ...] or, where the residual stream's sequence is sharded, [S, B, ...] (`Context.tokens`); T stands for both.
+Activations are [B, S, ...] or, where the residual stream's sequence is sharded, [S, B, ...]
+(`Context.tokens`); T stands for both.
 """
 
 from __future__ import annotations
@@ -22,22 +24,36 @@ from sharding_rules import Shard
 
 
 class DenseLayer(nnx.Module):
-    """Attention and MLP, each after a norm and added to the residual stream; implements `mesh_lm.model.Layer`."""
+    """Attention and MLP, each after a norm and added to the residual stream; implements
+    `mesh_lm.model.Layer`.
+    """
 
     sequence_first = True
 
     def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
         self.shard, self.rate, self.windows = shard, config.dropout, config.windows()
-        self.attention_norm, self.attention = Norm(config, weights), Attention(config, weights, shard)
+        self.attention_norm, self.attention = (
+            Norm(config, weights),
+            Attention(config, weights, shard),
+        )
         self.mlp_norm, self.mlp = Norm(config, weights), Mlp(config, weights, shard)
 
     def __call__(self, x_TD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
-        """Returns the residual stream [T, D] after this layer, the layer's cache (None in training), and no sums."""
+        """Returns the residual stream [T, D] after this layer, the layer's cache (None in
+        training), and no sums.
+        """
         dropout = ctx.dropout.fold(ctx.number) if ctx.dropout else None
         past = Past.of(ctx)
         with jax.named_scope("attention"):
             h_TD = self._enter(self.attention_norm(x_TD), ctx)
-            y_TD, past = self.attention(h_TD, ctx.shared, ctx.batch.get("segment_ids"), self.windows[ctx.place], past, ctx.tokens)
+            y_TD, past = self.attention(
+                h_TD,
+                ctx.shared,
+                ctx.batch.get("segment_ids"),
+                self.windows[ctx.place],
+                past,
+                ctx.tokens,
+            )
             x_TD = checkpoint_name(self._add(x_TD, y_TD, dropout, 0, ctx), "mid_residual")
         with jax.named_scope("mlp"):
             y_TD = self.mlp(self._enter(self.mlp_norm(x_TD), ctx), ctx.tokens)
@@ -46,9 +62,15 @@ class DenseLayer(nnx.Module):
     def _enter(self, x_TD: jax.Array, ctx: Context) -> jax.Array:
         return self.shard(x_TD, *ctx.tokens, "embed")
 
-    def _add(self, x_TD: jax.Array, y_TD: jax.Array, dropout: Dropout | None, site: int, ctx: Context) -> jax.Array:
+    def _add(
+        self, x_TD: jax.Array, y_TD: jax.Array, dropout: Dropout | None, site: int, ctx: Context
+    ) -> jax.Array:
         y_TD = self.shard(y_TD.astype(x_TD.dtype), *ctx.residual)
-        return x_TD + (dropout.fold(site)(y_TD, self.rate, ctx.tokens.index("batch")) if dropout and self.rate else y_TD)
+        return x_TD + (
+            dropout.fold(site)(y_TD, self.rate, ctx.tokens.index("batch"))
+            if dropout and self.rate
+            else y_TD
+        )
 
 
 Layer = DenseLayer
@@ -59,19 +81,32 @@ def n_params(config: DecoderConfig) -> int:
     """Parameters of one layer."""
     d, h = config.d_model, config.d_head
     norm = 2 if config.norm == "layernorm" and config.biases else 1  # vectors in one
-    total = _matmul_weights(config) + norm * (2 * d + 2 * h * config.qk_norm) + config.n_heads * config.sinks
+    total = (
+        _matmul_weights(config)
+        + norm * (2 * d + 2 * h * config.qk_norm)
+        + config.n_heads * config.sinks
+    )
     if config.biases:
-        total += h * (config.n_heads + 2 * config.kv_heads) + d + config.d_mlp * (2 if config.activation == "swiglu" else 1) + d
+        total += (
+            h * (config.n_heads + 2 * config.kv_heads)
+            + d
+            + config.d_mlp * (2 if config.activation == "swiglu" else 1)
+            + d
+        )
     return total
 
 
 def flops_per_token(config: DecoderConfig) -> float:
-    """FLOPs of one token in one layer, as `DecoderConfig.flops_per_token` counts them: the mean over a period of windows."""
+    """FLOPs of one token in one layer, as `DecoderConfig.flops_per_token` counts them: the mean
+    over a period of windows.
+    """
     return 6 * _matmul_weights(config) + attention_flops_per_token(config)
 
 
 def attention_flops_per_token(config: DecoderConfig) -> float:
-    """Those of them that are attention's: scores and values of the keys that a query sees on average."""
+    """Those of them that are attention's: scores and values of the keys that a query sees on
+    average.
+    """
     S = config.seq_len
     windows = [min(window or S, S) for window in config.windows()]
     seen = sum(w - w * (w - 1) / (2 * S) for w in windows) / len(windows)

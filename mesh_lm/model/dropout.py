@@ -1,4 +1,6 @@
-"""Dropout whose masks depend on the step, the sample, the layer, the site and the position only, and so are the same on every mesh."""
+"""Dropout whose masks depend on the step, the sample, the layer, the site and the position only,
+and so are the same on every mesh.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,14 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Keys for one microbatch: `keys` [B], one per sequence, folded with everything known so far."""
+    """Keys for one microbatch: `keys` [B], one per sequence, folded with everything known so
+    far.
+    """
 
     keys: jax.Array
     indices: jax.Array
-    """The number of each token in its sequence: int32 [B, S], or [1, S] if it is the same for all sequences."""
+    """The number of each token in its sequence: int32 [B, S], or [1, S] if it is the same for all
+    sequences."""
 
     @classmethod
     def of(cls, key: jax.Array, sample_ids: jax.Array, indices: jax.Array) -> Dropout:
@@ -22,8 +27,12 @@ class Dropout:
         return cls(jax.vmap(jax.random.fold_in, (None, 0))(key, sample_ids), indices)
 
     def fold(self, number: jax.Array | int) -> Dropout:
-        """Keys for one layer, or for one site in it; layers are numbered through the whole model."""
-        return dataclasses.replace(self, keys=jax.vmap(jax.random.fold_in, (0, None))(self.keys, number))
+        """Keys for one layer, or for one site in it; layers are numbered through the whole
+        model.
+        """
+        return dataclasses.replace(
+            self, keys=jax.vmap(jax.random.fold_in, (0, None))(self.keys, number)
+        )
 
     def __call__(self, x: jax.Array, rate: float, batch_dim: int = 0) -> jax.Array:
         """x with a fraction `rate` of its entries zeroed and the others scaled by 1 / (1 - rate).

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from mesh_lm.model.config import DecoderConfig
 
 KINDS = {"dense": "mesh_lm.model.dense"}
-"""Name -> the module that has what `Kind` asks for; it is imported when a model is measured or built, so that configs load without Flax."""
+"""Name -> the module that has what `Kind` asks for; it is imported when a model is measured or
+built, so that configs load without Flax."""
 
 _COUNTS = ("n_params", "flops_per_token", "attention_flops_per_token")
 
@@ -25,7 +26,9 @@ class Kind(Protocol):
 
     @property
     def Layer(self) -> Any:
-        """A `mesh_lm.model.Layer`, made by Layer(config, weights, shard): of one segment, with all its layers stacked by `weights`."""
+        """A `mesh_lm.model.Layer`, made by Layer(config, weights, shard): of one segment, with all
+        its layers stacked by `weights`.
+        """
         ...
 
     def n_params(self, config: DecoderConfig, /) -> int:
@@ -48,11 +51,12 @@ class OwnKind:
 
 
 def kind(name: str, where: str = "model.segments") -> Kind:
-    """The kind of layer of this name: one of KINDS, or a layer class of the user's own as module:class or FILE.py:class.
+    """The kind of layer of this name: one of KINDS, or a layer class of the user's own as
+    module:class or FILE.py:class.
 
-    Where such a class has no static methods n_params, flops_per_token and attention_flops_per_token, as in `Kind`, the counts are those of
-    a dense layer.
-    where: the field that has the name, for errors. Raises ConfigError for a name that leads to no class.
+    Where such a class has no static methods n_params, flops_per_token and
+    attention_flops_per_token, as in `Kind`, the counts are those of a dense layer. where: the field
+    that has the name, for errors. Raises ConfigError for a name that leads to no class.
     """
     if name in KINDS:
         return importlib.import_module(KINDS[name])  # pyright: ignore[reportReturnType]
@@ -60,7 +64,9 @@ def kind(name: str, where: str = "model.segments") -> Kind:
     path, colon, own = name.rpartition(":")
     if not colon:
         near = did_you_mean(name, KINDS)
-        raise ConfigError(what + near + ("" if near.endswith("?") else ", or module:class for one of your own"))
+        raise ConfigError(
+            what + near + ("" if near.endswith("?") else ", or module:class for one of your own")
+        )
     module, dense = files.imported(path, what), importlib.import_module(KINDS["dense"])
     if not isinstance(layer := getattr(module, own, None), type):
         raise ConfigError(f"{what}: {path!r} has no class {own!r}")
@@ -68,6 +74,8 @@ def kind(name: str, where: str = "model.segments") -> Kind:
 
 
 def attention_flops_per_token(name: str, config: DecoderConfig) -> float:
-    """Attention's FLOPs of one token in one layer of this kind, both directions; a dense layer's where the kind has no such count."""
+    """Attention's FLOPs of one token in one layer of this kind, both directions; a dense layer's
+    where the kind has no such count.
+    """
     dense = importlib.import_module(KINDS["dense"])
     return getattr(kind(name), "attention_flops_per_token", dense.attention_flops_per_token)(config)

@@ -21,9 +21,11 @@ def swiglu(up_BSGF: jax.Array) -> jax.Array:
 
 @recomputed
 def gelu(up: jax.Array) -> jax.Array:
-    """The tanh GELU (arXiv 1606.08415) of each element: x (1 + tanh y) / 2 = x sigmoid(2 y), with y = sqrt(2 / pi) (x + 0.044715 x^3).
+    """The tanh GELU (arXiv 1606.08415) of each element: x (1 + tanh y) / 2 = x sigmoid(2 y), with y
+    = sqrt(2 / pi) (x + 0.044715 x^3).
 
-    On a GPU XLA expands tanh to a long polynomial, which takes longer to compute than x takes to read; the sigmoid has one exponential.
+    On a GPU XLA expands tanh to a long polynomial, which takes longer to compute than x takes to
+    read; the sigmoid has one exponential.
     """
     return up * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))
 
@@ -38,7 +40,15 @@ class Mlp(nnx.Module):
             self.up = Linear("bsd,dgf->bsgf", weights, (d, 2, f), ("embed", "fused", "mlp"), shard)
         else:
             self.up = Linear("bsd,df->bsf", weights, (d, f), ("embed", "mlp"), shard)
-        self.down = Linear("bsf,df->bsd", weights, (d, f), ("embed", "mlp"), shard, std=weights.residual_std, bias_axes=("norm",))
+        self.down = Linear(
+            "bsf,df->bsd",
+            weights,
+            (d, f),
+            ("embed", "mlp"),
+            shard,
+            std=weights.residual_std,
+            bias_axes=("norm",),
+        )
 
     def __call__(self, x_BSD: jax.Array, tokens: tuple[str, str] = ("batch", "seq")) -> jax.Array:
         """Returns down(activation(up(x))), like x. tokens: as in `Context`."""

@@ -1,4 +1,6 @@
-"""Rematerialisation: which activations of a layer are saved for its backward pass, and which are recomputed."""
+"""Rematerialisation: which activations of a layer are saved for its backward pass, and which are
+recomputed.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,21 @@ import jax
 from mesh_lm.schedules.segments import Remat
 
 ATTENTION_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual")
-"""The activations of a layer that remat=save_attention saves: the MLP's matmuls but its last are recomputed, which have the widest
-results."""
+"""The activations of a layer that remat=save_attention saves: the MLP's matmuls but its last are
+recomputed, which have the widest results."""
 SAVED_NAMES = (*ATTENTION_NAMES, "mlp_up")
-"""The activations of a layer that remat=save_names saves, and that remat=offload moves to the host: the results of matmuls and of the
-attention kernel, which are expensive to recompute. Norms and the nonlinearity are recomputed."""
+"""The activations of a layer that remat=save_names saves, and that remat=offload moves to the host:
+the results of matmuls and of the attention kernel, which are expensive to recompute. Norms and the
+nonlinearity are recomputed."""
 
 
 def remat(policy: Remat, unrolled: bool = False) -> Callable[[Callable], Callable]:
-    """A function transformation: the backward pass of the result recomputes by this policy (see `DecoderConfig.remat`).
+    """A function transformation: the backward pass of the result recomputes by this policy (see
+    `DecoderConfig.remat`).
 
-    unrolled: whether the forward pass is in one computation with its backward, instead of a loop of its own: without barriers XLA would
-    find the recomputation equal to it, and save the activations after all.
+    unrolled: whether the forward pass is in one computation with its backward, instead of a loop of
+    its own: without barriers XLA would find the recomputation equal to it, and save the activations
+    after all.
     """
     checkpoint = partial(jax.checkpoint, prevent_cse=unrolled)
     policies = jax.checkpoint_policies
@@ -31,14 +36,21 @@ def remat(policy: Remat, unrolled: bool = False) -> Callable[[Callable], Callabl
     if policy == "full":
         return checkpoint
     if policy in ("save_names", "save_attention"):
-        named = policies.save_only_these_names(*(SAVED_NAMES if policy == "save_names" else ATTENTION_NAMES))
+        named = policies.save_only_these_names(
+            *(SAVED_NAMES if policy == "save_names" else ATTENTION_NAMES)
+        )
 
         def keep(primitive: Any, *args: Any, **params: Any) -> bool:
             # The residuals of cuDNN have no checkpoint names.
-            return primitive.name.startswith("dot_product_attention_fwd") or named(primitive, *args, **params)
+            return primitive.name.startswith("dot_product_attention_fwd") or named(
+                primitive, *args, **params
+            )
 
         return partial(checkpoint, policy=keep)
     offload = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=list(SAVED_NAMES), offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(SAVED_NAMES),
+        offload_src="device",
+        offload_dst="pinned_host",
     )
     return partial(checkpoint, policy=offload)

@@ -1,14 +1,18 @@
-"""Ring attention (Liu et al., arXiv 2310.01889): keys and values travel around a mesh axis, beside the attention of those received before.
+"""Ring attention (Liu et al., arXiv 2310.01889): keys and values travel around a mesh axis, beside
+the attention of those received before.
 
-Tokens are in zig-zag order (`sharding_rules.token_order`): of 2 n chunks, the shard i of n has i and 2 n - 1 - i. At step t it has the
-keys of the shard j = i - t (mod n). Its last chunk sees the first chunk of j, all of it. Besides, if j < i, its first chunk sees the first
-one of j, and otherwise its last chunk sees the last one of j: two blocks of chunks at each step, on every device.
+Tokens are in zig-zag order (`sharding_rules.token_order`): of 2 n chunks, the shard i of n has i
+and 2 n - 1 - i. At step t it has the keys of the shard j = i - t (mod n). Its last chunk sees the
+first chunk of j, all of it. Besides, if j < i, its first chunk sees the first one of j, and
+otherwise its last chunk sees the last one of j: two blocks of chunks at each step, on every device.
 
-The backward pass goes around again, and the gradients of the keys travel with them, so a device holds the keys of two shards at most.
-These gradients are in fp32 from the kernel's sums to the end, also while they travel: in bf16 each device would round the sum of all before
-it, and the error of dk and dv over 8 devices would be 1.9 times that of one, over 16 devices 2.7 times.
+The backward pass goes around again, and the gradients of the keys travel with them, so a device
+holds the keys of two shards at most. These gradients are in fp32 from the kernel's sums to the end,
+also while they travel: in bf16 each device would round the sum of all before it, and the error of
+dk and dv over 8 devices would be 1.9 times that of one, over 16 devices 2.7 times.
 
-Sizes: B batch, S tokens of one device, N query heads, K kv heads, H head dim, C = S / 2 tokens of a chunk. Chunks are [2, B, C, ...].
+Sizes: B batch, S tokens of one device, N query heads, K kv heads, H head dim, C = S / 2 tokens of a
+chunk. Chunks are [2, B, C, ...].
 """
 
 from __future__ import annotations
@@ -28,11 +32,20 @@ from pallas_kernels import attention_gradients, flash_attention, merge
 
 
 def ring_attention(
-    axis: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, sinks: jax.Array | None, features: Mapping[str, Any]
+    axis: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
+    features: Mapping[str, Any],
 ) -> jax.Array:
-    """Causal attention [B, S, N, H] of this device's queries over the keys of all shards along the axis. Arguments as of `gather`."""
+    """Causal attention [B, S, N, H] of this device's queries over the keys of all shards along the
+    axis. Arguments as of `gather`.
+    """
     ring = Ring(axis, lax.axis_size(axis), features)
-    # The ids of all tokens are fewer bytes than one shard's keys, and one gather has less latency than a permute at each step.
+    # The ids of all tokens are fewer bytes than one shard's keys, and one gather has less latency
+    # than a permute at each step.
     ids = None if segment_ids is None else lax.all_gather(_chunks(segment_ids), axis)
     return _whole(_ring(ring, _chunks(q), jnp.stack([_chunks(k), _chunks(v)]), ids, sinks))
 
@@ -51,26 +64,34 @@ class Ring:
         return lax.axis_index(self.axis)
 
     def steps(self, C: int) -> list[int]:
-        """The steps t at which some shard has keys that a query sees. With a window, these are the nearest in both directions."""
+        """The steps t at which some shard has keys that a query sees. With a window, these are the
+        nearest in both directions.
+        """
         window = self.features.get("window")
-        far = self.size if window is None else (window - 2 + C) // C  # chunks from a query to the farthest key
+        # chunks from a query to the farthest key
+        far = self.size if window is None else (window - 2 + C) // C
         return [t for t in range(self.size) if min(t, self.size - t) <= far]
 
     def walk(self, C: int, body: Callable[[Any, jax.Array, int, int], Any], carry: Any) -> Any:
         """`carry` after `body(carry, t, came, goes)` for each step t > 0.
 
-        came: how many devices further keys are than at the last step; goes: how many further they will be at the next one. came is 0 at the
-        first of these steps, and goes at the last one.
+        came: how many devices further keys are than at the last step; goes: how many further they
+        will be at the next one. came is 0 at the first of these steps, and goes at the last one.
         """
         steps = self.steps(C)
-        hops = [0, *[b - a for a, b in itertools.pairwise(steps[1:])], 0]  # before the first of these steps, between them, after the last
+        # before the first of these steps, between them, after the last
+        hops = [0, *[b - a for a, b in itertools.pairwise(steps[1:])], 0]
         of_step = [(t, hops[m], hops[m + 1]) for m, t in enumerate(steps[1:])]
         for (came, goes), run in itertools.groupby(of_step, lambda step: step[1:]):
             numbers = jnp.array([t for t, _, _ in run], jnp.int32)
             if len(numbers) == 1:
                 carry = body(carry, numbers[0], came, goes)
             else:
-                carry = lax.scan(lambda c, t, came=came, goes=goes: (body(c, t, came, goes), None), carry, numbers)[0]
+                carry = lax.scan(
+                    lambda c, t, came=came, goes=goes: (body(c, t, came, goes), None),
+                    carry,
+                    numbers,
+                )[0]
         return carry
 
     def first_hop(self, C: int) -> int:
@@ -95,9 +116,18 @@ class Ring:
     def kernel(self, block: Block, C: int, ids: jax.Array | None) -> dict[str, Any]:
         """The arguments of the kernel for a block besides its matrices."""
         given: dict[str, Any] = (
-            {} if ids is None else {"segment_ids": ids[self.place, block.q], "kv_segment_ids": ids[block.shard, block.kv]}
+            {}
+            if ids is None
+            else {
+                "segment_ids": ids[self.place, block.q],
+                "kv_segment_ids": ids[block.shard, block.kv],
+            }
         )
-        masks = {"causal": False} if self.features.get("window") is None else {"q_offset": block.distance * C}
+        masks = (
+            {"causal": False}
+            if self.features.get("window") is None
+            else {"q_offset": block.distance * C}
+        )
         return {**self.features, **given, **masks}
 
     def diagonal(self, ids: jax.Array | None) -> dict[str, Any]:
@@ -106,7 +136,9 @@ class Ring:
 
 
 class Block(NamedTuple):
-    """A chunk of this shard's queries, and a chunk of the keys of a shard, which all come before."""
+    """A chunk of this shard's queries, and a chunk of the keys of a shard, which all come
+    before.
+    """
 
     q: Any
     kv: Any
@@ -116,15 +148,23 @@ class Block(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: Ring, q: jax.Array, kv: jax.Array, ids: jax.Array | None, sinks: jax.Array | None) -> jax.Array:
-    """q: [2, B, C, N, H]. kv: keys and values, [2, 2, B, C, K, H]. ids: of all shards, [n, 2, B, C]."""
+def _ring(
+    ring: Ring, q: jax.Array, kv: jax.Array, ids: jax.Array | None, sinks: jax.Array | None
+) -> jax.Array:
+    """q: [2, B, C, N, H]. kv: keys and values, [2, 2, B, C, K, H]. ids: of all shards, [n, 2, B,
+    C].
+    """
     return _forward(ring, q, kv, ids, sinks)[0]
 
 
-def _forward(ring: Ring, q: jax.Array, kv: jax.Array, ids: jax.Array | None, sinks: jax.Array | None) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(
+    ring: Ring, q: jax.Array, kv: jax.Array, ids: jax.Array | None, sinks: jax.Array | None
+) -> tuple[jax.Array, tuple[Any, ...]]:
     (_, B, C, *_), own = q.shape, kv
 
-    def add(done: tuple[jax.Array, jax.Array], kv: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
+    def add(
+        done: tuple[jax.Array, jax.Array], kv: jax.Array, block: Block
+    ) -> tuple[jax.Array, jax.Array]:
         k, v = kv[:, block.kv]
         part = flash_attention(q[block.q], k, v, return_lse=True, **ring.kernel(block, C, ids))
         y, lse = merge(done[0][block.q], done[1][block.q], *part)
@@ -144,7 +184,10 @@ def _forward(ring: Ring, q: jax.Array, kv: jax.Array, ids: jax.Array | None, sin
     for block in ring.blocks(0):
         done = add(done, own, block)
     (y, lse), _ = ring.walk(C, step, (done, following))
-    y, lse = checkpoint_name(y.astype(q.dtype), "attention_out"), checkpoint_name(lse, "attention_lse")
+    y, lse = (
+        checkpoint_name(y.astype(q.dtype), "attention_out"),
+        checkpoint_name(lse, "attention_lse"),
+    )
     return y, (q, kv, ids, sinks, y, lse)
 
 
@@ -152,11 +195,17 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[An
     q, own, ids, sinks, y, lse = residuals
     C = q.shape[2]
 
-    def add(dq: jax.Array, d_kv: jax.Array, kv: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
+    def add(
+        dq: jax.Array, d_kv: jax.Array, kv: jax.Array, block: Block
+    ) -> tuple[jax.Array, jax.Array]:
         a, b = block.q, block.kv
         k, v = kv[:, b]
-        of_q, *of_kv, _ = attention_gradients(q[a], k, v, y[a], lse[a], dy[a], unrounded=True, **ring.kernel(block, C, ids))
-        return _put(dq, a, dq[a] + of_q), lax.dynamic_update_index_in_dim(d_kv, d_kv[:, b] + jnp.stack(of_kv), b, 1)
+        of_q, *of_kv, _ = attention_gradients(
+            q[a], k, v, y[a], lse[a], dy[a], unrounded=True, **ring.kernel(block, C, ids)
+        )
+        return _put(dq, a, dq[a] + of_q), lax.dynamic_update_index_in_dim(
+            d_kv, d_kv[:, b] + jnp.stack(of_kv), b, 1
+        )
 
     def step(carry: Any, t: jax.Array, came: int, goes: int) -> Any:
         dq, kv, d_kv = carry
@@ -166,8 +215,8 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[An
             dq, d_kv = add(dq, d_kv, kv, block)
         return dq, following, d_kv
 
-    # The block of this shard's own keys that is not on the diagonal is computed while the first keys travel, and those on it while the
-    # gradients of the last ones go back.
+    # The block of this shard's own keys that is not on the diagonal is computed while the first
+    # keys travel, and those on it while the gradients of the last ones go back.
     following = ring.send(own, ring.first_hop(C))
     wide = _sum_type(q)
     dq, here = jnp.zeros(q.shape, wide), jnp.zeros(own.shape, wide)
@@ -177,7 +226,15 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], dy: jax.Array) -> tuple[An
     d_kv = ring.send(d_kv, -ring.steps(C)[-1])
     k, v = map(_flat, own)
     of_q, *of_kv, d_sinks = attention_gradients(
-        _flat(q), k, v, _flat(y), _flat(lse), _flat(dy), sinks=sinks, unrounded=True, **ring.diagonal(ids)
+        _flat(q),
+        k,
+        v,
+        _flat(y),
+        _flat(lse),
+        _flat(dy),
+        sinks=sinks,
+        unrounded=True,
+        **ring.diagonal(ids),
     )
     d_kv = d_kv + here + jnp.stack(of_kv).reshape(own.shape)
     d_sinks = None if sinks is None or d_sinks is None else d_sinks.astype(sinks.dtype)

@@ -1,4 +1,6 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): first and second moments, m_hat / (sqrt(v_hat) + eps)."""
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101): first and second moments, m_hat / (sqrt(v_hat) +
+eps).
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,14 @@ class AdamW:
 
     def direction(
         self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
-    ) -> tuple[Params, Slots]:  # fmt: skip
-        """Returns Adam's direction for each parameter, and the moments after the step (arXiv 1412.6980)."""
+    ) -> tuple[Params, Slots]:
+        """Returns Adam's direction for each parameter, and the moments after the step (arXiv
+        1412.6980).
+        """
         c = self.config
         state = optax.ScaleByAdamState(count, cast(Any, slots["mu"]), cast(Any, slots["nu"]))
-        direction, after = optax.scale_by_adam(c.beta1, c.beta2, c.eps).update(cast(Any, grads), state)
+        direction, after = optax.scale_by_adam(c.beta1, c.beta2, c.eps).update(
+            cast(Any, grads), state
+        )
         after = cast(optax.ScaleByAdamState, after)
         return cast(Params, direction), {"mu": cast(Params, after.mu), "nu": cast(Params, after.nu)}

@@ -1,4 +1,6 @@
-"""The interface of an optimizer: a rule that turns gradients into directions. Each is one file, based on optax, and a line in `RULES`."""
+"""The interface of an optimizer: a rule that turns gradients into directions. Each is one file,
+based on optax, and a line in `RULES`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Slots = dict[str, Params]
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """The description of an array of a run's state, from which it is initialised, sharded, saved, restored and planned."""
+    """The description of an array of a run's state, from which it is initialised, sharded, saved,
+    restored and planned.
+    """
 
     shape: tuple[int, ...]
     """The shape in memory, where a stacked parameter has its layers by pipeline stage."""
@@ -26,8 +30,9 @@ class ArraySpec:
     axes: tuple[str | None, ...]
     """Logical axes, which the rules map to mesh axes."""
     form: Literal["weight", "flat"] = "weight"
-    """weight: an array with the dimensions of a parameter, or some of them. flat: the matrices of a layer, concatenated into one padded
-    vector that is sharded over the replicas (`mesh_lm.optim.flat`)."""
+    """weight: an array with the dimensions of a parameter, or some of them. flat: the matrices of a
+    layer, concatenated into one padded vector that is sharded over the replicas
+    (`mesh_lm.optim.flat`)."""
 
     @property
     def stacked(self) -> bool:
@@ -50,29 +55,38 @@ class ArraySpec:
         """The same without some dimensions, as for a mean over them."""
         dropped = {dim % len(self.shape) for dim in dims}
         kept = [dim for dim in range(len(self.shape)) if dim not in dropped]
-        return dataclasses.replace(self, shape=tuple(self.shape[d] for d in kept), axes=tuple(self.axes[d] for d in kept))
+        return dataclasses.replace(
+            self, shape=tuple(self.shape[d] for d in kept), axes=tuple(self.axes[d] for d in kept)
+        )
 
 
 ArraySpecs = Mapping[str, ArraySpec]
 
 
 class Rule(Protocol):
-    """The update rule of one optimizer. Clipping, learning rate and weight decay are shared by all (`mesh_lm.optim.Optimizer`)."""
+    """The update rule of one optimizer. Clipping, learning rate and weight decay are shared by all
+    (`mesh_lm.optim.Optimizer`).
+    """
 
     elementwise: bool
-    """Whether the update of an element depends on that element only. Then the rule also works on flat vectors."""
+    """Whether the update of an element depends on that element only. Then the rule also works on
+    flat vectors."""
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
-        """Slot -> parameter -> the array that the slot keeps for it, which starts as zeros. A slot may omit parameters."""
+        """Slot -> parameter -> the array that the slot keeps for it, which starts as zeros. A slot
+        may omit parameters.
+        """
         ...
 
     def direction(
         self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
-    ) -> tuple[Params, Slots]:  # fmt: skip
-        """(directions, updated slots). A parameter moves by minus the learning rate times its direction.
+    ) -> tuple[Params, Slots]:
+        """(directions, updated slots). A parameter moves by minus the learning rate times its
+        direction.
 
-        It is traced under jit. count: int32, the number of earlier updates. leaves: the parameters, whose logical axes tell matrices from
-        other parameters. Gradients and directions are float32. Stacked parameters have layers as leading dimension; padding rows are zero.
+        It is traced under jit. count: int32, the number of earlier updates. leaves: the parameters,
+        whose logical axes tell matrices from other parameters. Gradients and directions are
+        float32. Stacked parameters have layers as leading dimension; padding rows are zero.
         """
         ...
 
@@ -82,11 +96,14 @@ UNDECAYED = ("bias", "scale", "sinks")
 
 
 def is_matrix(name: str, axes: Sequence[str | None]) -> bool:
-    """Whether a parameter with these logical axes is a matrix, to which weight decay applies. A stack of vectors is not a matrix.
+    """Whether a parameter with these logical axes is a matrix, to which weight decay applies. A
+    stack of vectors is not a matrix.
 
     A flat vector counts as one, because it holds matrices only.
     """
-    return FLAT in axes or (len(axes) - ("layers" in axes) > 1 and name.rsplit(".", 1)[-1] not in UNDECAYED)
+    return FLAT in axes or (
+        len(axes) - ("layers" in axes) > 1 and name.rsplit(".", 1)[-1] not in UNDECAYED
+    )
 
 
 def decayed(leaves: ArraySpecs) -> frozenset[str]:

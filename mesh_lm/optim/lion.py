@@ -14,8 +14,9 @@ from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots
 
 @dataclasses.dataclass(frozen=True)
 class Lion:
-    """Lion, with one slot shaped like the parameter. Every weight moves by the full learning rate, so its authors divide AdamW's by 3 to
-    10 and multiply weight_decay by the same factor; their betas are 0.9 and 0.99.
+    """Lion, with one slot shaped like the parameter. Every weight moves by the full learning rate,
+    so its authors divide AdamW's by 3 to 10 and multiply weight_decay by the same factor; their
+    betas are 0.9 and 0.99.
     """
 
     config: OptimizerConfig
@@ -27,8 +28,12 @@ class Lion:
 
     def direction(
         self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
-    ) -> tuple[Params, Slots]:  # fmt: skip
-        """Returns the sign of gradient and momentum interpolated, and the momentum after the step (arXiv 2302.06675)."""
+    ) -> tuple[Params, Slots]:
+        """Returns the sign of gradient and momentum interpolated, and the momentum after the step
+        (arXiv 2302.06675).
+        """
         state = optax.ScaleByLionState(count, cast(Any, slots["mu"]))
-        direction, after = optax.scale_by_lion(self.config.beta1, self.config.beta2).update(cast(Any, grads), state)
+        direction, after = optax.scale_by_lion(self.config.beta1, self.config.beta2).update(
+            cast(Any, grads), state
+        )
         return cast(Params, direction), {"mu": cast(Params, cast(optax.ScaleByLionState, after).mu)}

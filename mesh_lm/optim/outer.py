@@ -1,4 +1,6 @@
-"""The outer step of DiLoCo (Douillard et al., arXiv 2311.08105): SGD with Nesterov momentum on the mean change of the islands' weights."""
+"""The outer step of DiLoCo (Douillard et al., arXiv 2311.08105): SGD with Nesterov momentum on the
+mean change of the islands' weights.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ from mesh_lm.config import OptimizerConfig
 from mesh_lm.optim.contract import Params
 
 
-def outer_update(config: OptimizerConfig, anchor: Params, momentum: Params, mean: Params) -> tuple[Params, Params]:
+def outer_update(
+    config: OptimizerConfig, anchor: Params, momentum: Params, mean: Params
+) -> tuple[Params, Params]:
     """Returns (the new anchor, the new momentum), from which all islands continue.
 
-    anchor: the weights from which all islands started. mean: the mean of the islands' weights after their steps. The outer gradient is
-    anchor - mean, and the anchor moves by minus the learning rate times (gradient + decay * momentum), as PyTorch's Nesterov SGD does.
+    anchor: the weights from which all islands started. mean: the mean of the islands' weights after
+    their steps. The outer gradient is anchor - mean, and the anchor moves by minus the learning
+    rate times (gradient + decay * momentum), as PyTorch's Nesterov SGD does.
     """
     gradient = jax.tree.map(lambda a, b: a - b, anchor, mean)
     rule = optax.trace(config.outer_momentum, nesterov=True)

@@ -1,6 +1,8 @@
-"""Sums over devices that `lax.psum` does not make: around a ring, in two levels, and in int8 with error feedback.
+"""Sums over devices that `lax.psum` does not make: around a ring, in two levels, and in int8 with
+error feedback.
 
-All of them run on one device, inside a region that is manual over every mesh axis. n is the number of devices of a sum.
+All of them run on one device, inside a region that is manual over every mesh axis. n is the number
+of devices of a sum.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _LEVELS = 127
 
 
 def ring_sum(x: jax.Array, axis: str) -> jax.Array:
-    """x summed over a mesh axis by 2 (n - 1) permutes of an n-th of it: 2 (n - 1) / n of its bytes, the least that an all-reduce can send.
+    """x summed over a mesh axis by 2 (n - 1) permutes of an n-th of it: 2 (n - 1) / n of its bytes,
+    the least that an all-reduce can send.
 
     A reference for tests: equal to `lax.psum` but for the order of the sums.
     """
@@ -35,9 +38,11 @@ def ring_sum(x: jax.Array, axis: str) -> jax.Array:
 
 
 def two_level_sum(x: jax.Array, inner: str, outer: Sequence[str]) -> jax.Array:
-    """x summed over the mesh axes `inner` and `outer`: reduce-scattered along `inner`, summed along `outer`, gathered along `inner`.
+    """x summed over the mesh axes `inner` and `outer`: reduce-scattered along `inner`, summed along
+    `outer`, gathered along `inner`.
 
-    A device sends 2 (n - 1) / n of the bytes along `inner`, and along `outer` those of its part alone: one n-th, for n devices of `inner`.
+    A device sends 2 (n - 1) / n of the bytes along `inner`, and along `outer` those of its part
+    alone: one n-th, for n devices of `inner`.
     """
     part = lax.psum_scatter(_padded(x.reshape(-1), lax.axis_size(inner)), inner, tiled=True)
     if outer:
@@ -46,10 +51,12 @@ def two_level_sum(x: jax.Array, inner: str, outer: Sequence[str]) -> jax.Array:
 
 
 def quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(int8 [..., blocks, BLOCK], float32 scales [..., blocks, 1]) of float32 [..., k]; the last block is padded with zeros.
+    """(int8 [..., blocks, BLOCK], float32 scales [..., blocks, 1]) of float32 [..., k]; the last
+    block is padded with zeros.
 
-    The scale of a block is its largest absolute value over 127, and each number is rounded to the nearest multiple, so that it is wrong by
-    half a scale at most. A block with a number that is not finite comes back as NaN.
+    The scale of a block is its largest absolute value over 127, and each number is rounded to the
+    nearest multiple, so that it is wrong by half a scale at most. A block with a number that is not
+    finite comes back as NaN.
     """
     rest = -x.shape[-1] % BLOCK
     blocks = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rest)]).reshape(*x.shape[:-1], -1, BLOCK)
@@ -63,9 +70,11 @@ def dequantised(q: jax.Array, scale: jax.Array, k: int) -> jax.Array:
 
 
 def int8_reduce_scatter(x: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
-    """(this device's part [k / n] of the sum of x [k] over mesh axes, what rounding has left out [k]: x minus what was sent of it).
+    """(this device's part [k / n] of the sum of x [k] over mesh axes, what rounding has left out
+    [k]: x minus what was sent of it).
 
-    Each device sends the others their parts in int8, and sums in float32 what it receives: no sum is rounded. k must divide by n.
+    Each device sends the others their parts in int8, and sums in float32 what it receives: no sum
+    is rounded. k must divide by n.
     """
     parts = x.reshape(lax.axis_size(axes), -1)
     q, scale = quantised(parts)
@@ -79,8 +88,9 @@ def int8_reduce_scatter(x: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, j
 def int8_sum(x: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
     """(the sum of x over mesh axes, of any shape, what rounding has left out, of the same shape).
 
-    A reduce-scatter, and an all-gather of the sums in int8. Summed over the devices, what is left out is exactly the sum of x minus the
-    result: the device that rounds a sum keeps that error beside its own.
+    A reduce-scatter, and an all-gather of the sums in int8. Summed over the devices, what is left
+    out is exactly the sum of x minus the result: the device that rounds a sum keeps that error
+    beside its own.
     """
     n, me = lax.axis_size(axes), lax.axis_index(axes)
     part, left_out = int8_reduce_scatter(_padded(x.reshape(-1), n), axes)

@@ -1,1 +1,3 @@
-"""A model on a mesh: its layout, the microbatch engine, and pipeline stages with the ring between them."""
+"""A model on a mesh: its layout, the microbatch engine, and pipeline stages with the ring between
+them.
+"""

@@ -1,7 +1,9 @@
-"""The two collectives of a layer whose matrices are flat vectors over the replicas (`mesh_lm.optim.flat`): gather and sum.
+"""The two collectives of a layer whose matrices are flat vectors over the replicas
+(`mesh_lm.optim.flat`): gather and sum.
 
-They are used layer by layer (`mesh_lm.parallel.gathered`) and by pipeline stages (`mesh_lm.parallel.stage_transfers`), inside the engine's
-region, which is manual over the replicas. XLA would replicate what they return over the axes that it handles, so they run on local shards.
+They are used layer by layer (`mesh_lm.parallel.gathered`) and by pipeline stages
+(`mesh_lm.parallel.stage_transfers`), inside the engine's region, which is manual over the replicas.
+XLA would replicate what they return over the axes that it handles, so they run on local shards.
 """
 
 from __future__ import annotations
@@ -22,12 +24,20 @@ class LayerCollectives:
     """Gathers one row of a segment's vectors, and sums the gradients of one layer."""
 
     def __init__(self, layout: ModelLayout, segment: str) -> None:
-        self.layout, self.shard, self.vectors = layout, layout.shard, layout.flat.gathered_by(segment)
+        self.layout, self.shard, self.vectors = (
+            layout,
+            layout.shard,
+            layout.flat.gathered_by(segment),
+        )
 
     def gather(self, vectors: Params, row: jax.Array, after: jax.Array) -> tuple[Params, jax.Array]:
-        """(the matrices of the layer in a row, `finished` of them). vectors: those of this segment, and perhaps of others."""
+        """(the matrices of the layer in a row, `finished` of them). vectors: those of this segment,
+        and perhaps of others.
+        """
 
-        def on_device(vectors: Params, row: jax.Array, after: jax.Array) -> tuple[Params, jax.Array]:
+        def on_device(
+            vectors: Params, row: jax.Array, after: jax.Array
+        ) -> tuple[Params, jax.Array]:
             out: Params = {}
             for vector in self.vectors:
                 shard = lax.dynamic_index_in_dim(vectors[vector.name], row, keepdims=False)
@@ -36,12 +46,16 @@ class LayerCollectives:
             return out, after
 
         specs = {vector.name: local_spec(self.layout, vector) for vector in self.vectors}
-        run = self.shard.shard_map(on_device, (specs, PartitionSpec(), PartitionSpec()), (self.specs, PartitionSpec()))
+        run = self.shard.shard_map(
+            on_device, (specs, PartitionSpec(), PartitionSpec()), (self.specs, PartitionSpec())
+        )
         used, after = run({name: vectors[name] for name in specs}, row, after)
         return {name: w.astype(self.types[name]) for name, w in used.items()}, after
 
     def reduce(self, grads: Params, after: jax.Array) -> tuple[Params, jax.Array]:
-        """(this replica's shards of a layer's gradients, summed over the replicas, `finished` of them)."""
+        """(this replica's shards of a layer's gradients, summed over the replicas, `finished` of
+        them).
+        """
         dtype = jnp.bfloat16 if self.shard.rules.reduction == "bfloat16" else jnp.float32
 
         def on_device(grads: Params, after: jax.Array) -> tuple[Params, jax.Array]:
@@ -52,19 +66,29 @@ class LayerCollectives:
                 after = self._finished(out[vector.name], after)
             return out, after
 
-        specs = {vector.name: PartitionSpec(*local_spec(self.layout, vector)[1:]) for vector in self.vectors}
-        return self.shard.shard_map(on_device, (self.specs, PartitionSpec()), (specs, PartitionSpec()))(grads, after)
+        specs = {
+            vector.name: PartitionSpec(*local_spec(self.layout, vector)[1:])
+            for vector in self.vectors
+        }
+        return self.shard.shard_map(
+            on_device, (self.specs, PartitionSpec()), (specs, PartitionSpec())
+        )(grads, after)
 
-    # XLA:CPU starts independent collectives in any order, so that devices may wait for one another: there, each waits for those before it.
+    # XLA:CPU starts independent collectives in any order, so that devices may wait for one another:
+    # there, each waits for those before it.
 
     def finished(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """On CPUs, a number that exists once x does, which is sharded by `spec`."""
         if not self.on_cpu:
             return jnp.float32(0)
-        return self.shard.shard_map(lambda x: self._finished(x, jnp.float32(0)), spec, PartitionSpec())(x)
+        return self.shard.shard_map(
+            lambda x: self._finished(x, jnp.float32(0)), spec, PartitionSpec()
+        )(x)
 
     def ordered(self, x: jax.Array, after: jax.Array) -> jax.Array:
-        """x, on CPUs not before `after` exists. It keeps its bits if what comes before is finite; if it is not, the step is skipped."""
+        """x, on CPUs not before `after` exists. It keeps its bits if what comes before is finite;
+        if it is not, the step is skipped.
+        """
         return x * (1 + 0 * after).astype(x.dtype) if self.on_cpu else x
 
     def _finished(self, x: jax.Array, after: jax.Array) -> jax.Array:
@@ -83,7 +107,10 @@ class LayerCollectives:
 
     def of_stacked(self, tree: Params) -> Params:
         """The same for stacks of them, [rows, ...]."""
-        return {name: lax.with_sharding_constraint(x, PartitionSpec(None, *self.specs[name])) for name, x in tree.items()}
+        return {
+            name: lax.with_sharding_constraint(x, PartitionSpec(None, *self.specs[name]))
+            for name, x in tree.items()
+        }
 
     @cached_property
     def types(self) -> dict[str, Any]:
@@ -94,7 +121,10 @@ class LayerCollectives:
     def specs(self) -> dict[str, PartitionSpec]:
         """The specs of one layer's matrices over the axes that XLA handles."""
         auto = frozenset(self.shard.mesh.axis_names) - self.shard.rules.manual_axes()
-        return {name: self.shard.restrict(PartitionSpec(*self.layout.flat.specs[name][1:]), auto) for name in self.types}
+        return {
+            name: self.shard.restrict(PartitionSpec(*self.layout.flat.specs[name][1:]), auto)
+            for name in self.types
+        }
 
     @cached_property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -102,15 +132,21 @@ class LayerCollectives:
         by_hand = self.shard.rules.manual_axes()
         out = {}
         for name, dtype in self.types.items():
-            where = jax.NamedSharding(self.shard.mesh, self.shard.restrict(self.layout.flat.specs[name], by_hand))
-            out[name] = jax.ShapeDtypeStruct(where.shard_shape(self.layout.memory_shapes[name].shape)[1:], dtype)
+            where = jax.NamedSharding(
+                self.shard.mesh, self.shard.restrict(self.layout.flat.specs[name], by_hand)
+            )
+            out[name] = jax.ShapeDtypeStruct(
+                where.shard_shape(self.layout.memory_shapes[name].shape)[1:], dtype
+            )
         return out
 
 
 def local_spec(layout: ModelLayout, vector: FlatVector) -> PartitionSpec:
     """The spec of a vector in the engine's region: sharded over the axes that XLA handles."""
     auto = frozenset(layout.shard.mesh.axis_names) - layout.shard.rules.manual_axes()
-    return PartitionSpec(*(None,) * bool(vector.rows), tuple(a for a in vector.shard_axes if a in auto) or None)
+    return PartitionSpec(
+        *(None,) * bool(vector.rows), tuple(a for a in vector.shard_axes if a in auto) or None
+    )
 
 
 def row_of(tree: Any, row: jax.Array | int) -> Any:
@@ -120,4 +156,7 @@ def row_of(tree: Any, row: jax.Array | int) -> Any:
 
 def with_row(stacked: Params, row: jax.Array, values: Params) -> Params:
     """Arrays [rows, ...] with a row replaced."""
-    return {name: lax.dynamic_update_index_in_dim(x, values[name], row, 0) for name, x in stacked.items()}
+    return {
+        name: lax.dynamic_update_index_in_dim(x, values[name], row, 0)
+        for name, x in stacked.items()
+    }

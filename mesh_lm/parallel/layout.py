@@ -1,10 +1,12 @@
-"""A model without weights: its parameters' names, shapes, logical axes and shardings, and how to bind a dict of arrays to its module.
+"""A model without weights: its parameters' names, shapes, logical axes and shardings, and how to
+bind a dict of arrays to its module.
 
-Outside the model, parameters are a plain dict, {"blocks.mlp.up.weight": array}: optimizer, checkpoints and tests see no Flax class.
+Outside the model, parameters are a plain dict, {"blocks.mlp.up.weight": array}: optimizer,
+checkpoints and tests see no Flax class.
 
-The parameters of a segment's layers are stacked: their first logical axis is "layers". In the module and on disk the layers are in model
-order. In memory each pipeline stage holds its own layers (`mesh_lm.schedules.stages`); where that order differs, so do `shapes` and
-`memory_shapes`.
+The parameters of a segment's layers are stacked: their first logical axis is "layers". In the
+module and on disk the layers are in model order. In memory each pipeline stage holds its own layers
+(`mesh_lm.schedules.stages`); where that order differs, so do `shapes` and `memory_shapes`.
 """
 
 from __future__ import annotations
@@ -50,42 +52,68 @@ class ModelLayout:
     buffers: frozenset[str]
     """Names of the buffers, which have no gradient (`mesh_lm.model.buffer.Buffer`)."""
     compute_dtypes: dict[str, Any]
-    """The type that layers cast a parameter to before they use it; by default the type it is stored in."""
+    """The type that layers cast a parameter to before they use it; by default the type it is stored
+    in."""
     _graph: Any
     _tree: Any
 
     @classmethod
-    def of(cls, config: ModelConfig, shard: Shard, pipeline: PipelineConfig = PipelineConfig()) -> ModelLayout:
+    def of(
+        cls, config: ModelConfig, shard: Shard, pipeline: PipelineConfig = PipelineConfig()
+    ) -> ModelLayout:
         """The layout of a model, from a trace of its constructor; no memory is allocated.
 
-        Raises ShardingRuleError for a parameter whose dimensions are not all named and for a scope in the rules that is not a segment.
-        Raises ConfigError for NNX state that is neither nnx.Param nor Buffer, for a parameter that is not stored in float32, for a stacked
-        parameter outside of segments, and for a model that the pipeline cannot divide.
+        Raises ShardingRuleError for a parameter whose dimensions are not all named and for a scope
+        in the rules that is not a segment. Raises ConfigError for NNX state that is neither
+        nnx.Param nor Buffer, for a parameter that is not stored in float32, for a stacked parameter
+        outside of segments, and for a model that the pipeline cannot divide.
         """
         stacks, stack = divided(config, pipeline, shard.mesh.shape["pipeline"]), config.stack()
         if problems := unknown_scopes(shard.rules, (*stack.names, TABLES)):
             raise ShardingRuleError("\n  - ".join([MISFIT, *problems]))
         graph, state = nnx.split(nnx.eval_shape(lambda: _make(config, shard, jax.random.key(0))))
         shapes, axes, buffers, compute, scopes = {}, {}, set(), {}, shard.rules.scopes()
-        for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda v: isinstance(v, nnx.Variable))[0]:
+        for path, variable in jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda v: isinstance(v, nnx.Variable)
+        )[0]:
             name = ".".join(str(getattr(key, "key", key)) for key in path)
             if not isinstance(variable, nnx.Param | Buffer):
-                fix = "mesh_lm trains models whose only state is nnx.Param, and mesh_lm.model.buffer.Buffer for what has no gradient"
+                fix = (
+                    "mesh_lm trains models whose only state is nnx.Param, and "
+                    "mesh_lm.model.buffer.Buffer for what has no gradient"
+                )
                 raise ConfigError(f"model.{name} is a {type(variable).__name__}; {fix}")
             buffers |= {name} if isinstance(variable, Buffer) else set()
-            shapes[name] = jax.ShapeDtypeStruct(variable.get_value().shape, variable.get_value().dtype)
+            shapes[name] = jax.ShapeDtypeStruct(
+                variable.get_value().shape, variable.get_value().dtype
+            )
             compute[name] = _compute_dtype(name, variable, shapes[name].dtype)
             named = variable.get_metadata().get("out_sharding")
             if named is None or len(named) != len(shapes[name].shape):
                 raise ShardingRuleError(
-                    f"{name} {shapes[name].shape}: its logical axes are {named}; give one name (or None) a dimension, "
+                    f"{name} {shapes[name].shape}: its logical axes are {named}; give one name (or "
+                    "None) a dimension, "
                     "as in nnx.Param(value, out_sharding=('embed', 'mlp'))"
                 )
             _check_stack(name, named, shapes[name].shape, stack)
             scope = segment_of(name) if named[:1] == ("layers",) else TABLES
             scope = scope if scope in scopes else ""
-            axes[name] = tuple(f"{scope}/{axis}" if scope and axis not in (None, "layers") else axis for axis in named)
-        return cls(config, shard, pipeline, stacks, shapes, axes, frozenset(buffers), compute, graph, jax.tree.structure(state))
+            axes[name] = tuple(
+                f"{scope}/{axis}" if scope and axis not in (None, "layers") else axis
+                for axis in named
+            )
+        return cls(
+            config,
+            shard,
+            pipeline,
+            stacks,
+            shapes,
+            axes,
+            frozenset(buffers),
+            compute,
+            graph,
+            jax.tree.structure(state),
+        )
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -99,21 +127,29 @@ class ModelLayout:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether all stacked parameters have their layers in model order in memory, without padding."""
+        """Whether all stacked parameters have their layers in model order in memory, without
+        padding.
+        """
         return all(stack.is_contiguous for stack in self.stacks.values())
 
     def stack_of(self, name: str) -> StackLayout:
-        """The layout of a stacked parameter, or of a sum with a segment's layers as leading dimension."""
+        """The layout of a stacked parameter, or of a sum with a segment's layers as leading
+        dimension.
+        """
         return self.stacks[segment_of(name)]
 
     @property
     def stacked(self) -> frozenset[str]:
-        """Names of the parameters and buffers whose layers are divided among the pipeline stages."""
+        """Names of the parameters and buffers whose layers are divided among the pipeline
+        stages.
+        """
         return frozenset(name for name, axes in self.axes.items() if axes[:1] == ("layers",))
 
     @property
     def memory_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes in memory: stacked parameters are ordered by stage, and padded if stages have unequal numbers of layers."""
+        """Shapes in memory: stacked parameters are ordered by stage, and padded if stages have
+        unequal numbers of layers.
+        """
         stacked = self.stacked
         shapes = {}
         for name, on_disk in self.shapes.items():
@@ -124,28 +160,41 @@ class ModelLayout:
     @cached_property
     def leaves(self) -> dict[str, ArraySpec]:
         """The parameters and buffers in memory."""
-        return {name: ArraySpec(tuple(s.shape), s.dtype, self.axes[name]) for name, s in self.memory_shapes.items()}
+        return {
+            name: ArraySpec(tuple(s.shape), s.dtype, self.axes[name])
+            for name, s in self.memory_shapes.items()
+        }
 
     @cached_property
     def flat(self) -> FlatLayout:
         """The parameters that the optimizer keeps as flat vectors, by the rules."""
         parameters = {name: leaf for name, leaf in self.leaves.items() if name not in self.buffers}
-        return FlatLayout.of(self.shard.rules, parameters, self.shardings("params"), self.compute_dtypes, segment_of)
+        return FlatLayout.of(
+            self.shard.rules, parameters, self.shardings("params"), self.compute_dtypes, segment_of
+        )
 
     def init(self, key: jax.Array) -> Params:
         """Initial weights, layers in model order.
 
-        Under jit with `canonical_shardings("params")` each device makes its own shards, and the bits do not depend on the mesh.
+        Under jit with `canonical_shardings("params")` each device makes its own shards, and the
+        bits do not depend on the mesh.
         """
         state = nnx.split(_make(self.config, self.shard, key))[1]
         return dict(zip(self.shapes, jax.tree.leaves(state), strict=True))
 
     def bind(self, params: Params) -> Model:
         """The module with these parameters and buffers."""
-        return cast(Model, nnx.merge(self._graph, jax.tree.unflatten(self._tree, [params[name] for name in self.shapes])))
+        return cast(
+            Model,
+            nnx.merge(
+                self._graph, jax.tree.unflatten(self._tree, [params[name] for name in self.shapes])
+            ),
+        )
 
     def shardings(self, kind: Kind) -> dict[str, jax.NamedSharding]:
-        """Shardings of the parameters, their gradients or moments. Raises ShardingRuleError with every parameter that no rule fits."""
+        """Shardings of the parameters, their gradients or moments. Raises ShardingRuleError with
+        every parameter that no rule fits.
+        """
         out, problems = {}, []
         for name, shape in self.memory_shapes.items():
             try:
@@ -157,24 +206,39 @@ class ModelLayout:
         return out
 
     def canonical_shardings(self, kind: Kind) -> dict[str, jax.NamedSharding]:
-        """`shardings` for parameters with layers in model order, as they are initialised, saved and restored."""
+        """`shardings` for parameters with layers in model order, as they are initialised, saved and
+        restored.
+        """
         shapes = self.memory_shapes
         where = self.shardings(kind).items()
-        return {n: canonical_sharding(s, shapes[n].shape, self.stack_of(n)) if n in self.stacked else s for n, s in where}
+        return {
+            n: canonical_sharding(s, shapes[n].shape, self.stack_of(n)) if n in self.stacked else s
+            for n, s in where
+        }
 
     def to_memory_order(self, tree: Params, kind: Kind) -> Params:
-        """Parameters (gradients, moments) in model order -> the order in memory. Donates its input; the peak is one extra array."""
+        """Parameters (gradients, moments) in model order -> the order in memory. Donates its input;
+        the peak is one extra array.
+        """
         return self._reordered(tree, kind, to_memory)
 
     def to_model_order(self, tree: Params, kind: Kind) -> Params:
         """The inverse of `to_memory_order`."""
         return self._reordered(tree, kind, to_canonical)
 
-    def _reordered(self, tree: Params, kind: Kind, move: Callable[[jax.Array, StackLayout, jax.NamedSharding], jax.Array]) -> Params:
+    def _reordered(
+        self,
+        tree: Params,
+        kind: Kind,
+        move: Callable[[jax.Array, StackLayout, jax.NamedSharding], jax.Array],
+    ) -> Params:
         if self.is_contiguous:
             return tree
         where = self.shardings(kind)
-        return {name: move(x, self.stack_of(name), where[name]) if name in self.stacked else x for name, x in tree.items()}
+        return {
+            name: move(x, self.stack_of(name), where[name]) if name in self.stacked else x
+            for name, x in tree.items()
+        }
 
     def constrain(self, tree: Params, kind: Kind) -> Params:
         """A dict of parameters, gradients or moments, constrained to its column of the rules."""
@@ -182,46 +246,77 @@ class ModelLayout:
 
 
 def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[str, StackLayout]:
-    """Segment -> its layers on the pipeline stages. Raises ConfigError for a wrong stack, and for layers that cannot be divided so."""
+    """Segment -> its layers on the pipeline stages. Raises ConfigError for a wrong stack, and for
+    layers that cannot be divided so.
+    """
     stack = config.stack()
     if problems := stack.problems():
-        raise ConfigError("\n  - ".join([f"the stack of {type(config).__name__} is wrong", *problems]))
+        raise ConfigError(
+            "\n  - ".join([f"the stack of {type(config).__name__} is wrong", *problems])
+        )
     if stages == 1:
         return {segment.name: StackLayout(1, (segment.n_layers,)) for segment in stack.segments}
     if not stack.segments:
         raise ConfigError(
-            f"mesh.pipeline={stages}: {type(config).__name__} cannot be divided into stages (its stack() has no segments); "
+            f"mesh.pipeline={stages}: {type(config).__name__} cannot be divided into stages (its "
+            "stack() has no segments); "
             "set mesh.pipeline=1"
         )
     computed = stack.with_recomputation(stages * pipeline.chunks, pipeline.stash == "input")
-    return divide(computed, stages, pipeline.chunks, layers=pipeline.layers, balance=pipeline.balance)
+    return divide(
+        computed, stages, pipeline.chunks, layers=pipeline.layers, balance=pipeline.balance
+    )
 
 
 def segment_of(name: str) -> str:
-    """The segment (or other attribute) of a parameter or a sum: "moe" for "moe.mlp.up.weight" and for "moe/load"."""
+    """The segment (or other attribute) of a parameter or a sum: "moe" for "moe.mlp.up.weight" and
+    for "moe/load".
+    """
     return name.replace("/", ".").partition(".")[0]
 
 
 def _compute_dtype(name: str, variable: nnx.Variable, stored: Any) -> Any:
-    """The type that layers cast it to. Raises ConfigError for an unknown type, and for a parameter that is not stored in float32."""
+    """The type that layers cast it to. Raises ConfigError for an unknown type, and for a parameter
+    that is not stored in float32.
+    """
     declared = variable.get_metadata().get("compute_dtype")
     if not isinstance(variable, Buffer) and stored != "float32":
-        raise ConfigError(f"model.{name} is {stored}; store it in float32, and set compute_dtype={str(stored)!r} of its nnx.Param")
+        raise ConfigError(
+            f"model.{name} is {stored}; store it in float32, and set "
+            f"compute_dtype={str(stored)!r} "
+            "of its nnx.Param"
+        )
     try:
         return jax.numpy.dtype(declared or stored)
     except TypeError as error:
-        raise ConfigError(f"model.{name}: compute_dtype={declared!r} is not a type; write it as in compute_dtype='bfloat16'") from error
+        raise ConfigError(
+            f"model.{name}: compute_dtype={declared!r} is not a type; write it as in "
+            "compute_dtype='bfloat16'"
+        ) from error
 
 
-def _check_stack(name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], stack: Stack) -> None:
-    """Raises ConfigError unless a parameter of a segment has the logical axis "layers" first, and no other parameter does."""
-    layers = next((segment.n_layers for segment in stack.segments if segment.name == segment_of(name)), None)
+def _check_stack(
+    name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], stack: Stack
+) -> None:
+    """Raises ConfigError unless a parameter of a segment has the logical axis "layers" first, and
+    no other parameter does.
+    """
+    layers = next(
+        (segment.n_layers for segment in stack.segments if segment.name == segment_of(name)), None
+    )
     if layers is None and axes[:1] == ("layers",):
         has = f"its config's stack() has {', '.join(map(repr, stack.names)) or 'none'}"
-        raise ConfigError(f"model.{name} has a leading axis layers, but {segment_of(name)!r} is not a segment: {has}")
+        raise ConfigError(
+            f"model.{name} has a leading axis layers, but {segment_of(name)!r} is not a "
+            "segment: "
+            f"{has}"
+        )
     if layers is not None and (axes[:1] != ("layers",) or shape[0] != layers):
         what = f"{shape} with the logical axes {axes}"
-        raise ConfigError(f"model.{name} is {what}; parameters of the segment {segment_of(name)!r} have its {layers} layers first")
+        raise ConfigError(
+            f"model.{name} is {what}; parameters of the segment {segment_of(name)!r} have its "
+            f"{layers} layers first"
+        )
 
 
 def _make(config: ModelConfig, shard: Shard, key: jax.Array) -> nnx.Module:

@@ -1,6 +1,8 @@
-"""Merges the pipeline stages of a model into FSDP, for generation and scoring, which the ring of stages cannot run.
+"""Merges the pipeline stages of a model into FSDP, for generation and scoring, which the ring of
+stages cannot run.
 
-Each device then holds a shard of every layer, as large as the layers of its stage were, so that the weights still fit.
+Each device then holds a shard of every layer, as large as the layers of its stage were, so that the
+weights still fit.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ _AXIS = "pipeline"
 
 
 def merged_layout(model: ModelConfig, shard: Shard) -> ModelLayout:
-    """The model on the same devices without stages: fsdp is multiplied by pipeline, and the rules shard embed and batch over fsdp.
+    """The model on the same devices without stages: fsdp is multiplied by pipeline, and the rules
+    shard embed and batch over fsdp.
 
-    If the weights do not divide over that many devices, data is multiplied instead: replicas that hold `pipeline` times as much.
-    Raises ShardingRuleError if the rules do not fit the model that way either.
+    If the weights do not divide over that many devices, data is multiplied instead: replicas that
+    hold `pipeline` times as much. Raises ShardingRuleError if the rules do not fit the model that
+    way either.
     """
     if shard.mesh.shape[_AXIS] == 1:
         return ModelLayout.of(model, shard)
@@ -44,7 +48,9 @@ def without_pipeline(layout: ModelLayout, params: Params) -> tuple[ModelLayout, 
         return layout, params
     target = merged_layout(layout.config, shard)
     params, where = layout.to_model_order(params, "params"), target.shardings("params")
-    grown = next(axis for axis in ("fsdp", "data") if target.shard.mesh.shape[axis] > shard.mesh.shape[axis])
+    grown = next(
+        axis for axis in ("fsdp", "data") if target.shard.mesh.shape[axis] > shard.mesh.shape[axis]
+    )
     return target, {name: _moved(x, where[name], grown) for name, x in params.items()}
 
 
@@ -57,19 +63,30 @@ def _with_fsdp(rules: Rules) -> Rules:
 
 
 def _merged_into(axis: str, mesh: Mesh) -> Mesh:
-    """The mesh with its stages merged into another axis, as the inner part of it, so that tensor keeps its neighbours."""
+    """The mesh with its stages merged into another axis, as the inner part of it, so that tensor
+    keeps its neighbours.
+    """
     sizes = {**mesh.shape, _AXIS: 1, axis: mesh.shape[axis] * mesh.shape[_AXIS]}
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(_AXIS), mesh.axis_names.index(axis))
     return Mesh(devices.reshape(tuple(sizes.values())), mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _moved(x: jax.Array, where: jax.NamedSharding, grown: str) -> jax.Array:
-    """An array of the mesh with stages, moved to the merged mesh, whose axis `grown` was (grown, pipeline): at most one all-to-all."""
+    """An array of the mesh with stages, moved to the merged mesh, whose axis `grown` was (grown,
+    pipeline): at most one all-to-all.
+    """
     mesh: Mesh = x.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
     was = {axis: (axis,) for axis in mesh.axis_names} | {grown: (grown, _AXIS), _AXIS: ()}
-    same = jax.NamedSharding(mesh, PartitionSpec(*(tuple(a for axis in axes_of(entry) for a in was[axis]) for entry in where.spec)))
+    same = jax.NamedSharding(
+        mesh,
+        PartitionSpec(
+            *(tuple(a for axis in axes_of(entry) for a in was[axis]) for entry in where.spec)
+        ),
+    )
     if not x.sharding.is_equivalent_to(same, x.ndim):
         old, x = x, jax.jit(lambda x: x, out_shardings=same)(x)
         jax.block_until_ready(x)  # otherwise two arrays could exist twice at once
         old.delete()
-    return jax.make_array_from_single_device_arrays(x.shape, where, [part.data for part in x.addressable_shards])
+    return jax.make_array_from_single_device_arrays(
+        x.shape, where, [part.data for part in x.addressable_shards]
+    )

@@ -1,7 +1,9 @@
-"""Converts stacked arrays between memory (rows, sharded over the mesh axis pipeline) and disk (canonical: layers in model order).
+"""Converts stacked arrays between memory (rows, sharded over the mesh axis pipeline) and disk
+(canonical: layers in model order).
 
-The canonical form of an array has all layers on every stage and shards another dimension over pipeline instead, so that an all-to-all
-converts one into the other. It runs in a loop over the rows of a stage: at the peak a device holds its shards of both forms and two rows.
+The canonical form of an array has all layers on every stage and shards another dimension over
+pipeline instead, so that an all-to-all converts one into the other. It runs in a loop over the rows
+of a stage: at the peak a device holds its shards of both forms and two rows.
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ from sharding_rules import ShardingRuleError, axes_of
 _AXIS = "pipeline"
 
 
-def canonical_sharding(sharding: NamedSharding, shape: Sequence[int], stack: StackLayout) -> NamedSharding:
-    """The sharding of the canonical form [n_layers, ...] of an array that has this sharding and shape [rows, ...] in memory.
+def canonical_sharding(
+    sharding: NamedSharding, shape: Sequence[int], stack: StackLayout
+) -> NamedSharding:
+    """The sharding of the canonical form [n_layers, ...] of an array that has this sharding and
+    shape [rows, ...] in memory.
 
-    If the rows are the layers in model order, it is the sharding in memory. An array without a dimension that divides by the number of
-    stages is replicated on every stage, which takes P times the memory: fine for vectors, a problem for matrices.
+    If the rows are the layers in model order, it is the sharding in memory. An array without a
+    dimension that divides by the number of stages is replicated on every stage, which takes P times
+    the memory: fine for vectors, a problem for matrices.
 
     Raises ShardingRuleError if the rows are sharded over anything but pipeline.
     """
@@ -36,28 +42,43 @@ def canonical_sharding(sharding: NamedSharding, shape: Sequence[int], stack: Sta
     row_axes = [axis for axis in axes_of(spec[0]) if sharding.mesh.shape[axis] > 1]
     if row_axes != [_AXIS]:
         raise ShardingRuleError(
-            f"the dimension layers is sharded over the mesh axes {row_axes} in {stack.stages} pipeline stages; with uneven stages or "
-            "pipeline.chunks > 1 it can be sharded over pipeline only: use the others for another dimension"
+            f"the dimension layers is sharded over the mesh axes {row_axes} in {stack.stages} "
+            "pipeline stages; with uneven stages or "
+            "pipeline.chunks > 1 it can be sharded over pipeline only: use the others for another "
+            "dimension"
         )
     moved: list[Any] = [None, *spec[1:]]
     if dim := _exchanged_dim(sharding, shape, stack):
-        moved[dim] = (*axes_of(spec[dim]), _AXIS)  # innermost, so that a device exchanges with those that hold the same shard of the row
+        # innermost, so that a device exchanges with those that hold the same shard of the row
+        moved[dim] = (*axes_of(spec[dim]), _AXIS)
     return NamedSharding(sharding.mesh, PartitionSpec(*moved), memory_kind=sharding.memory_kind)
 
 
 def to_canonical(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> jax.Array:
-    """The array [rows, ...] with this sharding -> [n_layers, ...] with its canonical sharding, bit for bit. Deletes its input."""
-    return leaf if stack.is_contiguous else _converted(leaf, _program(stack, sharding, leaf.shape, False))
+    """The array [rows, ...] with this sharding -> [n_layers, ...] with its canonical sharding, bit
+    for bit. Deletes its input.
+    """
+    return (
+        leaf
+        if stack.is_contiguous
+        else _converted(leaf, _program(stack, sharding, leaf.shape, False))
+    )
 
 
 def to_memory(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> jax.Array:
-    """The array [n_layers, ...] with its canonical sharding -> [rows, ...] with this one; padding is zero. Deletes its input."""
-    return leaf if stack.is_contiguous else _converted(leaf, _program(stack, sharding, (stack.padded_rows, *leaf.shape[1:]), True))
+    """The array [n_layers, ...] with its canonical sharding -> [rows, ...] with this one; padding
+    is zero. Deletes its input.
+    """
+    return (
+        leaf
+        if stack.is_contiguous
+        else _converted(leaf, _program(stack, sharding, (stack.padded_rows, *leaf.shape[1:]), True))
+    )
 
 
 def _converted(leaf: jax.Array, program: Any) -> jax.Array:
-    """The converted array. Deletes the input, since shapes differ and donation cannot reuse it, and waits, so that one array at a time
-    exists twice.
+    """The converted array. Deletes the input, since shapes differ and donation cannot reuse it, and
+    waits, so that one array at a time exists twice.
     """
     moved = program(leaf)
     leaf.delete()
@@ -65,13 +86,21 @@ def _converted(leaf: jax.Array, program: Any) -> jax.Array:
 
 
 @functools.cache
-def _program(stack: StackLayout, sharding: NamedSharding, shape: tuple[int, ...], to_memory: bool) -> Any:
+def _program(
+    stack: StackLayout, sharding: NamedSharding, shape: tuple[int, ...], to_memory: bool
+) -> Any:
     """The jitted conversion of an array that is [rows, ...] = shape in memory."""
-    dim, canonical = _exchanged_dim(sharding, shape, stack), canonical_sharding(sharding, shape, stack)
+    dim, canonical = (
+        _exchanged_dim(sharding, shape, stack),
+        canonical_sharding(sharding, shape, stack),
+    )
     local = canonical.shard_shape((stack.n_layers, *shape[1:]))
     layers = stack.layer_of_row().reshape(stack.stages, -1).T
-    # [rows of a stage, P]. Padding rows get an index past the last layer: a scatter drops them, a gather fills them with zero.
-    layers = np.where(layers < 0, stack.n_layers + np.arange(stack.padded_rows).reshape(layers.shape), layers)
+    # [rows of a stage, P]. Padding rows get an index past the last layer: a scatter drops them, a
+    # gather fills them with zero.
+    layers = np.where(
+        layers < 0, stack.n_layers + np.arange(stack.padded_rows).reshape(layers.shape), layers
+    )
 
     def collect(rows: jax.Array) -> jax.Array:
         """A device's shard [rows of a stage, ...] -> its shard [n_layers, ...]."""
@@ -81,7 +110,9 @@ def _program(stack: StackLayout, sharding: NamedSharding, shape: tuple[int, ...]
             if dim is None:
                 exchanged = lax.all_gather(row, _AXIS)
             else:
-                parts = jnp.moveaxis(row.reshape(*local[1:dim], stack.stages, *local[dim:]), dim - 1, 0)
+                parts = jnp.moveaxis(
+                    row.reshape(*local[1:dim], stack.stages, *local[dim:]), dim - 1, 0
+                )
                 exchanged = lax.all_to_all(parts, _AXIS, 0, 0, tiled=True)
             return held.at[layer].set(exchanged, mode="drop", unique_indices=True), None
 
@@ -99,13 +130,19 @@ def _program(stack: StackLayout, sharding: NamedSharding, shape: tuple[int, ...]
 
         return lax.scan(take_row, None, jnp.asarray(layers))[1]
 
-    convert, source, target = (deal, canonical, sharding) if to_memory else (collect, sharding, canonical)
+    convert, source, target = (
+        (deal, canonical, sharding) if to_memory else (collect, sharding, canonical)
+    )
     # Manual over the whole mesh, so that XLA's partitioner cannot add communication.
-    moved = jax.shard_map(convert, mesh=sharding.mesh, in_specs=source.spec, out_specs=target.spec, check_vma=False)
+    moved = jax.shard_map(
+        convert, mesh=sharding.mesh, in_specs=source.spec, out_specs=target.spec, check_vma=False
+    )
     return jax.jit(moved, in_shardings=source, out_shardings=target)
 
 
 def _exchanged_dim(sharding: NamedSharding, shape: Sequence[int], stack: StackLayout) -> int | None:
-    """The first dimension after the rows that divides by the number of stages, if any. Earlier dimensions make longer contiguous runs."""
+    """The first dimension after the rows that divides by the number of stages, if any. Earlier
+    dimensions make longer contiguous runs.
+    """
     local = sharding.shard_shape(tuple(shape))
     return next((dim for dim in range(1, len(shape)) if local[dim] % stack.stages == 0), None)

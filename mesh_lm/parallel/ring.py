@@ -1,16 +1,20 @@
 """The tick of a pipeline: a forward slot, a backward slot, and two hops around the ring of stages.
 
-Every stage runs the same program, a loop over ticks in up to three parts: those in which no stage goes backward yet, those in which some
-do, and those in which no stage goes forward any more. In its part of the loop a slot runs on every stage in every tick. Where it has no
-work it computes on the scratch slots of the stashes, and counts as zero. That costs no time, because in each tick some stage works and
-the others wait for it; and there is no conditional around a slot, which would copy in full the sums of gradients that pass through it.
+Every stage runs the same program, a loop over ticks in up to three parts: those in which no stage
+goes backward yet, those in which some do, and those in which no stage goes forward any more. In its
+part of the loop a slot runs on every stage in every tick. Where it has no work it computes on the
+scratch slots of the stashes, and counts as zero. That costs no time, because in each tick some
+stage works and the others wait for it; and there is no conditional around a slot, which would copy
+in full the sums of gradients that pass through it.
 
-A hop overlaps with a slot that does not need it: gradients are sent during the forward slot, activations during the backward slot. XLA
-starts a hop as late as it can while hiding it, by its own estimate of the network, and would accept a write to a stash after the slot as
-enough to hide it. Barriers make the hop end with the slot, before such writes, so that only the slot can hide it.
+A hop overlaps with a slot that does not need it: gradients are sent during the forward slot,
+activations during the backward slot. XLA starts a hop as late as it can while hiding it, by its own
+estimate of the network, and would accept a write to a stash after the slot as enough to hide it.
+Barriers make the hop end with the slot, before such writes, so that only the slot can hide it.
 
-Inputs and gradients that wait for their slot are in stashes, which have as many slots as the table says plus one scratch slot for values
-that are not needed. The gradients of layers are summed in place, in Refs.
+Inputs and gradients that wait for their slot are in stashes, which have as many slots as the table
+says plus one scratch slot for values that are not needed. The gradients of layers are summed in
+place, in Refs.
 """
 
 from __future__ import annotations
@@ -37,9 +41,10 @@ Columns = Mapping[str, Any]
 class Carry(NamedTuple):
     """The state of the loop over ticks.
 
-    inputs and upstream (gradients of outputs) are stashes [slots + 1, B, S, D], residuals a tree of [slots + 1, ...]. y and dx, [B, S, D],
-    are the results of the last slots; what an idle stage sends, the receiver discards. grads are those of the parameters outside of the
-    segments; arrays are those of this stage, with its layers in the same rows as in its parameters.
+    inputs and upstream (gradients of outputs) are stashes [slots + 1, B, S, D], residuals a tree of
+    [slots + 1, ...]. y and dx, [B, S, D], are the results of the last slots; what an idle stage
+    sends, the receiver discards. grads are those of the parameters outside of the segments; arrays
+    are those of this stage, with its layers in the same rows as in its parameters.
     """
 
     inputs: jax.Array
@@ -53,18 +58,33 @@ class Carry(NamedTuple):
 
 
 def gradients(
-    program: StageProgram, table: Table, columns: Columns, transfers: StageTransfers, tick: Callable | None = None, residuals: Any = None
+    program: StageProgram,
+    table: Table,
+    columns: Columns,
+    transfers: StageTransfers,
+    tick: Callable | None = None,
+    residuals: Any = None,
 ) -> tuple[Sums, Params]:
-    """(sums over this device's sequences, gradients), not reduced over devices, of this stage's layers and of all other parameters.
+    """(sums over this device's sequences, gradients), not reduced over devices, of this stage's
+    layers and of all other parameters.
 
-    Of matrices that the stage gathers, there are the gradients of the vectors instead: this replica's shards of the sums.
+    Of matrices that the stage gathers, there are the gradients of the vectors instead: this
+    replica's shards of the sums.
 
-    tick: what runs in a tick, and residuals: its stash of them; None: the two slots one after the other (`_tick`).
+    tick: what runs in a tick, and residuals: its stash of them; None: the two slots one after the
+    other (`_tick`).
     """
     x, layout = program.zero_input, program.layout
     if residuals is None:
-        residuals = stash(table.n_residuals, jax.eval_shape(program.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1])
-    zeros = {name: jnp.zeros(w.shape, jnp.float32) for name, w in program.shared.items() if name not in layout.buffers}
+        residuals = stash(
+            table.n_residuals,
+            jax.eval_shape(program.forward, Work(jnp.int32(0), jnp.int32(0)), x)[1],
+        )
+    zeros = {
+        name: jnp.zeros(w.shape, jnp.float32)
+        for name, w in program.shared.items()
+        if name not in layout.buffers
+    }
     height = {name: layout.stack_of(name).rows_per_stage for name in program.zero_arrays}
     carry = Carry(
         stash(table.n_inputs, x), stash(table.n_grads, x), residuals, x, x,
@@ -77,14 +97,24 @@ def gradients(
         one = partial(tick or _tick, table, loop.slots, of_layers)
         numbered = jnp.arange(loop.first, loop.end), rows
         if loop.moves == "gathers":
-            carry, layers = lax.scan(partial(_gathering_tick, program, transfers, one), (carry, program.layers), numbered)[0]
+            carry, layers = lax.scan(
+                partial(_gathering_tick, program, transfers, one), (carry, program.layers), numbered
+            )[0]
             program = program.with_layers(layers)
         elif loop.moves == "sums":
-            carry, totals = lax.scan(partial(_summing_tick, program, transfers, one, of_layers), (carry, totals), numbered)[0]
+            carry, totals = lax.scan(
+                partial(_summing_tick, program, transfers, one, of_layers),
+                (carry, totals),
+                numbered,
+            )[0]
         else:
             carry = lax.scan(partial(one, program), carry, rows)[0]
     layers = layout.constrain({name: jax.freeze(ref) for name, ref in of_layers.items()}, "params")
-    return {**carry.sums, **carry.arrays}, {**carry.grads, **layers, **transfers.last_sums(totals, layers)}
+    return {**carry.sums, **carry.arrays}, {
+        **carry.grads,
+        **layers,
+        **transfers.last_sums(totals, layers),
+    }
 
 
 def sums(program: StageProgram, table: Table, columns: Columns) -> Sums:
@@ -94,19 +124,31 @@ def sums(program: StageProgram, table: Table, columns: Columns) -> Sums:
         inputs, total = carry
         with jax.named_scope("forward_slot"):
             y, more = program.evaluate(work_of(row, "forward"), read(inputs, row["forward_input"]))
-        return (write(inputs, hop(table, y, 1), row["receive_input"]), jax.tree.map(jnp.add, total, more)), None
+        return (
+            write(inputs, hop(table, y, 1), row["receive_input"]),
+            jax.tree.map(jnp.add, total, more),
+        ), None
 
-    return lax.scan(tick, (stash(table.n_inputs, program.zero_input), program.zero_sums), dict(columns))[0][-1]
+    return lax.scan(
+        tick, (stash(table.n_inputs, program.zero_input), program.zero_sums), dict(columns)
+    )[0][-1]
 
 
 def _gathering_tick(
-    program: StageProgram, transfers: StageTransfers, tick: Callable, state: tuple[Carry, Params], xs: tuple[jax.Array, Columns]
+    program: StageProgram,
+    transfers: StageTransfers,
+    tick: Callable,
+    state: tuple[Carry, Params],
+    xs: tuple[jax.Array, Columns],
 ) -> tuple[tuple[Carry, Params], None]:
-    """A tick during which a row of weights is gathered, for later ticks. The state has the stage's layers besides the carry."""
+    """A tick during which a row of weights is gathered, for later ticks. The state has the stage's
+    layers besides the carry.
+    """
     (carry, layers), (number, row) = state, xs
     carry = tick(program.with_layers(layers), carry, row)[0]
     gathered = transfers.gather(number, transfers.finished(carry.inputs[0]))
-    y, gathered = lax.optimization_barrier((carry.y, gathered))  # the row is written once the layers have been read
+    # the row is written once the layers have been read
+    y, gathered = lax.optimization_barrier((carry.y, gathered))
     return (carry._replace(y=y), transfers.with_gathered(layers, number, gathered)), None
 
 
@@ -118,15 +160,26 @@ def _summing_tick(
     state: tuple[Carry, Params],
     xs: tuple[jax.Array, Columns],
 ) -> tuple[tuple[Carry, Params], None]:
-    """A tick during which the gradients of a row are summed over the replicas, to which no later tick adds."""
+    """A tick during which the gradients of a row are summed over the replicas, to which no later
+    tick adds.
+    """
     (carry, totals), (number, row) = state, xs
     done = transfers.gradients(number, {name: ref[...] for name, ref in of_layers.items()})
     carry = tick(program, carry, row)[0]
-    dx, summed = lax.optimization_barrier((carry.dx, transfers.sum(done, transfers.finished(carry.dx))))
+    dx, summed = lax.optimization_barrier(
+        (carry.dx, transfers.sum(done, transfers.finished(carry.dx)))
+    )
     return (carry._replace(dx=dx), transfers.with_sums(totals, number, summed)), None
 
 
-def _tick(table: Table, slots: str, of_layers: Mapping[str, Any], program: StageProgram, carry: Carry, row: Columns) -> tuple[Carry, None]:
+def _tick(
+    table: Table,
+    slots: str,
+    of_layers: Mapping[str, Any],
+    program: StageProgram,
+    carry: Carry,
+    row: Columns,
+) -> tuple[Carry, None]:
     inputs, upstream, residuals, y, dx, grads, total, arrays = carry
     forward, backward = work_of(row, "forward"), work_of(row, "backward")
     x_forward, x_backward = read(inputs, row["forward_input"]), read(inputs, row["backward_input"])
@@ -135,7 +188,8 @@ def _tick(table: Table, slots: str, of_layers: Mapping[str, Any], program: Stage
         with jax.named_scope("forward_slot"):
             y, saved = program.forward(forward, x_forward)
         arrived, y, saved = lax.optimization_barrier((arrived, y, saved))
-        # The last virtual stage reads what was just written. Without the barrier XLA reads the old stash, and copies it for that.
+        # The last virtual stage reads what was just written. Without the barrier XLA reads the old
+        # stash, and copies it for that.
         residuals = lax.optimization_barrier(write(residuals, saved, row["forward_residual"]))
     onward = hop(table, y, 1) if "F" in slots else y
     if "B" in slots:
@@ -167,7 +221,9 @@ def with_arrays(program: StageProgram, total: Sums, more: Sums, work: Work) -> S
         if held.shape == more.shape:
             return held + more
         start = program.at(segment_of(name), "start", work)
-        return lax.dynamic_update_slice_in_dim(held, lax.dynamic_slice_in_dim(held, start, len(more)) + more, start, 0)
+        return lax.dynamic_update_slice_in_dim(
+            held, lax.dynamic_slice_in_dim(held, start, len(more)) + more, start, 0
+        )
 
     return {name: rows(name, total[name], x) for name, x in more.items()}
 
@@ -178,8 +234,12 @@ def work_of(row: Columns, slot: str) -> Work:
 
 
 def hop(table: Table, x: jax.Array, step: int) -> jax.Array:
-    """Sends x to the stage `step` further in the ring, and returns what the stage `step` before sent."""
-    return lax.ppermute(x, "pipeline", [(stage, (stage + step) % table.stages) for stage in range(table.stages)])
+    """Sends x to the stage `step` further in the ring, and returns what the stage `step` before
+    sent.
+    """
+    return lax.ppermute(
+        x, "pipeline", [(stage, (stage + step) % table.stages) for stage in range(table.stages)]
+    )
 
 
 def stash(slots: int, like: Any) -> Any:
@@ -197,6 +257,8 @@ def write(stash: Any, value: Any, slot: jax.Array) -> Any:
     """The stash with stash[slot] replaced. -1, for no slot, writes to the scratch slot."""
 
     def write(held: jax.Array, x: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(held, x, jnp.where(slot < 0, held.shape[0] - 1, slot), 0)
+        return lax.dynamic_update_index_in_dim(
+            held, x, jnp.where(slot < 0, held.shape[0] - 1, slot), 0
+        )
 
     return jax.tree.map(write, stash, value)

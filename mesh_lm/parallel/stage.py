@@ -1,8 +1,10 @@
-"""The program of one pipeline stage: the embedding on the first stage, chunks of layers on each, the loss on the last.
+"""The program of one pipeline stage: the embedding on the first stage, chunks of layers on each,
+the loss on the last.
 
-It runs inside the manual region. All stages run one program, so parameters outside the segments are replicated on every stage; a stage
-selects what to compute by its number, an array. Branches of a conditional must agree on the shardings of their results, so all of these
-are constrained to the rules.
+It runs inside the manual region. All stages run one program, so parameters outside the segments are
+replicated on every stage; a stage selects what to compute by its number, an array. Branches of a
+conditional must agree on the shardings of their results, so all of these are constrained to the
+rules.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.residuals import depends_on_first, restored, saved
-from mesh_lm.model.stack import RETURNED, RowRange, Sinks, add_sums, loss_sums, run_segment, segment_scope
+from mesh_lm.model.stack import (
+    RETURNED,
+    RowRange,
+    Sinks,
+    add_sums,
+    loss_sums,
+    run_segment,
+    segment_scope,
+)
 from mesh_lm.parallel.layout import ModelLayout, Params
 
 
@@ -32,7 +42,8 @@ class Work(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The results of the backward pass of one microbatch through one virtual stage, besides the gradients of its layers.
+    """The results of the backward pass of one microbatch through one virtual stage, besides the
+    gradients of its layers.
 
     In an idle slot all are zero but x, which nothing reads.
     """
@@ -40,14 +51,16 @@ class Gradients(NamedTuple):
     sums: Sums
     """Scalar sums."""
     arrays: Sums
-    """Arrays of sums, with one row for each row of parameters that the pass reads: [rows_per_pass, ...]."""
+    """Arrays of sums, with one row for each row of parameters that the pass reads: [rows_per_pass,
+    ...]."""
     shared: Params
     """Gradients of the other parameters that layers use."""
     loss: Params
-    """Gradients of the parameters that the loss uses; zero except on the last virtual stage. They are separate from `shared`, because XLA
-    copies what passes through a second conditional."""
+    """Gradients of the parameters that the loss uses; zero except on the last virtual stage. They
+    are separate from `shared`, because XLA copies what passes through a second conditional."""
     embed: Params
-    """Gradients of the parameters that the embedding uses; zero except on the first virtual stage."""
+    """Gradients of the parameters that the embedding uses; zero except on the first virtual
+    stage."""
     x: jax.Array
     """Gradient of the chunk's input, [B, S, D]."""
 
@@ -56,36 +69,66 @@ class StageProgram:
     """Forward and backward passes of one stage, for any microbatch and chunk."""
 
     def __init__(
-        self, layout: ModelLayout, params: Params, batch: Batch, stage: Mapping[str, jax.Array], *,
-        key: jax.Array | None = None, weight: jax.Array | float = 1.0,
-    ) -> None:  # fmt: skip
+        self,
+        layout: ModelLayout,
+        params: Params,
+        batch: Batch,
+        stage: Mapping[str, jax.Array],
+        *,
+        key: jax.Array | None = None,
+        weight: jax.Array | float = 1.0,
+    ) -> None:
         """Raises ConfigError for layers whose communication would deadlock.
 
         Args:
-          params: this stage's parameters, as in memory.
-          batch: this device's leaves [M, B, S].
-          stage: its "number" and, for each segment and chunk, the rows "moe/start" and "moe/skip" and the layers "moe/first" (a number in
+          params: this stage's parameters, as in memory. batch: this device's leaves [M, B, S].
+          stage: its "number" and, for each segment and chunk, the rows "moe/start" and "moe/skip"
+          and the layers "moe/first" (a number in
             the whole model) and "moe/count" (`mesh_lm.schedules.stages`).
           key: the step's key; None: without dropout.
           weight: the sum of label weights of the global batch, which divides the objective.
         """
-        self.layout, self.batch, self.stage, self.key, self.seed = layout, batch, stage, key, 1.0 / weight
+        self.layout, self.batch, self.stage, self.key, self.seed = (
+            layout,
+            batch,
+            stage,
+            key,
+            1.0 / weight,
+        )
         self.layers = {name: x for name, x in params.items() if name in layout.stacked}
         self.shared = {name: x for name, x in params.items() if name not in layout.stacked}
         any_work = Work(jnp.int32(0), jnp.int32(0))
         embed, like = jax.make_jaxpr(partial(self._embed, any_work), return_shape=True)(self.shared)
         self.zero_input = self._pin(jnp.zeros(like.shape, like.dtype))
-        layers, (_, more) = jax.make_jaxpr(partial(self.run, any_work, None), return_shape=True)(self.shared, self.zero_input)
-        loss, sums = jax.make_jaxpr(partial(self._loss, any_work), return_shape=True)(self.shared, self.zero_input)
+        layers, (_, more) = jax.make_jaxpr(partial(self.run, any_work, None), return_shape=True)(
+            self.shared, self.zero_input
+        )
+        loss, sums = jax.make_jaxpr(partial(self._loss, any_work), return_shape=True)(
+            self.shared, self.zero_input
+        )
         self.zero_sums: Sums = {name: jnp.float32(0) for name in {**_scalars(more), **sums}}
-        self.zero_arrays: Sums = {name: jnp.zeros(s.shape, s.dtype) for name, s in _arrays(more).items()}
-        self.of_layers, self.of_loss, self.of_embed = (self._used_and_trained(traced.jaxpr) for traced in (layers, loss, embed))
-        _require_no_permutes_in_branches(layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(layout.config).__name__)
-        self.saved: Any = self._saved(any_work) if layout.pipeline.stash == "residuals" and key is not None else []
+        self.zero_arrays: Sums = {
+            name: jnp.zeros(s.shape, s.dtype) for name, s in _arrays(more).items()
+        }
+        self.of_layers, self.of_loss, self.of_embed = (
+            self._used_and_trained(traced.jaxpr) for traced in (layers, loss, embed)
+        )
+        _require_no_permutes_in_branches(
+            layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(layout.config).__name__
+        )
+        self.saved: Any = (
+            self._saved(any_work)
+            if layout.pipeline.stash == "residuals" and key is not None
+            else []
+        )
 
     def _used_and_trained(self, jaxpr: Any) -> Params:
         """The shared parameters that a jaxpr uses and that have a gradient."""
-        return {name: x for name, x in _used(jaxpr, self.shared).items() if name not in self.layout.buffers}
+        return {
+            name: x
+            for name, x in _used(jaxpr, self.shared).items()
+            if name not in self.layout.buffers
+        }
 
     def with_layers(self, layers: Params) -> StageProgram:
         """The program with other values of this stage's layers."""
@@ -95,12 +138,14 @@ class StageProgram:
 
     # Forward.
 
-    # Where a slot is idle, its microbatch and its chunk are -1, and these methods compute with the last microbatch and the first chunk.
+    # Where a slot is idle, its microbatch and its chunk are -1, and these methods compute with the
+    # last microbatch and the first chunk.
 
     def forward(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Any]:
         """(the chunk's output [B, S, D], what is saved for its backward pass).
 
-        That is nothing if the backward pass recomputes the forward pass; otherwise the output, the sums and all residuals that depend on x.
+        That is nothing if the backward pass recomputes the forward pass; otherwise the output, the
+        sums and all residuals that depend on x.
 
         stashed: the output of the previous stage, which the first virtual stage ignores.
         """
@@ -115,15 +160,28 @@ class StageProgram:
         y, more = self.run(work, None, self.shared, self._input(work, stashed))
         more = self._unless_idle(work, more)
         with jax.named_scope("loss"):
-            sums = lax.cond(self._last(work), lambda: self._full(self._loss(work, self.shared, y)), lambda: self.zero_sums)
+            sums = lax.cond(
+                self._last(work),
+                lambda: self._full(self._loss(work, self.shared, y)),
+                lambda: self.zero_sums,
+            )
         return self._pin(y), jax.tree.map(jnp.add, sums, self._full(_scalars(more)))
 
     # Backward.
 
-    def backward(self, work: Work, stashed: jax.Array, saved: Any, dy: jax.Array, sums_of_layers: Mapping[str, Any]) -> Gradients:
-        """The gradients of a chunk, whose layers' gradients it adds to `sums_of_layers`: Refs with a row for each row of parameters.
+    def backward(
+        self,
+        work: Work,
+        stashed: jax.Array,
+        saved: Any,
+        dy: jax.Array,
+        sums_of_layers: Mapping[str, Any],
+    ) -> Gradients:
+        """The gradients of a chunk, whose layers' gradients it adds to `sums_of_layers`: Refs with
+        a row for each row of parameters.
 
-        stashed, saved: as in the forward pass. dy: gradient of the output, [B, S, D], ignored on the last virtual stage.
+        stashed, saved: as in the forward pass. dy: gradient of the output, [B, S, D], ignored on
+        the last virtual stage.
         """
         (y, more), pull = self._forward_vjp(work, self._input(work, stashed), saved)
         sums, d_loss, dy = self.loss_gradient(work, y, dy)
@@ -134,42 +192,69 @@ class StageProgram:
         sums = jax.tree.map(jnp.add, sums, self._full(_scalars(more)))
         return Gradients(sums, _arrays(more), shared, d_loss, d_embed, self._pin(dx))
 
-    def loss_gradient(self, work: Work, y: jax.Array, dy: jax.Array) -> tuple[Sums, Params, jax.Array]:
-        """(scalar sums of the loss, gradients of its parameters, gradient of y); before the last virtual stage zeros and dy."""
+    def loss_gradient(
+        self, work: Work, y: jax.Array, dy: jax.Array
+    ) -> tuple[Sums, Params, jax.Array]:
+        """(scalar sums of the loss, gradients of its parameters, gradient of y); before the last
+        virtual stage zeros and dy.
+        """
         with jax.named_scope("loss"):
             return lax.cond(
-                self._last(work), lambda: self._loss_and_grad(work, y), lambda: (self.zero_sums, self._zeros(self.of_loss), self._pin(dy))
+                self._last(work),
+                lambda: self._loss_and_grad(work, y),
+                lambda: (self.zero_sums, self._zeros(self.of_loss), self._pin(dy)),
             )
 
     def embed_gradient(self, work: Work, dx: jax.Array) -> Params:
-        """The gradients of the parameters that the embedding uses: zeros after the first virtual stage. dx: of the chunk's input."""
+        """The gradients of the parameters that the embedding uses: zeros after the first virtual
+        stage. dx: of the chunk's input.
+        """
         with jax.named_scope("embed"):
-            return lax.cond(self._first(work), lambda: self._embed_grad(work, dx), lambda: self._zeros(self.of_embed))
+            return lax.cond(
+                self._first(work),
+                lambda: self._embed_grad(work, dx),
+                lambda: self._zeros(self.of_embed),
+            )
 
     def _unless_idle(self, work: Work, tree: Any) -> Any:
         """The tree, or zeros in an idle slot."""
         return jax.tree.map(lambda x: jnp.where(work.microbatch >= 0, x, jnp.zeros_like(x)), tree)
 
-    def _forward_vjp(self, work: Work, x: jax.Array, stashed: Any) -> tuple[tuple[jax.Array, Sums], Callable]:
-        """(output, vjp function) of the forward pass, as `jax.vjp` returns them: recomputed, or restored from what `forward` saved."""
+    def _forward_vjp(
+        self, work: Work, x: jax.Array, stashed: Any
+    ) -> tuple[tuple[jax.Array, Sums], Callable]:
+        """(output, vjp function) of the forward pass, as `jax.vjp` returns them: recomputed, or
+        restored from what `forward` saved.
+        """
         out, pull = jax.vjp(partial(self.run, work), *self._differentiated(), x)
         if self.layout.pipeline.stash == "input":
             return out, pull
         out, residuals = stashed
-        # Residuals that depend on weights only, such as casts of them, are recomputed rather than saved.
+        # Residuals that depend on weights only, such as casts of them, are recomputed rather than
+        # saved.
         return out, restored(pull, self.saved, residuals)
 
     def _differentiated(self) -> tuple[Params, Params]:
-        """The arguments of `run` to differentiate besides x: sinks of the layers' parameters, and the other parameters they use."""
+        """The arguments of `run` to differentiate besides x: sinks of the layers' parameters, and
+        the other parameters they use.
+        """
         return self._sinks(), _wide(self.of_layers)
 
     def new_sums_of_layers(self) -> dict[str, Any]:
-        """Refs to the sums of the gradients of this stage's layers, at zero, with a row for each row of the parameters."""
+        """Refs to the sums of the gradients of this stage's layers, at zero, with a row for each
+        row of the parameters.
+        """
         return {name: jax.new_ref(zero) for name, zero in self._pin_params(self._sinks()).items()}
 
     def _sinks(self) -> Params:
-        """Zeros that receive the gradients of this stage's layers (see `mesh_lm.model.stack.Sinks`)."""
-        return {name: jnp.zeros(x.shape, jnp.float32) for name, x in self.layers.items() if name not in self.layout.buffers}
+        """Zeros that receive the gradients of this stage's layers (see
+        `mesh_lm.model.stack.Sinks`).
+        """
+        return {
+            name: jnp.zeros(x.shape, jnp.float32)
+            for name, x in self.layers.items()
+            if name not in self.layout.buffers
+        }
 
     def _saved(self, any_work: Work) -> Any:
         """For each residual of a pass, whether it depends on x, and is saved."""
@@ -189,46 +274,71 @@ class StageProgram:
 
     # The model's methods. `used` are the shared parameters to differentiate, or all of them.
 
-    def run(self, work: Work, sinks: Params | None, used: Params, x: jax.Array) -> tuple[jax.Array, Sums]:
-        """(output, sums) of the chunk's layers: those of each segment, in order, that this virtual stage has."""
+    def run(
+        self, work: Work, sinks: Params | None, used: Params, x: jax.Array
+    ) -> tuple[jax.Array, Sums]:
+        """(output, sums) of the chunk's layers: those of each segment, in order, that this virtual
+        stage has.
+        """
         params = {**self.shared, **used, **self.layers}
         model, (batch, dropout) = self._module(params), self._microbatch(work)
         sunk = Sinks(self._module({**params, **sinks}), work.microbatch >= 0) if sinks else None
         ctx, total = Context(batch, dropout, model.prepare(batch)), {}
         for segment in self.layout.segments:
             with segment_scope(segment, self.layout.segments):
-                x, _, sums = run_segment(model, segment, x, ctx, *self.rows(segment.name, work), sunk)
+                x, _, sums = run_segment(
+                    model, segment, x, ctx, *self.rows(segment.name, work), sunk
+                )
             total = add_sums(total, sums)
         return x, total
 
     def rows(self, segment: str, work: Work) -> tuple[jax.Array, RowRange]:
-        """(the number of the first layer of a segment in the current chunk, the rows of its parameters)."""
+        """(the number of the first layer of a segment in the current chunk, the rows of its
+        parameters).
+        """
         stack = self.layout.stacks[segment]
-        first, start, skip, count = (self.at(segment, what, work) for what in ("first", "start", "skip", "count"))
+        first, start, skip, count = (
+            self.at(segment, what, work) for what in ("first", "start", "skip", "count")
+        )
         start = start if stack.rows_per_stage > stack.rows_per_pass else 0
-        return first, RowRange(start, stack.rows_per_pass, *((skip, count) if stack.has_padding else ()))
+        return first, RowRange(
+            start, stack.rows_per_pass, *((skip, count) if stack.has_padding else ())
+        )
 
     def at(self, segment: str, what: str, work: Work) -> jax.Array:
         """One of this stage's numbers for the current chunk (see __init__)."""
-        return lax.dynamic_index_in_dim(self.stage[f"{segment}/{what}"], jnp.maximum(work.chunk, 0), keepdims=False)
+        return lax.dynamic_index_in_dim(
+            self.stage[f"{segment}/{what}"], jnp.maximum(work.chunk, 0), keepdims=False
+        )
 
     def _input(self, work: Work, stashed: jax.Array) -> jax.Array:
         """The chunk's input, [B, S, D]: the embedding's output, or the previous stage's output."""
         with jax.named_scope("embed"):
-            return lax.cond(self._first(work), lambda: self._pin(self._embed(work, self.shared)), lambda: self._pin(stashed))
+            return lax.cond(
+                self._first(work),
+                lambda: self._pin(self._embed(work, self.shared)),
+                lambda: self._pin(stashed),
+            )
 
     def _embed(self, work: Work, used: Params) -> jax.Array:
         return self._module({**self.shared, **used, **self.layers}).embed(*self._microbatch(work))
 
     def _loss(self, work: Work, used: Params, y: jax.Array) -> Sums:
-        return loss_sums(self._module({**self.shared, **used, **self.layers}), y, *self._microbatch(work))
+        return loss_sums(
+            self._module({**self.shared, **used, **self.layers}), y, *self._microbatch(work)
+        )
 
     def _module(self, params: Params) -> Model:
         return self.layout.bind(params)
 
     def _microbatch(self, work: Work) -> tuple[Batch, Dropout | None]:
-        one = {name: lax.dynamic_index_in_dim(x, work.microbatch, keepdims=False) for name, x in self.batch.items()}
-        return one, None if self.key is None else Dropout.of(self.key, one["sample_ids"], one["indices"])
+        one = {
+            name: lax.dynamic_index_in_dim(x, work.microbatch, keepdims=False)
+            for name, x in self.batch.items()
+        }
+        return one, None if self.key is None else Dropout.of(
+            self.key, one["sample_ids"], one["indices"]
+        )
 
     def _first(self, work: Work) -> jax.Array:
         return (self.stage["number"] == 0) & (work.chunk == 0)
@@ -244,7 +354,8 @@ class StageProgram:
         return self.layout.constrain(grads, "params")
 
     def _zeros(self, like: Mapping[str, Any]) -> Params:
-        # XLA would keep a copy of plain zeros outside the loop over ticks, as large as all gradients.
+        # XLA would keep a copy of plain zeros outside the loop over ticks, as large as all
+        # gradients.
         zero = lax.optimization_barrier(jnp.float32(0))
         return self._pin_params({name: jnp.broadcast_to(zero, x.shape) for name, x in like.items()})
 
@@ -254,11 +365,16 @@ class StageProgram:
 
     def _seeds(self, sums: Sums) -> Sums:
         """The cotangents of the sums: 1 / weight for the objective, zero for all others."""
-        return {name: self.seed * jnp.ones_like(x) if name == "objective" else jnp.zeros_like(x) for name, x in sums.items()}
+        return {
+            name: self.seed * jnp.ones_like(x) if name == "objective" else jnp.zeros_like(x)
+            for name, x in sums.items()
+        }
 
 
 def _wide(params: Params) -> Params:
-    """The parameters as float32, the type in which gradients are summed. Cast where used, because a conditional or loop would save them."""
+    """The parameters as float32, the type in which gradients are summed. Cast where used, because a
+    conditional or loop would save them.
+    """
     return {name: x.astype(jnp.float32) for name, x in params.items()}
 
 
@@ -273,24 +389,38 @@ def _arrays(sums: Mapping[str, Any]) -> Sums:
 def _used(jaxpr: Any, params: Params) -> Params:
     """The parameters that a jaxpr uses. They are its first arguments."""
     used = {id(operand) for equation in jaxpr.eqns for operand in equation.invars}
-    return {name: params[name] for name, taken in zip(sorted(params), jaxpr.invars, strict=False) if id(taken) in used}
+    return {
+        name: params[name]
+        for name, taken in zip(sorted(params), jaxpr.invars, strict=False)
+        if id(taken) in used
+    }
 
 
 def _require_no_permutes_in_branches(stage: Any, ends: Sequence[Any], model: str) -> None:
-    """Raises ConfigError if a stage permutes arrays among devices inside a branch, in its embedding or in its loss.
+    """Raises ConfigError if a stage permutes arrays among devices inside a branch, in its embedding
+    or in its loss.
 
-    For a collective-permute XLA:CPU waits for every device, including those of stages that are idle or have fewer layers.
+    For a collective-permute XLA:CPU waits for every device, including those of stages that are idle
+    or have fewer layers.
     """
     if "ppermute" in _primitives(stage)[1]:
-        fix = "it would deadlock on stages that do not take the branch; give all stages the same number of layers"
+        fix = (
+            "it would deadlock on stages that do not take the branch; give all stages the same "
+            "number of layers"
+        )
         raise ConfigError(f"{model} permutes arrays inside a conditional: {fix}")
     if any("ppermute" in set.union(*_primitives(end)) for end in ends):
-        fix = "only the first stage embeds and only the last computes the loss, so it would deadlock; gather instead"
+        fix = (
+            "only the first stage embeds and only the last computes the loss, so it would "
+            "deadlock; gather instead"
+        )
         raise ConfigError(f"{model} permutes arrays in its embed or loss: {fix}")
 
 
 def _primitives(jaxpr: Any) -> tuple[set[str], set[str]]:
-    """(names of the primitives that always run, including those in loops; names of those that run in branches)."""
+    """(names of the primitives that always run, including those in loops; names of those that run
+    in branches).
+    """
     always, in_branches = set(), set()
     for equation in jaxpr.eqns:
         always.add(equation.primitive.name)

@@ -1,8 +1,10 @@
-"""Data-parallel traffic of pipeline stages whose rules keep the layers' matrices as flat vectors over the replicas (`zero3` in a pipeline).
+"""Data-parallel traffic of pipeline stages whose rules keep the layers' matrices as flat vectors
+over the replicas (`zero3` in a pipeline).
 
-A stage gathers each of its layers once a step and keeps it, and sums the gradient of each layer once: the traffic of the distributed
-optimizer. But all except the first chunk is gathered while the pipeline fills, and all except the gradients of the first chunk are summed
-while it drains (`mesh_lm.schedules.transfers`).
+A stage gathers each of its layers once a step and keeps it, and sums the gradient of each layer
+once: the traffic of the distributed optimizer. But all except the first chunk is gathered while the
+pipeline fills, and all except the gradients of the first chunk are summed while it drains
+(`mesh_lm.schedules.transfers`).
 """
 
 from __future__ import annotations
@@ -20,15 +22,27 @@ from mesh_lm.schedules.transfers import Transfers, plan_transfers
 
 
 def plan(layout: ModelLayout, table: Table) -> dict[str, Transfers]:
-    """The transfers of each segment whose layers' matrices a stage gathers, by the segment's name."""
-    return {name: plan_transfers(table, stack) for name, stack in layout.stacks.items() if layout.flat.gathered_by(name)}
+    """The transfers of each segment whose layers' matrices a stage gathers, by the segment's
+    name.
+    """
+    return {
+        name: plan_transfers(table, stack)
+        for name, stack in layout.stacks.items()
+        if layout.flat.gathered_by(name)
+    }
 
 
 class StageTransfers:
-    """The transfers of one stage, in the engine's region. An object without vectors has nothing to move."""
+    """The transfers of one stage, in the engine's region. An object without vectors has nothing to
+    move.
+    """
 
-    def __init__(self, layout: ModelLayout, vectors: Params, table: Table, stage: Mapping[str, jax.Array]) -> None:
-        """vectors: this device's shards [rows, n]. stage: its order of rows, "moe/gathers" and "moe/sums", int32 [rows] each."""
+    def __init__(
+        self, layout: ModelLayout, vectors: Params, table: Table, stage: Mapping[str, jax.Array]
+    ) -> None:
+        """vectors: this device's shards [rows, n]. stage: its order of rows, "moe/gathers" and
+        "moe/sums", int32 [rows] each.
+        """
         self.layout, self.vectors, self.stage = layout, vectors, stage
         self.plans = plan(layout, table) if vectors else {}
         self.collectives = {segment: LayerCollectives(layout, segment) for segment in self.plans}
@@ -36,43 +50,62 @@ class StageTransfers:
     def finished(self, x: jax.Array) -> jax.Array:
         """`LayerCollectives.finished` of an activation [B, S, D]."""
         each = next(iter(self.collectives.values()))
-        return each.finished(x, self.layout.shard.spec("activations", ("batch", "seq_resid", "embed")))
+        return each.finished(
+            x, self.layout.shard.spec("activations", ("batch", "seq_resid", "embed"))
+        )
 
     # Weights.
 
     def first_weights(self) -> Params:
-        """This stage's matrices [rows, ...], as the layers use them: those rows that are gathered before the first tick, else zeros."""
+        """This stage's matrices [rows, ...], as the layers use them: those rows that are gathered
+        before the first tick, else zeros.
+        """
         return self._gathered({segment: plan.before for segment, plan in self.plans.items()})
 
     def all_weights(self) -> Params:
         """This stage's matrices, all gathered."""
-        return self._gathered({segment: plan.gathers.shape[1] for segment, plan in self.plans.items()})
+        return self._gathered(
+            {segment: plan.gathers.shape[1] for segment, plan in self.plans.items()}
+        )
 
     def _gathered(self, rows: Mapping[str, int]) -> Params:
         out: Params = {}
         for segment, each in self.collectives.items():
             stacked = {
-                name: jnp.zeros((self.plans[segment].gathers.shape[1], *like.shape), like.dtype) for name, like in each.abstract.items()
+                name: jnp.zeros((self.plans[segment].gathers.shape[1], *like.shape), like.dtype)
+                for name, like in each.abstract.items()
             }
 
-            def gather(weights: Params, row: jax.Array, each: LayerCollectives = each) -> tuple[Params, None]:
-                return each.of_stacked(with_row(weights, row, each.gather(self.vectors, row, jnp.float32(0))[0])), None
+            def gather(
+                weights: Params, row: jax.Array, each: LayerCollectives = each
+            ) -> tuple[Params, None]:
+                return each.of_stacked(
+                    with_row(weights, row, each.gather(self.vectors, row, jnp.float32(0))[0])
+                ), None
 
-            out |= lax.scan(gather, each.of_stacked(stacked), self._order(segment, "gathers")[: rows[segment]])[0]
+            out |= lax.scan(
+                gather, each.of_stacked(stacked), self._order(segment, "gathers")[: rows[segment]]
+            )[0]
         return out
 
     def gather(self, tick: jax.Array, after: jax.Array) -> dict[str, Params]:
-        """A row of each segment's matrices, which layers may use from the next tick on (`with_gathered`). after: see LayerCollectives."""
+        """A row of each segment's matrices, which layers may use from the next tick on
+        (`with_gathered`). after: see LayerCollectives.
+        """
         out = {}
         for segment, each in self.collectives.items():
             out[segment], after = each.gather(self.vectors, self._gather_row(segment, tick), after)
         return out
 
-    def with_gathered(self, weights: Params, tick: jax.Array, gathered: Mapping[str, Params]) -> Params:
+    def with_gathered(
+        self, weights: Params, tick: jax.Array, gathered: Mapping[str, Params]
+    ) -> Params:
         """The stage's matrices with the rows that `gather` returned in this tick."""
         for segment, each in self.collectives.items():
             own = {name: weights[name] for name in gathered[segment]}
-            weights = weights | each.of_stacked(with_row(own, self._gather_row(segment, tick), gathered[segment]))
+            weights = weights | each.of_stacked(
+                with_row(own, self._gather_row(segment, tick), gathered[segment])
+            )
         return weights
 
     # Gradients.
@@ -89,7 +122,9 @@ class StageTransfers:
         }
 
     def sum(self, grads: Mapping[str, Params], after: jax.Array) -> Params:
-        """A row of each vector: this replica's shards of the gradients, summed over the replicas."""
+        """A row of each vector: this replica's shards of the gradients, summed over the
+        replicas.
+        """
         out: Params = {}
         for segment, each in self.collectives.items():
             shards, after = each.reduce(grads[segment], after)
@@ -100,15 +135,24 @@ class StageTransfers:
         """The vectors' gradients with the rows that `sum` returned in this tick."""
         for segment, each in self.collectives.items():
             names = [vector.name for vector in each.vectors]
-            totals = totals | with_row({n: totals[n] for n in names}, self._sum_row(segment, tick), {n: summed[n] for n in names})
+            totals = totals | with_row(
+                {n: totals[n] for n in names},
+                self._sum_row(segment, tick),
+                {n: summed[n] for n in names},
+            )
         return totals
 
     def last_sums(self, totals: Params, of_layers: Params) -> Params:
         """The gradients of the vectors, with the rows that are summed after the last tick."""
         for segment, each in self.collectives.items():
-            names, own = [vector.name for vector in each.vectors], {n: of_layers[n] for n in each.specs}
+            names, own = (
+                [vector.name for vector in each.vectors],
+                {n: of_layers[n] for n in each.specs},
+            )
 
-            def add(totals: Params, row: jax.Array, each: LayerCollectives = each, own: Params = own) -> tuple[Params, None]:
+            def add(
+                totals: Params, row: jax.Array, each: LayerCollectives = each, own: Params = own
+            ) -> tuple[Params, None]:
                 return with_row(totals, row, each.reduce(row_of(own, row), jnp.float32(0))[0]), None
 
             last = self._order(segment, "sums")[self.plans[segment].sum_ticks :]

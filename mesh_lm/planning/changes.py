@@ -1,4 +1,6 @@
-"""Changes of a config that may make it fit. They follow from its fields; none is written for a particular model."""
+"""Changes of a config that may make it fit. They follow from its fields; none is written for a
+particular model.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ from sharding_rules.lab.targets import NODE
 from sharding_rules.rules import Kind
 
 
-def candidates(config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report]) -> Iterator[Candidate]:
-    """Every change that passes `check`, and every pair of changes of different kinds, as what to type and how to compile it."""
+def candidates(
+    config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report]
+) -> Iterator[Candidate]:
+    """Every change that passes `check`, and every pair of changes of different kinds, as what to
+    type and how to compile it.
+    """
     config = check(config, n_devices)
     seen = [_effect(config)]
     held = _held(config)
@@ -44,12 +50,18 @@ def candidates(config: TrainConfig, n_devices: int, compiled: Callable[[TrainCon
         )  # fmt: skip
 
     singles = []
-    for change in itertools.chain(_remat(config), _microbatches(config), _rules(config), _meshes(config), _loss(config)):
+    for change in itertools.chain(
+        _remat(config), _microbatches(config), _rules(config), _meshes(config), _loss(config)
+    ):
         if one := candidate(change):
             singles.append(change)
             yield one
     for first, second in itertools.combinations(singles, 2):
-        if first[0] != second[0] and not {first[0], second[0]} <= {"remat", "offload"} and (one := candidate(first, second)):
+        if (
+            first[0] != second[0]
+            and not {first[0], second[0]} <= {"remat", "offload"}
+            and (one := candidate(first, second))
+        ):
             yield one
 
 
@@ -64,10 +76,15 @@ def _words(fields: dict[str, Any]) -> str:
 
 
 def _effect(config: TrainConfig) -> tuple[TrainConfig, Any]:
-    """Returns a key that differs for different programs. Rules count only as far as they shard over axes that this mesh has."""
+    """Returns a key that differs for different programs. Rules count only as far as they shard over
+    axes that this mesh has.
+    """
     size = config.mesh.sizes()
     columns = {kind: config.rules.column(kind) for kind in get_args(Kind)}
-    sharded = {k: {row: [a for a in axes_of(entry) if size.get(a, 1) > 1] for row, entry in col.items()} for k, col in columns.items()}
+    sharded = {
+        k: {row: [a for a in axes_of(entry) if size.get(a, 1) > 1] for row, entry in col.items()}
+        for k, col in columns.items()
+    }
     return dataclasses.replace(config, rules=PRESETS["ddp"]), (sharded, config.rules.reduction)
 
 
@@ -89,7 +106,9 @@ def _remat(config: TrainConfig) -> Iterator[Change]:
 
 
 def _microbatches(config: TrainConfig) -> Iterator[Change]:
-    """Fewer sequences at once: each number that divides those of now, down to one on each device."""
+    """Fewer sequences at once: each number that divides those of now, down to one on each
+    device.
+    """
     each = int(_held(config))
     for b in (b for b in range(each - 1, 0, -1) if each % b == 0):
         yield "microbatch", {"train.microbatches": config.train.microbatches * each // b}
@@ -100,7 +119,11 @@ def _rules(config: TrainConfig) -> Iterator[Change]:
     used = {axis for axis, size in config.mesh.sizes().items() if size > 1}
     names = [
         *PRESETS,
-        *(f"{a}+{b}" for a in ("zero1", "zero2", "distributed", "hsdp", "fsdp") for b in ("megatron", "megatron_sp", "megatron_2d")),
+        *(
+            f"{a}+{b}"
+            for a in ("zero1", "zero2", "distributed", "hsdp", "fsdp")
+            for b in ("megatron", "megatron_sp", "megatron_2d")
+        ),
     ]
     for name in names:
         if name != config.rules.name and used <= preset(name).mesh_axes():
@@ -108,23 +131,47 @@ def _rules(config: TrainConfig) -> Iterator[Change]:
 
 
 def _with_reduction(config: TrainConfig, name: str) -> str:
-    """Returns the name of these rules, extended by the config's own `reduction`, for the command line."""
+    """Returns the name of these rules, extended by the config's own `reduction`, for the command
+    line.
+    """
     words = [word for word, reduction in REDUCTIONS.items() if reduction == config.rules.reduction]
     return "+".join(dict.fromkeys([*name.split("+"), *words]))
 
 
 def _meshes(config: TrainConfig) -> Iterator[Change]:
-    """Weights sharded over part of the replicas (HSDP), and more tensor parallelism inside a node."""
+    """Weights sharded over part of the replicas (HSDP), and more tensor parallelism inside a
+    node.
+    """
     mesh = config.mesh.sizes()
-    tensor = "megatron_2d" if mesh.get("tensor_y", 1) > 1 else "megatron_sp" if mesh["tensor"] > 1 else ""
+    tensor = (
+        "megatron_2d"
+        if mesh.get("tensor_y", 1) > 1
+        else "megatron_sp"
+        if mesh["tensor"] > 1
+        else ""
+    )
     for factor in (2, 8):
         if mesh["data"] % factor == 0:
             rules = "+".join(filter(None, ["hsdp", tensor]))
-            yield "mesh", {"rules": _with_reduction(config, rules), "mesh.data": mesh["data"] // factor, "mesh.fsdp": mesh["fsdp"] * factor}
+            yield (
+                "mesh",
+                {
+                    "rules": _with_reduction(config, rules),
+                    "mesh.data": mesh["data"] // factor,
+                    "mesh.fsdp": mesh["fsdp"] * factor,
+                },
+            )
     for axis in ("data", "fsdp"):
         if mesh["tensor"] * mesh.get("tensor_y", 1) * 2 <= NODE and mesh[axis] % 2 == 0:
-            rules = {} if "megatron" in config.rules.name else {"rules": _with_reduction(config, f"{config.rules.name}+megatron_sp")}
-            yield "mesh", {**rules, f"mesh.{axis}": mesh[axis] // 2, "mesh.tensor": mesh["tensor"] * 2}
+            rules = (
+                {}
+                if "megatron" in config.rules.name
+                else {"rules": _with_reduction(config, f"{config.rules.name}+megatron_sp")}
+            )
+            yield (
+                "mesh",
+                {**rules, f"mesh.{axis}": mesh[axis] // 2, "mesh.tensor": mesh["tensor"] * 2},
+            )
 
 
 def _loss(config: TrainConfig) -> Iterator[Change]:
@@ -139,5 +186,7 @@ def _replace(config: TrainConfig, fields: dict[str, Any]) -> TrainConfig:
         if name == "rules":
             config = dataclasses.replace(config, rules=preset(value))
         else:
-            config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{field: value})})
+            config = dataclasses.replace(
+                config, **{section: dataclasses.replace(getattr(config, section), **{field: value})}
+            )
     return config

@@ -14,12 +14,18 @@ from sharding_rules.lab import Report
 
 
 def largest_microbatch(
-    config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report], *, say: Callable[[str], None], most: int = 4096
+    config: TrainConfig,
+    n_devices: int,
+    compiled: Callable[[TrainConfig], Report],
+    *,
+    say: Callable[[str], None],
+    most: int = 4096,
 ) -> tuple[tuple[str, str], ...]:
-    """Returns how many sequences a microbatch can have on each device, as facts for the report: b fits, and b + 1 does not.
+    """Returns how many sequences a microbatch can have on each device, as facts for the report: b
+    fits, and b + 1 does not.
 
-    Each attempt is compiled, with the config's number of microbatches; without a pipeline with at most two, because more need no further
-    memory except for their tokens.
+    Each attempt is compiled, with the config's number of microbatches; without a pipeline with at
+    most two, because more need no further memory except for their tokens.
     """
     config = check(config, n_devices)
     mesh = config.mesh.sizes()
@@ -33,7 +39,10 @@ def largest_microbatch(
         train = dataclasses.replace(config.train, global_batch=b * ways * count, microbatches=count)
         report = compiled(dataclasses.replace(config, train=train))
         peaks[b], hbm = report.peak_bytes, report.hbm
-        say(f"{b} sequences in a microbatch: {report.peak_bytes / 2**30:.2f} GiB of {report.hbm / 2**30:.2f}")
+        say(
+            f"{b} sequences in a microbatch: {report.peak_bytes / 2**30:.2f} GiB of "
+            f"{report.hbm / 2**30:.2f}"
+        )
         return report.fits
 
     def gib(b: int) -> str:
@@ -49,7 +58,10 @@ def largest_microbatch(
         return (("largest microbatch", f"at least {low} sequences on each device ({gib(low)})"),)
     result = f"{low} sequences on each device ({gib(low)}); {high} do not fit ({gib(high)})"
     each = config.train.global_batch // ways
-    best = next((b for b in range(low, 0, -1) if each % b == 0 and _can_run(config, each // b, n_devices)), None)
+    best = next(
+        (b for b in range(low, 0, -1) if each % b == 0 and _can_run(config, each // b, n_devices)),
+        None,
+    )
     if best is None:
         return (("largest microbatch", result),)
     advice = f"--config.train.microbatches={each // best}: {best} sequences at once"
@@ -58,15 +70,20 @@ def largest_microbatch(
 
 def _can_run(config: TrainConfig, microbatches: int, n_devices: int) -> bool:
     try:
-        check(dataclasses.replace(config, train=dataclasses.replace(config.train, microbatches=microbatches)), n_devices)
+        check(
+            dataclasses.replace(
+                config, train=dataclasses.replace(config.train, microbatches=microbatches)
+            ),
+            n_devices,
+        )
     except ConfigError:
         return False
     return True
 
 
 def _guess(peaks: dict[int, int], hbm: int, low: int, high: int) -> int:
-    """Returns where a line through two measured peaks reaches the memory's size, inside (low, high). The two are low and high, or the
-    largest two that fit if high has not been measured.
+    """Returns where a line through two measured peaks reaches the memory's size, inside (low,
+    high). The two are low and high, or the largest two that fit if high has not been measured.
     """
     if len(peaks) == 1:
         return low + 1

@@ -1,4 +1,6 @@
-"""A config's training step, the same that `train.py` runs, as a program for GPUs that this machine does not have."""
+"""A config's training step, the same that `train.py` runs, as a program for GPUs that this machine
+does not have.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from sharding_rules.lab.targets import NODE, TARGETS, require_whole_nodes
 
 
 def devices_for(config: TrainConfig, devices: int | None) -> int:
-    """Returns the number of devices to plan for: `devices`, else the mesh's size; if one of its axes is -1, the fewest full nodes."""
+    """Returns the number of devices to plan for: `devices`, else the mesh's size; if one of its
+    axes is -1, the fewest full nodes.
+    """
     sizes = config.mesh.sizes().values()
     fixed = math.prod(size for size in sizes if size != -1)
     return devices or (math.lcm(fixed, NODE) if -1 in sizes else fixed)
@@ -50,16 +54,21 @@ class Program:
 
     @classmethod
     def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
-        """Raises ConfigError if the config cannot run on n_devices, and LabError if the compiler for the target is missing."""
+        """Raises ConfigError if the config cannot run on n_devices, and LabError if the compiler
+        for the target is missing.
+        """
         if target in TARGETS:
-            require_whole_nodes(TARGETS[target], n_devices)  # first: what fits a part of a node is no help
+            # first: what fits a part of a node is no help
+            require_whole_nodes(TARGETS[target], n_devices)
         config = check(config, n_devices)
         try:
             mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
         except CompilerMissing as error:
             raise LabError(f"{error.what}; {INSTALL}") from error
         config = with_compilable_attention(config, target)
-        return cls(config, mesh, ModelLayout.of(config.model, Shard(config.rules, mesh), config.pipeline))
+        return cls(
+            config, mesh, ModelLayout.of(config.model, Shard(config.rules, mesh), config.pipeline)
+        )
 
     @property
     def optimizer(self) -> Optimizer:
@@ -68,12 +77,16 @@ class Program:
 
     @cached_property
     def declared(self) -> dict[str, StatePart]:
-        """The parts of the training state. Raises ShardingRuleError and ConfigError as `mesh_lm.state.parts` does."""
+        """The parts of the training state. Raises ShardingRuleError and ConfigError as
+        `mesh_lm.state.parts` does.
+        """
         return parts(self.layout, self.optimizer)
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of the model on one device in a step: forward and backward of its tokens, nothing computed twice; 0 where unknown."""
+        """FLOPs of the model on one device in a step: forward and backward of its tokens, nothing
+        computed twice; 0 where unknown.
+        """
         return self.config.model.flops_per_token() * self._tokens
 
     @property
@@ -87,21 +100,34 @@ class Program:
         return self.config.train.global_batch * self.config.model.seq_len / self.mesh.size
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
-        """Compiles the step with these XLA options, and returns the lab's report. Raises LabError if the compiler fails."""
+        """Compiles the step with these XLA options, and returns the lab's report. Raises LabError
+        if the compiler fails.
+        """
         step, arguments = self._step()
         return self._report(
-            step, arguments, options, slots=self._slots, model_flops=self.model_flops, attention_flops=self.attention_flops,
+            step, arguments, options, slots=self._slots, model_flops=self.model_flops,
+            attention_flops=self.attention_flops,
             segments={segment.name: segment.n_layers for segment in self.layout.segments},
         )  # fmt: skip
 
     def compile_outer(self, options: Mapping[str, Any] | None = None) -> Report | None:
-        """The same of the outer step, which a run makes every optimizer.outer_steps steps; None without one."""
+        """The same of the outer step, which a run makes every optimizer.outer_steps steps; None
+        without one.
+        """
         if not self.config.optimizer.outer_steps:
             return None
         layout, optimizer = self.layout, self.optimizer
-        return self._report(outer_step(layout, optimizer), (abstract_state(layout, optimizer),), options)
+        return self._report(
+            outer_step(layout, optimizer), (abstract_state(layout, optimizer),), options
+        )
 
-    def _report(self, program: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any] | None, **more: Any) -> Report:
+    def _report(
+        self,
+        program: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any] | None,
+        **more: Any,
+    ) -> Report:
         config = self.config
         return compile_report(
             program, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
@@ -110,7 +136,9 @@ class Program:
         )  # fmt: skip
 
     def module(self, options: Mapping[str, Any] | None = None) -> Module:
-        """Compiles the step, and returns the program itself, for the queries of `sharding_rules.lab.structure`. Raises as `compile`."""
+        """Compiles the step, and returns the program itself, for the queries of
+        `sharding_rules.lab.structure`. Raises as `compile`.
+        """
         step, arguments = self._step()
         return compile_module(step, *arguments, mesh=self.mesh, options=options, slots=self._slots)
 
@@ -122,11 +150,18 @@ class Program:
         """The training step, and the shapes of its arguments."""
         config, layout, optimizer = self.config, self.layout, self.optimizer
         step = train_step(layout, optimizer, config.seed, config.health.outlier)
-        return step, (abstract_state(layout, optimizer), abstract_batch(config, batch_sharding(layout)))
+        return step, (
+            abstract_state(layout, optimizer),
+            abstract_batch(config, batch_sharding(layout)),
+        )
 
 
-def compile_config(config: TrainConfig, target: str, n_devices: int, options: Mapping[str, Any] | None = None) -> Report:
-    """Compiles one training step of this config, and returns the lab's report. Raises as Program does."""
+def compile_config(
+    config: TrainConfig, target: str, n_devices: int, options: Mapping[str, Any] | None = None
+) -> Report:
+    """Compiles one training step of this config, and returns the lab's report. Raises as Program
+    does.
+    """
     return Program.of(config, target, n_devices).compile(options)
 
 
@@ -136,7 +171,9 @@ def flags_of(config: TrainConfig, target: str) -> str:
         case "auto" if target not in TARGETS:
             raise LabError(f"no target {target!r}; expected one of {', '.join(TARGETS)}")
         case "auto":
-            return auto(TARGETS[target].capability, config.mesh.pipeline != 1, config.pipeline.pair_layers)
+            return auto(
+                TARGETS[target].capability, config.mesh.pipeline != 1, config.pipeline.pair_layers
+            )
         case "none":
             return "default"
         case name:

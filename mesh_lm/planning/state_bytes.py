@@ -1,4 +1,6 @@
-"""The bytes of a run's training state on one device, part by part, computed from its declaration alone (`mesh_lm.state.parts`)."""
+"""The bytes of a run's training state on one device, part by part, computed from its declaration
+alone (`mesh_lm.state.parts`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def kind_of(declared: Mapping[str, StatePart]) -> Callable[[str], str]:
-    """Returns a function for `compile_report`: path of an argument of the training step -> the lab's class of memory."""
+    """Returns a function for `compile_report`: path of an argument of the training step -> the
+    lab's class of memory.
+    """
 
     def kind(name: str) -> str:
         match = _PART.match(name)
@@ -29,8 +33,19 @@ def kind_of(declared: Mapping[str, StatePart]) -> Callable[[str], str]:
 
 
 def report_facts(declared: Mapping[str, StatePart]) -> tuple[tuple[str, str], ...]:
-    """Returns a line for the report: the bytes of each part on one device, and the types of its arrays."""
-    return (("state", ", ".join(f"{name} {size(part.nbytes)} {_types(part)}" for name, part in declared.items() if part.leaves)),)
+    """Returns a line for the report: the bytes of each part on one device, and the types of its
+    arrays.
+    """
+    return (
+        (
+            "state",
+            ", ".join(
+                f"{name} {size(part.nbytes)} {_types(part)}"
+                for name, part in declared.items()
+                if part.leaves
+            ),
+        ),
+    )
 
 
 def _types(part: StatePart) -> str:

@@ -1,4 +1,6 @@
-"""The names under which TensorBoard and Weights & Biases show metrics: train/, eval/, perf/ and data/, a tab or a section each."""
+"""The names under which TensorBoard and Weights & Biases show metrics: train/, eval/, perf/ and
+data/, a tab or a section each.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ from collections.abc import Mapping
 _NAMES = {
     "train_bpb": "train/bpb", "mean_train_bpb": "train/mean_bpb",
     "heldout_loss": "eval/loss", "heldout_bpb": "eval/bpb",
-    "step_ms": "perf/step_ms", "tokens_per_s": "perf/tokens_per_s", "mfu": "perf/mfu", "memory_gib": "perf/memory_gib",
-    "tokens": "data/tokens", "epoch": "data/epoch", "wait_ms": "data/wait_ms", "labels": "data/labels",
+    "step_ms": "perf/step_ms", "tokens_per_s": "perf/tokens_per_s", "mfu": "perf/mfu",
+    "memory_gib": "perf/memory_gib",
+    "tokens": "data/tokens", "epoch": "data/epoch", "wait_ms": "data/wait_ms",
+    "labels": "data/labels",
 }  # fmt: skip
 """Those that are not train/ and their own name."""
 

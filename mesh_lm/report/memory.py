@@ -14,13 +14,17 @@ class Memory(NamedTuple):
 
     gib: float
     of: Literal["device", "process"]
-    """device: allocated on this process's first device; process: resident set in host memory, where the backend does not say (CPU)."""
+    """device: allocated on this process's first device; process: resident set in host memory, where
+    the backend does not say (CPU)."""
 
 
 def device_memory_gib() -> Memory:
-    """Returns the peak of the first local device if its backend reports one, else of the process (getrusage(2))."""
+    """Returns the peak of the first local device if its backend reports one, else of the process
+    (getrusage(2)).
+    """
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return Memory(stats["peak_bytes_in_use"] / 2**30, "device")
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    # ru_maxrss is in bytes on macOS, in KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024
     return Memory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, "process")

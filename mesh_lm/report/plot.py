@@ -22,20 +22,31 @@ LABEL_GAP = 0.055
 def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) -> None:
     """Draws training and held-out loss over the steps, 1800 x 1080 pixels.
 
-    In bits per byte if the last row with a loss has train_bpb, with a line for each of `yardsticks` (name -> bits per byte on the same
-    text, such as {"gzip -9": 2.31}); else in nats per token, without them: the bytes may be unknown from some step on. Damaged rows are
-    left out. Draws nothing if there is no loss yet.
+    In bits per byte if the last row with a loss has train_bpb, with a line for each of `yardsticks`
+    (name -> bits per byte on the same text, such as {"gzip -9": 2.31}); else in nats per token,
+    without them: the bytes may be unknown from some step on. Damaged rows are left out. Draws
+    nothing if there is no loss yet.
     """
     rows, _ = read(metrics_jsonl)
-    bytewise = "train_bpb" in next((row for row in reversed(rows) if row.get("loss") is not None or "train_bpb" in row), {})
+    bytewise = "train_bpb" in next(
+        (row for row in reversed(rows) if row.get("loss") is not None or "train_bpb" in row), {}
+    )
     unit = "bits per byte" if bytewise else "nats per token"
     name = "train_bpb" if bytewise else "loss"
-    train = _series([{name: row.get(name), **row} | ({name: row[f"mean_{name}"]} if row.get(f"mean_{name}") else {}) for row in rows], name)
+    train = _series(
+        [
+            {name: row.get(name), **row}
+            | ({name: row[f"mean_{name}"]} if row.get(f"mean_{name}") else {})
+            for row in rows
+        ],
+        name,
+    )
     heldout = _series(rows, "heldout_bpb" if bytewise else "heldout_loss")
     if not train.size:
         return
 
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here, because it takes 0.3 to 0.5 s
+    # imported here, because it takes 0.3 to 0.5 s
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.4), dpi=200, facecolor="white")
@@ -48,7 +59,15 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
     labels.append((smooth[-1, 1], f"training {smooth[-1, 1]:.3f}", TRAIN))
     if heldout.size:
         size = 6 if len(heldout) <= 20 else 3
-        axes.plot(*heldout.T, color=HELDOUT, marker="o", markersize=size, markeredgecolor="white", markeredgewidth=size / 6, linewidth=1)
+        axes.plot(
+            *heldout.T,
+            color=HELDOUT,
+            marker="o",
+            markersize=size,
+            markeredgecolor="white",
+            markeredgewidth=size / 6,
+            linewidth=1,
+        )
         labels.append((heldout[-1, 1], f"held-out {heldout[-1, 1]:.3f}", HELDOUT))
     for name, value in yardsticks.items() if bytewise else ():
         axes.axhline(value, color=PALE, linewidth=1.1, dashes=(5, 4), zorder=1)
@@ -56,7 +75,9 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
 
     _style(axes)
     figure.text(0.022, 0.945, f"Loss, {unit}", fontsize=13, fontweight="bold", color=INK)
-    subtitle = "lower is better" + ("; dashed: the same text, compressed" if bytewise and yardsticks else "")
+    subtitle = "lower is better" + (
+        "; dashed: the same text, compressed" if bytewise and yardsticks else ""
+    )
     figure.text(0.022, 0.9, subtitle, fontsize=9.5, color=PALE)
     _label_right(axes, labels)
     FigureCanvasAgg(figure).print_png(str(png))
@@ -64,11 +85,15 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
 
 def _series(rows: Sequence[Mapping[str, float | None]], name: str) -> np.ndarray:
     """Returns [n, 2]: the step and the value of the rows that have one."""
-    return np.array([(row["step"], row[name]) for row in rows if row.get(name) is not None], dtype=float).reshape(-1, 2)
+    return np.array(
+        [(row["step"], row[name]) for row in rows if row.get(name) is not None], dtype=float
+    ).reshape(-1, 2)
 
 
 def _smooth(points: np.ndarray) -> np.ndarray:
-    """Returns the mean over a fiftieth of the points around each; over fewer at the start, where the loss falls fast."""
+    """Returns the mean over a fiftieth of the points around each; over fewer at the start, where
+    the loss falls fast.
+    """
     n, reach = len(points), len(points) // 100
     i = np.arange(n)
     first, last = i - np.minimum(i // 3, reach), np.minimum(i + np.minimum(i // 3, reach), n - 1)
@@ -101,4 +126,6 @@ def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
     placed = -1.0
     for value, text, colour in sorted(labels):
         placed = max(placed + LABEL_GAP, float(to_axes.transform((1.0, value))[1]))
-        axes.text(1.015, placed, text, transform=axes.transAxes, color=colour, fontsize=10, va="center")
+        axes.text(
+            1.015, placed, text, transform=axes.transAxes, color=colour, fontsize=10, va="center"
+        )

@@ -22,7 +22,8 @@ from mesh_lm.report.memory import Memory, device_memory_gib
 
 
 class Progress:
-    """Times the steps of a run and shows them. `step` returns a row of metrics when one is due, for `Writer.write`.
+    """Times the steps of a run and shows them. `step` returns a row of metrics when one is due, for
+    `Writer.write`.
 
     ```
     with Progress(total_steps, start_step, tokens_per_step=...) as progress:
@@ -57,17 +58,23 @@ class Progress:
         self._tokens_per_step = tokens_per_step
         self._utilisation = lambda rate: mfu(rate, flops_per_token, n_devices, device_kind)
         self._bits_per_byte, self._clock, self._memory = bits_per_byte, clock, memory
-        views = [_view(file or sys.stdout, total_steps, start_step), *([_Lines(log, total_steps)] if log else [])]
+        views = [
+            _view(file or sys.stdout, total_steps, start_step),
+            *([_Lines(log, total_steps)] if log else []),
+        ]
         self._view = _Both(views) if enabled else _Silent()
         self._losses: list[Any] = []  # of the steps since the last row
         self._began = self._last = clock()
         self._last_step = start_step
-        self._warm: tuple[float, int] | None = None  # when the first step was done, and which it was
+        # when the first step was done, and which it was
+        self._warm: tuple[float, int] | None = None
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Notes that `step` is done. Empty when no row is due, else `metrics` as floats with, over the steps since the last row, mean_loss,
-        step_ms, tokens_per_s, mfu (0 to 1, where known; no rates at the first step), the peak memory_gib, the tokens so far, and
-        train_bpb and mean_train_bpb if the constructor was given `bits_per_byte`, which computes it from a loss (nats per token).
+        """Notes that `step` is done. Empty when no row is due, else `metrics` as floats with, over
+        the steps since the last row, mean_loss, step_ms, tokens_per_s, mfu (0 to 1, where known; no
+        rates at the first step), the peak memory_gib, the tokens so far, and train_bpb and
+        mean_train_bpb if the constructor was given `bits_per_byte`, which computes it from a loss
+        (nats per token).
 
         `metrics` may be arrays still being computed: they are waited for only when a row is due.
         """
@@ -76,17 +83,22 @@ class Progress:
         if not (every or self._warm is None or step == self._total):
             self._view.advance(step)
             return {}
-        row = {name: float(value) for name, value in metrics.items()}  # waits for the device, so it comes before the clock is read
+        # waits for the device, so it comes before the clock is read
+        row = {name: float(value) for name, value in metrics.items()}
         now, memory = self._clock(), self._memory()
         row["mean_loss"] = self._mean_loss()
         if self._bits_per_byte:
-            row["train_bpb"], row["mean_train_bpb"] = self._bits_per_byte(row["loss"]), self._bits_per_byte(row["mean_loss"])
+            row["train_bpb"], row["mean_train_bpb"] = (
+                self._bits_per_byte(row["loss"]),
+                self._bits_per_byte(row["mean_loss"]),
+            )
         if self._warm is None:
             self._warm = now, step
             tail = f"first step {now - self._began:.1f} s"
         else:
             row |= self._rates((now - self._last) / (step - self._last_step))
-            # From all steps so far, evaluations and saves included, because the remaining steps will have them, too.
+            # From all steps so far, evaluations and saves included, because the remaining steps
+            # will have them, too.
             left = (self._total - step) * (now - self._warm[0]) / (step - self._warm[1])
             tail = f"eta {datetime.timedelta(seconds=math.ceil(left))}"
         self._last, self._last_step = now, step
@@ -97,7 +109,9 @@ class Progress:
         return row
 
     def _mean_loss(self) -> float:
-        """Returns the mean loss of the steps since the last row, without skipped steps, whose losses are not finite."""
+        """Returns the mean loss of the steps since the last row, without skipped steps, whose
+        losses are not finite.
+        """
         losses, self._losses = [float(loss) for loss in self._losses], []
         finite = [loss for loss in losses if math.isfinite(loss)]
         return sum(finite) / len(finite) if finite else losses[-1]
@@ -133,7 +147,12 @@ class Progress:
         self._view.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
         self._view.stop()
 
 
@@ -152,7 +171,9 @@ def _describe(row: Mapping[str, float], memory_of: str) -> str:
         "memory_gib": lambda v: f"{v:.1f} GiB {memory_of}",
         "skipped": lambda v: f"skipped {v:.0f}" if v else "",
     }
-    return "  ".join(text for name, show in shown.items() if name in row and (text := show(row[name])))
+    return "  ".join(
+        text for name, show in shown.items() if name in row and (text := show(row[name]))
+    )
 
 
 class _Silent:
@@ -230,7 +251,9 @@ class _Screen(_Silent):
             console=console,
             expand=True,
         )
-        self._task = self._bar.add_task("", total=total, completed=start, tail="first step: compiling")
+        self._task = self._bar.add_task(
+            "", total=total, completed=start, tail="first step: compiling"
+        )
         self._text = Text()
         self._live = Live(Group(self._bar, self._text), console=console, refresh_per_second=4)
 
@@ -252,6 +275,11 @@ class _Screen(_Silent):
 
 
 def _view(file: TextIO, total: int, start: int) -> _Silent:
-    # Ask the file, not rich, which treats FORCE_COLOR as a terminal and would draw a bar into a log.
+    # Ask the file, not rich, which treats FORCE_COLOR as a terminal and would draw a bar into a
+    # log.
     console = Console(file=file)
-    return _Screen(console, total, start) if file.isatty() and not console.is_dumb_terminal else _Lines(file, total)
+    return (
+        _Screen(console, total, start)
+        if file.isatty() and not console.is_dumb_terminal
+        else _Lines(file, total)
+    )

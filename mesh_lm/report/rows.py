@@ -1,4 +1,6 @@
-"""The rows of metrics.jsonl, which are verified: beside it, metrics.sha256 has the digest and the step of each row that was written."""
+"""The rows of metrics.jsonl, which are verified: beside it, metrics.sha256 has the digest and the
+step of each row that was written.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,27 @@ def encoded(step: int, numbers: Mapping[str, float | None]) -> tuple[str, str]:
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the intact rows of a metrics.jsonl, and how many are damaged or missing. Raises OSError.
+    """Returns the intact rows of a metrics.jsonl, and how many are damaged or missing. Raises
+    OSError.
 
-    Without digests, as in the output of an older version, every row that is JSON with a step counts as intact.
+    Without digests, as in the output of an older version, every row that is JSON with a step counts
+    as intact.
     """
     intact, damaged = _checked(path)
     return list(intact.values()), damaged
 
 
 def keep_up_to(path: Path, step: int) -> int:
-    """Drops rows after a step, and damaged ones. Returns how many up to the step are damaged or missing. Raises OSError."""
+    """Drops rows after a step, and damaged ones. Returns how many up to the step are damaged or
+    missing. Raises OSError.
+    """
     intact, damaged = _checked(path, step) if step else ({}, 0)
     lines = [line for line, row in intact.items() if row["step"] <= step]
     _replace(path, lines)
-    _replace(path.with_name(DIGESTS), [f"{_digest(line)} {intact[line]['step']:g}" for line in lines])  # last: it may have more
+    # last: it may have more
+    _replace(
+        path.with_name(DIGESTS), [f"{_digest(line)} {intact[line]['step']:g}" for line in lines]
+    )
     return damaged
 
 
@@ -58,7 +67,9 @@ def _checked(path: Path, last: float = float("inf")) -> tuple[dict[str, dict[str
 
 
 def _digests(path: Path) -> dict[str, float] | None:
-    """Returns the step of each row that was written, by its digest; None if there is no such file."""
+    """Returns the step of each row that was written, by its digest; None if there is no such
+    file.
+    """
     written = {}
     try:
         for line in path.read_text(errors="replace", encoding="utf-8").splitlines():

@@ -1,4 +1,6 @@
-"""The log of a run: `<output>/log.txt`, which keeps what a terminal's bar writes over, and what a batch system throws away."""
+"""The log of a run: `<output>/log.txt`, which keeps what a terminal's bar writes over, and what a
+batch system throws away.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ _KEPT = 2**20
 class RunLog:
     """What the first process of a run says. Each start appends to the file.
 
-    Lines from before `open`, and those that a full disk does not take, are kept and written later: no OSError leaves this class, because a
-    log must not end a run.
+    Lines from before `open`, and those that a full disk does not take, are kept and written later:
+    no OSError leaves this class, because a log must not end a run.
     """
 
     def __init__(self, say: Callable[[str], None], *, speaks: bool) -> None:
-        """Takes the function that prints a line for the terminal. speaks: whether this is the first process; others keep nothing."""
+        """Takes the function that prints a line for the terminal. speaks: whether this is the first
+        process; others keep nothing.
+        """
         self._print, self._speaks = say, speaks
         self._file: int | None = None
         self._waiting = b""
@@ -33,7 +37,8 @@ class RunLog:
         self.write(f"--- {now}, process {os.getpid()} on {socket.gethostname()}\n")
 
     def open(self, output: Path) -> bool:
-        """Appends to log.txt in this directory from here on, and returns whether an earlier start has written there.
+        """Appends to log.txt in this directory from here on, and returns whether an earlier start
+        has written there.
 
         Call it when no other run writes there.
         """
@@ -74,16 +79,29 @@ class RunLog:
 
     def _report(self, error: OSError) -> None:
         if not self._failed:
-            self._print(f"warning: log.txt cannot be written: {error.strerror}; training continues, and its lines are written later")
+            self._print(
+                f"warning: log.txt cannot be written: {error.strerror}; training continues, "
+                "and "
+                "its lines are written later"
+            )
         self._failed = True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Writes what waits and what ended the run, and closes the file."""
         if error is not None and not isinstance(error, SystemExit):
-            self.write(f"error: {error}\n" if isinstance(error, ConfigError) else f"error: {type(error).__name__}: {error}\n")
+            self.write(
+                f"error: {error}\n"
+                if isinstance(error, ConfigError)
+                else f"error: {type(error).__name__}: {error}\n"
+            )
         self.flush()
         if self._file is not None:
             try:

@@ -1,6 +1,7 @@
 """Sends metrics to Weights & Biases as well, on request. Only this file imports `wandb`.
 
-Account, mode (WANDB_MODE=offline) etc. are set by W&B's own variables (https://docs.wandb.ai/guides/track/environment-variables).
+Account, mode (WANDB_MODE=offline) etc. are set by W&B's own variables
+(https://docs.wandb.ai/guides/track/environment-variables).
 """
 
 from __future__ import annotations
@@ -14,21 +15,35 @@ from mesh_lm.errors import ConfigError
 
 
 def require_login(project: str) -> None:
-    """Raises ConfigError if the package is missing, or there is no login and W&B is not offline. It neither prompts nor connects."""
+    """Raises ConfigError if the package is missing, or there is no login and W&B is not offline. It
+    neither prompts nor connects.
+    """
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError(f"wandb={project} needs the package wandb: pip install -e '.[wandb]'") from error
+        raise ConfigError(
+            f"wandb={project} needs the package wandb: pip install -e '.[wandb]'"
+        ) from error
     try:
-        logged_in = wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False)
-    except TypeError:  # a version that cannot check without a prompt; it reports the problem when the run begins
+        logged_in = wandb.setup().settings.mode != "online" or wandb.login(
+            prompt=False, verify=False
+        )
+    except (
+        TypeError
+    ):  # a version that cannot check without a prompt; it reports the problem when the run begins
         return
     if not logged_in:
-        raise ConfigError(f"wandb={project}: you are not logged in to Weights & Biases; run `wandb login`, or set WANDB_MODE=offline")
+        raise ConfigError(
+            f"wandb={project}: you are not logged in to Weights & Biases; run `wandb login`, "
+            "or "
+            "set WANDB_MODE=offline"
+        )
 
 
 class WeightsAndBiases:
-    """One run of a project. Its id is kept in the output directory, so that a resumed run has the same one."""
+    """One run of a project. Its id is kept in the output directory, so that a resumed run has the
+    same one.
+    """
 
     def __init__(self, project: str, directory: Path, config: Mapping[str, Any]) -> None:
         """Raises ConfigError if the package is missing or fails to start a run."""
@@ -36,7 +51,9 @@ class WeightsAndBiases:
             import wandb  # pyright: ignore[reportMissingImports]
             from wandb.errors import Error  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ConfigError(f"wandb={project} needs the package wandb: pip install -e '.[wandb]'") from error
+            raise ConfigError(
+                f"wandb={project} needs the package wandb: pip install -e '.[wandb]'"
+            ) from error
         kept = directory / "wandb_run"
         if not kept.exists():
             directory.mkdir(parents=True, exist_ok=True)
@@ -44,12 +61,16 @@ class WeightsAndBiases:
         run_id = kept.read_text(encoding="utf-8").strip()
         try:
             self._run = wandb.init(
-                project=project, id=run_id, name=directory.name, resume="allow", dir=str(directory), config=dict(config),
+                project=project, id=run_id, name=directory.name, resume="allow", dir=str(directory),
+                config=dict(config),
                 settings=wandb.Settings(silent=True),
             )  # fmt: skip
         except Error as error:
-            raise ConfigError(f"wandb={project}: {error}; log in (wandb login), or set WANDB_MODE=offline") from error
-        # An axis of our own: a run resumed from a checkpoint repeats steps, which W&B's step counter does not accept.
+            raise ConfigError(
+                f"wandb={project}: {error}; log in (wandb login), or set WANDB_MODE=offline"
+            ) from error
+        # An axis of our own: a run resumed from a checkpoint repeats steps, which W&B's step
+        # counter does not accept.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

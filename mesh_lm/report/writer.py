@@ -28,7 +28,8 @@ def _without_torch() -> Iterator[None]:
         del sys.modules["torch"]
 
 
-# tensorboardX imports torch where it is installed, for conversions that nothing here uses: a quarter of the time of an import of mesh_lm.
+# tensorboardX imports torch where it is installed, for conversions that nothing here uses: a
+# quarter of the time of an import of mesh_lm.
 with _without_torch():
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -51,16 +52,21 @@ class Sink(Protocol):
 
 
 class Writer:
-    """Appends metrics to <directory>/metrics.jsonl, one {"step": 10, "loss": 3.2, ...} per line, and to <directory>/tensorboard.
+    """Appends metrics to <directory>/metrics.jsonl, one {"step": 10, "loss": 3.2, ...} per line,
+    and to <directory>/tensorboard.
 
-    metrics.sha256 has the rows' digests (`mesh_lm.report.rows`); `damaged` is the number of earlier rows that were damaged or missing.
+    metrics.sha256 has the rows' digests (`mesh_lm.report.rows`); `damaged` is the number of earlier
+    rows that were damaged or missing.
 
-    A run that continues from `start_step` (0: a new run) removes later rows of a killed run, so that no step is there twice:
-    metrics.jsonl is rewritten atomically, and TensorBoard gets a purge event. Does nothing if `directory` is None, as on every
-    process but the first. `also` gets the same numbers. Raises OSError if it cannot write.
+    A run that continues from `start_step` (0: a new run) removes later rows of a killed run, so
+    that no step is there twice: metrics.jsonl is rewritten atomically, and TensorBoard gets a purge
+    event. Does nothing if `directory` is None, as on every process but the first. `also` gets the
+    same numbers. Raises OSError if it cannot write.
     """
 
-    def __init__(self, directory: str | Path | None, start_step: int = 0, also: Sink | None = None) -> None:
+    def __init__(
+        self, directory: str | Path | None, start_step: int = 0, also: Sink | None = None
+    ) -> None:
         self._lines, self._digests, self._events, self._also = None, None, None, also
         self.damaged = 0
         if directory is None:
@@ -73,7 +79,9 @@ class Writer:
             self._events.purge(start_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records numbers (float, or anything float() takes). In metrics.jsonl, which stays strict JSON, nan and inf become null."""
+        """Records numbers (float, or anything float() takes). In metrics.jsonl, which stays strict
+        JSON, nan and inf become null.
+        """
         if self._lines is None or self._digests is None or self._events is None:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
@@ -104,7 +112,10 @@ class Writer:
         try:
             self.damaged = rows.keep_up_to(path, step)
         finally:
-            self._digests, self._lines = path.with_name(rows.DIGESTS).open("a", encoding="utf-8"), path.open("a", encoding="utf-8")
+            self._digests, self._lines = (
+                path.with_name(rows.DIGESTS).open("a", encoding="utf-8"),
+                path.open("a", encoding="utf-8"),
+            )
 
     def close(self) -> None:
         """Writes what is buffered, and closes the files and the further destination."""
@@ -118,12 +129,19 @@ class Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 class Events:
-    """TensorBoard's event file, written by the caller: the thread of its SummaryWriter dies of a full disk, and its caller then hangs."""
+    """TensorBoard's event file, written by the caller: the thread of its SummaryWriter dies of a
+    full disk, and its caller then hangs.
+    """
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -132,14 +150,22 @@ class Events:
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Raises OSError if the disk is full; the rest is written later."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._file.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._file.write_event(
+            Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        )
         if time.monotonic() > self._flushed + _FLUSH:
             self._flushed = time.monotonic()
             self._file.flush()
 
     def purge(self, step: int) -> None:
         """Makes TensorBoard drop what came after this step."""
-        self._file.write_event(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._file.write_event(
+            Event(
+                wall_time=time.time(),
+                step=step + 1,
+                session_log=SessionLog(status=SessionLog.START),
+            )
+        )
 
     def close(self) -> None:
         """Writes what is buffered and closes the file."""

@@ -1,4 +1,6 @@
-"""A model's layers as data: its segments, each a run of layers of one kind, and their costs. Imports no jax."""
+"""A model's layers as data: its segments, each a run of layers of one kind, and their costs.
+Imports no jax.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,11 @@ import itertools
 from typing import Literal
 
 Remat = Literal["none", "full", "save_attention", "save_names", "offload"]
-LIGHTER: dict[Remat, Remat] = {"full": "save_names", "save_attention": "save_names", "save_names": "none"}
+LIGHTER: dict[Remat, Remat] = {
+    "full": "save_names",
+    "save_attention": "save_names",
+    "save_names": "none",
+}
 """The policy that recomputes less than another, and saves more."""
 
 
@@ -26,14 +32,16 @@ class LayerRun:
 class Segment:
     """A run of layers of one kind, which one scan executes.
 
-    The model has it as the attribute `name`: a module for one layer, whose parameters have the segment's layers as leading dimension
-    (logical axis "layers"). The name is also the scope of its parameters and of its sharding rules ("moe/mlp").
+    The model has it as the attribute `name`: a module for one layer, whose parameters have the
+    segment's layers as leading dimension (logical axis "layers"). The name is also the scope of its
+    parameters and of its sharding rules ("moe/mlp").
     """
 
     name: str
     n_layers: int
     period: int = 1
-    """The number of layers in a repeating pattern, such as one of windows. A pipeline stage holds complete patterns."""
+    """The number of layers in a repeating pattern, such as one of windows. A pipeline stage holds
+    complete patterns."""
     remat: Remat = "none"
     """What the backward pass of a layer recomputes (`mesh_lm.model.remat`)."""
     cost: float = 1.0
@@ -41,26 +49,38 @@ class Segment:
     unroll: bool = False
     """Whether the loop over the layers is unrolled."""
     remat_layers: int | None = None
-    """The number of first layers to which `remat` applies; the others have the policy that is `LIGHTER`. None: all."""
+    """The number of first layers to which `remat` applies; the others have the policy that is
+    `LIGHTER`. None: all."""
     kept_layers: int = 0
-    """The number of last layers that keep the weights they gather (`mesh_lm.parallel.gathered`) until their backward passes."""
+    """The number of last layers that keep the weights they gather (`mesh_lm.parallel.gathered`)
+    until their backward passes."""
 
     batch_halves: bool = False
     """Whether a layer runs on two halves of its sequences (`mesh_lm.model.halves`)."""
 
     def runs(self) -> list[LayerRun]:
         """Its layers, in order, as runs of layers that are treated alike."""
-        first, keep = self.n_layers if self.remat_layers is None else self.remat_layers, self.n_layers - self.kept_layers
+        first, keep = (
+            self.n_layers if self.remat_layers is None else self.remat_layers,
+            self.n_layers - self.kept_layers,
+        )
         bounds = itertools.pairwise(sorted({0, first, keep, self.n_layers}))
         return [
-            LayerRun(begin, end, self.remat if begin < first else LIGHTER.get(self.remat, self.remat), begin >= keep)
+            LayerRun(
+                begin,
+                end,
+                self.remat if begin < first else LIGHTER.get(self.remat, self.remat),
+                begin >= keep,
+            )
             for begin, end in bounds
         ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A whole model, embed -> segments -> loss. A pipeline divides its layers among the stages, at any boundary between two layers."""
+    """A whole model, embed -> segments -> loss. A pipeline divides its layers among the stages, at
+    any boundary between two layers.
+    """
 
     segments: tuple[Segment, ...] = ()
     embed: float = 0.0
@@ -84,29 +104,48 @@ class Stack:
 
     def problems(self) -> list[str]:
         """A sentence for each fault of the stack."""
-        problems = [f"model.segments: {s.name!r} has {s.n_layers} layers; it needs at least 1" for s in self.segments if s.n_layers < 1]
+        problems = [
+            f"model.segments: {s.name!r} has {s.n_layers} layers; it needs at least 1"
+            for s in self.segments
+            if s.n_layers < 1
+        ]
         for segment in self.segments:
             if segment.period < 1:
-                problems.append(f"model.segments: {segment.name!r} has a period of {segment.period} layers; it needs at least 1")
+                problems.append(
+                    f"model.segments: {segment.name!r} has a period of {segment.period} "
+                    "layers; it "
+                    "needs at least 1"
+                )
             elif segment.n_layers % segment.period:
                 fix = f"not a multiple of its period of {segment.period}"
-                problems.append(f"model.segments: {segment.name!r} has {segment.n_layers} layers, {fix}")
+                problems.append(
+                    f"model.segments: {segment.name!r} has {segment.n_layers} layers, {fix}"
+                )
         for name in dict.fromkeys(self.names):
             if not name.isidentifier():
-                problems.append(f"model.segments: {name!r} is not a name that a module's attribute can have")
+                problems.append(
+                    f"model.segments: {name!r} is not a name that a module's attribute can have"
+                )
             elif self.names.count(name) > 1:
                 fix = f"names are unique, as in '{name}_0' and '{name}_1'"
-                problems.append(f"model.segments: {self.names.count(name)} segments are called {name!r}; {fix}")
+                problems.append(
+                    f"model.segments: {self.names.count(name)} segments are called {name!r}; {fix}"
+                )
         return problems
 
     def with_recomputation(self, virtual: int, repeats: bool) -> Stack:
-        """The stack with the costs of what `virtual` stages compute, including recomputed forward passes.
+        """The stack with the costs of what `virtual` stages compute, including recomputed forward
+        passes.
 
-        repeats: whether a backward slot recomputes the forward pass, a third of a layer's FLOPs. Then the last virtual stage has no
-        forward slot, so its head costs only what exceeds that forward pass.
+        repeats: whether a backward slot recomputes the forward pass, a third of a layer's FLOPs.
+        Then the last virtual stage has no forward slot, so its head costs only what exceeds that
+        forward pass.
         """
         if not repeats:
             return self
         again = sum(segment.n_layers * segment.cost for segment in self.segments) / virtual / 3
-        segments = tuple(dataclasses.replace(segment, cost=segment.cost + segment.cost / 3) for segment in self.segments)
+        segments = tuple(
+            dataclasses.replace(segment, cost=segment.cost + segment.cost / 3)
+            for segment in self.segments
+        )
         return Stack(segments, self.embed, max(0.0, self.head - again))

@@ -1,12 +1,16 @@
-"""The division of a model's layers among pipeline stages, and the rows of a stacked array that hold them.
+"""The division of a model's layers among pipeline stages, and the rows of a stacked array that hold
+them.
 
-P stages of V chunks are P * V virtual stages, through which every token goes in order: virtual stage s is chunk s // P of stage s % P. A
-virtual stage is a contiguous run of the model's layers: of each segment it holds a contiguous run, perhaps empty, in the segments' order.
+P stages of V chunks are P * V virtual stages, through which every token goes in order: virtual
+stage s is chunk s // P of stage s % P. A virtual stage is a contiguous run of the model's layers:
+of each segment it holds a contiguous run, perhaps empty, in the segments' order.
 
-In memory, an array that stacks one weight of all layers of a segment has P * rows_per_stage rows, so that sharding its first dimension over
-P stages gives each stage its own layers. A stage has as many rows as the stage with the most layers of the segment; its chunks follow each
-other, and the remaining rows are padding at the end. A pass through a virtual stage reads `rows_per_pass` rows from its start row on. The
-first of them, the skipped rows, belong to the previous chunk, and those after its own layers belong to the next one or are padding.
+In memory, an array that stacks one weight of all layers of a segment has P * rows_per_stage rows,
+so that sharding its first dimension over P stages gives each stage its own layers. A stage has as
+many rows as the stage with the most layers of the segment; its chunks follow each other, and the
+remaining rows are padding at the end. A pass through a virtual stage reads `rows_per_pass` rows
+from its start row on. The first of them, the skipped rows, belong to the previous chunk, and those
+after its own layers belong to the next one or are padding.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ class StackLayout:
 
     @property
     def rows_per_pass(self) -> int:
-        """Rows that a pass through one virtual stage reads: the most layers of the segment on any of them."""
+        """Rows that a pass through one virtual stage reads: the most layers of the segment on any
+        of them.
+        """
         return max(self.layer_counts)
 
     @property
@@ -76,7 +82,9 @@ class StackLayout:
 
     def chunk_start_rows(self) -> np.ndarray:
         """The first row of its stage that a pass through each chunk reads, int32 [P, V]."""
-        return np.minimum(self._row_offsets(), self.rows_per_stage - self.rows_per_pass).astype(np.int32)
+        return np.minimum(self._row_offsets(), self.rows_per_stage - self.rows_per_pass).astype(
+            np.int32
+        )
 
     def chunk_skipped_rows(self) -> np.ndarray:
         """The number of leading rows of a pass that belong to the previous chunk, int32 [P, V]."""
@@ -84,7 +92,11 @@ class StackLayout:
 
     def layer_of_row(self) -> np.ndarray:
         """The layer of the segment in each row in memory, int32 [padded_rows]; -1: padding."""
-        layers, offset, first = np.full((self.stages, self.rows_per_stage), -1, np.int32), self._row_offsets(), self.chunk_first_layers()
+        layers, offset, first = (
+            np.full((self.stages, self.rows_per_stage), -1, np.int32),
+            self._row_offsets(),
+            self.chunk_first_layers(),
+        )
         for (stage, chunk), count in np.ndenumerate(self.chunk_layers()):
             begin, layer = offset[stage, chunk], first[stage, chunk]
             layers[stage, begin : begin + count] = range(layer, layer + count)
@@ -112,23 +124,33 @@ StackLayouts = dict[str, StackLayout]
 
 
 def flops(layouts: StackLayouts, stack: Stack) -> np.ndarray:
-    """The cost of each stage for one token, float64 [P]. The embedding is on the first virtual stage, the head on the last."""
+    """The cost of each stage for one token, float64 [P]. The embedding is on the first virtual
+    stage, the head on the last.
+    """
     each = [layouts[segment.name].chunk_layers() * segment.cost for segment in stack.segments]
     stages, chunks = each[0].shape
     return np.sum(each, 0).sum(1) + _ends(stack, stages * chunks).reshape(chunks, stages).sum(0)
 
 
 def divide(
-    stack: Stack, stages: int, chunks: int = 1, *, layers: Sequence[int] = (), balance: Literal["equal", "flops"] = "equal"
+    stack: Stack,
+    stages: int,
+    chunks: int = 1,
+    *,
+    layers: Sequence[int] = (),
+    balance: Literal["equal", "flops"] = "equal",
 ) -> StackLayouts:
-    """The division of a stack among the stages: every virtual stage gets at least one layer, and complete periods of each segment.
+    """The division of a stack among the stages: every virtual stage gets at least one layer, and
+    complete periods of each segment.
 
     Args:
-      stack: a stack without `Stack.problems`.
-      layers: the number of layers of each virtual stage, in model order, over all segments; empty: by `balance`.
-      balance: equal: the same number everywhere. flops: as even as complete periods allow, by the costs of the stack. If all periods cost
-        the same, it minimises the cost of the busiest stage, then that of the busiest virtual stage. Otherwise it minimises the cost of
-        the busiest virtual stage, then the sum of the squared costs of the virtual stages.
+      stack: a stack without `Stack.problems`. layers: the number of layers of each virtual stage,
+      in model order, over all segments; empty: by `balance`. balance: equal: the same number
+      everywhere. flops: as even as complete periods allow, by the costs of the stack. If all
+      periods cost
+        the same, it minimises the cost of the busiest stage, then that of the busiest virtual
+        stage. Otherwise it minimises the cost of the busiest virtual stage, then the sum of the
+        squared costs of the virtual stages.
 
     Raises ConfigError, with sizes that would work, if the layers do not divide among the stages.
     """
@@ -137,16 +159,31 @@ def divide(
     if layers:
         return _as_given(tuple(layers), stack, stages, virtual, what)
     periods = [
-        (segment.period, segment.period * segment.cost) for segment in stack.segments for _ in range(0, segment.n_layers, segment.period)
+        (segment.period, segment.period * segment.cost)
+        for segment in stack.segments
+        for _ in range(0, segment.n_layers, segment.period)
     ]
     if len(periods) < virtual:
-        size = f"model.n_layers={n_layers}" + f" ({len(periods)} complete periods)" * (len(periods) < n_layers)
-        raise ConfigError(f"{size} is too few for {what}: each needs at least 1; lower mesh.pipeline or pipeline.chunks")
+        size = f"model.n_layers={n_layers}" + f" ({len(periods)} complete periods)" * (
+            len(periods) < n_layers
+        )
+        raise ConfigError(
+            f"{size} is too few for {what}: each needs at least 1; lower mesh.pipeline or "
+            "pipeline.chunks"
+        )
     if balance == "flops":
         costs, ends = [cost for _, cost in periods], _ends(stack, virtual)
-        held = _greedy(len(periods), costs[0], ends, stages) if len(set(periods)) == 1 else _partition(costs, ends)
+        held = (
+            _greedy(len(periods), costs[0], ends, stages)
+            if len(set(periods)) == 1
+            else _partition(costs, ends)
+        )
         each = iter(periods)
-        return _stack_layouts([sum(length for length, _ in itertools.islice(each, count)) for count in held], stack, stages)
+        return _stack_layouts(
+            [sum(length for length, _ in itertools.islice(each, count)) for count in held],
+            stack,
+            stages,
+        )
     equal = _stack_layouts([n_layers // virtual] * virtual, stack, stages)
     if n_layers % virtual or _divided_period(equal, stack):
         raise ConfigError(_unequal(stack, virtual, what, _divided_period(equal, stack)))
@@ -156,12 +193,25 @@ def divide(
 def _unequal(stack: Stack, virtual: int, what: str, divided: Segment | None) -> str:
     """An error: why stages cannot be equal, and what would be possible."""
     n_layers, unit = stack.n_layers, virtual * stack.segments[0].period
-    periods = f" in complete periods of segment {divided.name!r} ({divided.period} layers)" if divided and n_layers % virtual == 0 else ""
-    would = f"model.n_layers={n_layers // unit * unit} or {(n_layers // unit + 1) * unit} would, or " if len(stack.segments) == 1 else ""
-    return f"model.n_layers={n_layers} does not divide into {what}{periods}; {would}set pipeline.balance=flops or pipeline.layers"
+    periods = (
+        f" in complete periods of segment {divided.name!r} ({divided.period} layers)"
+        if divided and n_layers % virtual == 0
+        else ""
+    )
+    would = (
+        f"model.n_layers={n_layers // unit * unit} or {(n_layers // unit + 1) * unit} would, or "
+        if len(stack.segments) == 1
+        else ""
+    )
+    return (
+        f"model.n_layers={n_layers} does not divide into {what}{periods}; {would}set "
+        "pipeline.balance=flops or pipeline.layers"
+    )
 
 
-def _as_given(layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, what: str) -> StackLayouts:
+def _as_given(
+    layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, what: str
+) -> StackLayouts:
     wrong = []
     if len(layers) != virtual:
         wrong.append(f"has {len(layers)} entries; it needs one for each of {what}, in model order")
@@ -171,7 +221,10 @@ def _as_given(layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, 
         wrong.append("leaves a virtual stage without layers; each needs at least 1")
     layout = {} if wrong else _stack_layouts(layers, stack, stages)
     if layout and (divided := _divided_period(layout, stack)):
-        wrong.append(f"divides a period of segment {divided.name!r}; each entry must hold a multiple of {divided.period} of its layers")
+        wrong.append(
+            f"divides a period of segment {divided.name!r}; each entry must hold a multiple of "
+            f"{divided.period} of its layers"
+        )
     if wrong:
         raise ConfigError(f"pipeline.layers={','.join(map(str, layers))} {'; it '.join(wrong)}")
     return layout
@@ -179,15 +232,27 @@ def _as_given(layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, 
 
 def _divided_period(layouts: StackLayouts, stack: Stack) -> Segment | None:
     """The first segment with a period that is divided between virtual stages."""
-    return next((s for s in stack.segments if any(count % s.period for count in layouts[s.name].layer_counts)), None)
+    return next(
+        (
+            s
+            for s in stack.segments
+            if any(count % s.period for count in layouts[s.name].layer_counts)
+        ),
+        None,
+    )
 
 
 def _stack_layouts(layers: Sequence[int], stack: Stack, stages: int) -> StackLayouts:
-    """The layers of each virtual stage, given as counts over all segments, as layers of each segment."""
+    """The layers of each virtual stage, given as counts over all segments, as layers of each
+    segment.
+    """
     bounds, layouts = list(itertools.accumulate(layers, initial=0)), {}
     for segment in stack.segments:
         first = stack.start(segment.name)
-        layers_here = (min(end, first + segment.n_layers) - max(begin, first) for begin, end in itertools.pairwise(bounds))
+        layers_here = (
+            min(end, first + segment.n_layers) - max(begin, first)
+            for begin, end in itertools.pairwise(bounds)
+        )
         layouts[segment.name] = StackLayout(stages, tuple(max(0, count) for count in layers_here))
     return layouts
 
@@ -201,13 +266,16 @@ def _ends(stack: Stack, virtual: int) -> np.ndarray:
 
 
 def _partition(costs: Sequence[float], ends: np.ndarray) -> list[int]:
-    """The number of units on each virtual stage, at least one: exact dynamic programming over (virtual stages x units).
+    """The number of units on each virtual stage, at least one: exact dynamic programming over
+    (virtual stages x units).
 
-    It runs twice: to minimise the cost of the busiest virtual stage, then to minimise the sum of squares among those divisions.
+    It runs twice: to minimise the cost of the busiest virtual stage, then to minimise the sum of
+    squares among those divisions.
     """
     total = np.concatenate([[0.0], np.cumsum(costs)])
     n, virtual = len(costs), len(ends)
-    load = np.where(np.tri(n + 1, k=-1, dtype=bool), total[:, None] - total[None, :], np.inf)  # [end, begin]; inf: no unit
+    # [end, begin]; inf: no unit
+    load = np.where(np.tri(n + 1, k=-1, dtype=bool), total[:, None] - total[None, :], np.inf)
 
     def best(of_stage: np.ndarray, join: np.ufunc) -> list[np.ndarray]:
         """For each number of virtual stages, the least cost of the first units, [n + 1]."""
@@ -228,9 +296,11 @@ def _partition(costs: Sequence[float], ends: np.ndarray) -> list[int]:
 
 
 def _greedy(n: int, cost: float, ends: np.ndarray, stages: int) -> list[int]:
-    """The number of units on each virtual stage, for n units of equal cost. Minimises the cost of the busiest stage, over all its chunks.
+    """The number of units on each virtual stage, for n units of equal cost. Minimises the cost of
+    the busiest stage, over all its chunks.
 
-    That cost limits the number of units of each stage; within this limit, the virtual stages are balanced.
+    That cost limits the number of units of each stage; within this limit, the virtual stages are
+    balanced.
     """
     chunks = len(ends) // stages
     of_stage = ends.reshape(chunks, stages).sum(0)
@@ -240,14 +310,17 @@ def _greedy(n: int, cost: float, ends: np.ndarray, stages: int) -> list[int]:
 
 
 def _fill(n: int, extra: np.ndarray, layer: float, least: int, room: np.ndarray) -> np.ndarray:
-    """Assigns n units one by one, each to the virtual stage whose cost is then least and whose stage, i % len(room), has room.
+    """Assigns n units one by one, each to the virtual stage whose cost is then least and whose
+    stage, i % len(room), has room.
 
-    Greedy is exact: the allowed counts are a matroid, whose greedy basis has the least maximum. Ties go to the last one, because late
-    stages hold fewer microbatches at once.
+    Greedy is exact: the allowed counts are a matroid, whose greedy basis has the least maximum.
+    Ties go to the last one, because late stages hold fewer microbatches at once.
     """
     count, stage = np.full(len(extra), least), np.arange(len(extra)) % len(room)
     for _ in range(n - count.sum()):
         free = np.bincount(stage, count, len(room))[stage] < room[stage]
-        best = min(np.flatnonzero(free), key=lambda i: (extra[i] + layer * (count[i] + 1), count[i], -i))
+        best = min(
+            np.flatnonzero(free), key=lambda i: (extra[i] + layer * (count[i] + 1), count[i], -i)
+        )
         count[best] += 1
     return count

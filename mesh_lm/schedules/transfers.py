@@ -1,8 +1,11 @@
-"""When a stage gathers its layers' weights and sums their gradients over the replicas, beside the ticks of a pipeline.
+"""When a stage gathers its layers' weights and sums their gradients over the replicas, beside the
+ticks of a pipeline.
 
-A stage uses the rows of its stacked parameters chunk by chunk: in the first ticks those of its first chunk, and the last ticks add to the
-gradients of its first chunk only. So most rows can be gathered, one each tick, while stages already go forward, and most gradients can be
-summed, one each tick, while stages still go backward. Only the rest is waited for, before the first tick and after the last.
+A stage uses the rows of its stacked parameters chunk by chunk: in the first ticks those of its
+first chunk, and the last ticks add to the gradients of its first chunk only. So most rows can be
+gathered, one each tick, while stages already go forward, and most gradients can be summed, one each
+tick, while stages still go backward. Only the rest is waited for, before the first tick and after
+the last.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ _NEVER = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(frozen=True)
 class Transfers:
-    """The order in which each stage gathers the rows of a segment's stacked parameters, and that in which it sums their gradients.
+    """The order in which each stage gathers the rows of a segment's stacked parameters, and that in
+    which it sums their gradients.
 
-    Rows are numbered within a stage. The first `before` rows of `gathers` are gathered before the first tick, then one in each tick. The
-    last `after` rows of `sums` are summed after the last tick, and those before them one in each of the last ticks. A row that is
-    gathered in a tick can be used from the next tick on; one whose gradient is summed in a tick has received its last gradient in an
-    earlier one.
+    Rows are numbered within a stage. The first `before` rows of `gathers` are gathered before the
+    first tick, then one in each tick. The last `after` rows of `sums` are summed after the last
+    tick, and those before them one in each of the last ticks. A row that is gathered in a tick can
+    be used from the next tick on; one whose gradient is summed in a tick has received its last
+    gradient in an earlier one.
     """
 
     gathers: np.ndarray
@@ -50,10 +55,12 @@ class Transfers:
 
 
 def plan_transfers(table: Table, stack: StackLayout) -> Transfers:
-    """The transfers of a segment that leave the fewest rows for the time before the first tick and after the last.
+    """The transfers of a segment that leave the fewest rows for the time before the first tick and
+    after the last.
 
-    Rows are gathered only in ticks before the first backward slot, and summed only in those after the last forward slot, where stages have
-    less to compute and no collective of the other slot to wait for.
+    Rows are gathered only in ticks before the first backward slot, and summed only in those after
+    the last forward slot, where stages have less to compute and no collective of the other slot to
+    wait for.
     """
     first, last = _uses(table, stack)
     gathers, sums = np.argsort(first, 1, kind="stable"), np.argsort(last, 1, kind="stable")
@@ -69,13 +76,17 @@ def plan_transfers(table: Table, stack: StackLayout) -> Transfers:
 
 
 def _uses(table: Table, stack: StackLayout) -> tuple[np.ndarray, np.ndarray]:
-    """(the first tick that reads a row, the last one that adds to its gradient), int64 [P, rows]; padding: never read, added to at -1."""
+    """(the first tick that reads a row, the last one that adds to its gradient), int64 [P, rows];
+    padding: never read, added to at -1.
+    """
     shape = table.stages, stack.rows_per_stage
     first, last = np.full(shape, _NEVER, np.int64), np.full(shape, -1, np.int64)
     begin = stack.chunk_start_rows() + stack.chunk_skipped_rows()
     end = begin + stack.chunk_layers()
     for slot in ("forward", "backward"):
-        chunks = np.where(table.columns[f"{slot}_microbatch"] >= 0, table.columns[f"{slot}_chunk"], -1)
+        chunks = np.where(
+            table.columns[f"{slot}_microbatch"] >= 0, table.columns[f"{slot}_chunk"], -1
+        )
         for tick, stage in zip(*np.nonzero(chunks >= 0), strict=True):
             own = slice(begin[stage, chunks[tick, stage]], end[stage, chunks[tick, stage]])
             first[stage, own] = np.minimum(first[stage, own], tick)
@@ -98,12 +109,18 @@ class Loop:
 
 
 def loops(table: Table, transfers: Sequence[Transfers] = ()) -> list[Loop]:
-    """The loops that run a table's ticks, in order: those of `Table.loops`, without the ticks with transfers, and these."""
+    """The loops that run a table's ticks, in order: those of `Table.loops`, without the ticks with
+    transfers, and these.
+    """
     gather_end = max((each.gather_ticks for each in transfers), default=0)
     sum_begin = table.ticks - max((each.sum_ticks for each in transfers), default=0)
     out = []
     for slots, ticks in table.loops():
         first, end = int(ticks.start), int(ticks.stop)
         middle = min(max(first, gather_end), end), max(min(end, sum_begin), first)
-        out += [Loop(slots, first, middle[0], "gathers"), Loop(slots, *middle), Loop(slots, middle[1], end, "sums")]
+        out += [
+            Loop(slots, first, middle[0], "gathers"),
+            Loop(slots, *middle),
+            Loop(slots, middle[1], end, "sums"),
+        ]
     return [loop for loop in out if loop.end > loop.first]

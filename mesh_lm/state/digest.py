@@ -1,14 +1,17 @@
 """64-bit digests of arrays, the same for any mesh and sharding, on devices and in NumPy.
 
-A word is the bits of an element of one to four bytes (an element of eight bytes is two words). Each word is mixed with its position in the
-array. The digest is two sums modulo 2^32: of the mixed words, and of the mixed words times an odd number that depends on the position.
+A word is the bits of an element of one to four bytes (an element of eight bytes is two words). Each
+word is mixed with its position in the array. The digest is two sums modulo 2^32: of the mixed
+words, and of the mixed words times an odd number that depends on the position.
 
-It detects every change of a single word, because at a fixed position the mixing is one-to-one. It misses about one in 2^59 of all other
-accidental changes (several words, swapped rows, zeroed or shifted blocks). In arrays of over 2^32 words, positions coincide modulo 2^32,
-and a swap of two words at such positions is not detected.
+It detects every change of a single word, because at a fixed position the mixing is one-to-one. It
+misses about one in 2^59 of all other accidental changes (several words, swapped rows, zeroed or
+shifted blocks). In arrays of over 2^32 words, positions coincide modulo 2^32, and a swap of two
+words at such positions is not detected.
 
-It does not detect another shape or dtype with the same bits (compare those separately), nor deliberate changes: it is not a cryptographic
-hash. Floats are compared as bits: -0.0 differs from 0.0, and a NaN equals itself.
+It does not detect another shape or dtype with the same bits (compare those separately), nor
+deliberate changes: it is not a cryptographic hash. Floats are compared as bits: -0.0 differs from
+0.0, and a NaN equals itself.
 """
 
 from __future__ import annotations
@@ -29,23 +32,33 @@ _CHUNK = 1 << 18
 
 
 def digest(x: jax.Array) -> jax.Array:
-    """Returns the digest, uint32[2], of an array with elements of 1, 2, 4 or 8 bytes. Traceable; reads the array once, without a copy.
+    """Returns the digest, uint32[2], of an array with elements of 1, 2, 4 or 8 bytes. Traceable;
+    reads the array once, without a copy.
 
     Under jit with a sharded array, devices exchange two words per mesh axis that shards it.
     """
     words = _device_words(jnp.atleast_1d(x))
     position = jnp.uint32(0)
     for axis, stride in enumerate(_strides(words.shape)):
-        position = position + lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(stride)
-    # One reduction computes both sums: with two, XLA's CPU backend stores the mixed words, which takes ten times as long.
+        position = position + lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(
+            stride
+        )
+    # One reduction computes both sums: with two, XLA's CPU backend stores the mixed words, which
+    # takes ten times as long.
     zero, every = np.uint32(0), tuple(range(words.ndim))
-    return jnp.stack(lax.reduce(_mixed(words, position), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), every))
+    return jnp.stack(
+        lax.reduce(
+            _mixed(words, position), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), every
+        )
+    )
 
 
 def digests(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Returns {"params/blocks.mlp.up.weight": 16 hex digits, ...} for all leaves of nested dicts of jax.Arrays, in one program.
+    """Returns {"params/blocks.mlp.up.weight": 16 hex digits, ...} for all leaves of nested dicts of
+    jax.Arrays, in one program.
 
-    All processes must call it and get the same result. It waits for the arrays, and neither changes nor moves them.
+    All processes must call it and get the same result. It waits for the arrays, and neither changes
+    nor moves them.
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     if not leaves:
@@ -73,12 +86,16 @@ def combined(digests: Mapping[str, str]) -> str:
 
 
 def host_digest(x: np.ndarray) -> str:
-    """Computes an array's digest as in `digests` with NumPy, a MiB at a time; the array may be memory-mapped or strided."""
+    """Computes an array's digest as in `digests` with NumPy, a MiB at a time; the array may be
+    memory-mapped or strided.
+    """
     return joined([host_sums(x, (0,) * x.ndim, x.shape)])
 
 
 def host_sums(part: np.ndarray, corner: Sequence[int], shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the sums of one part of an array of this shape, for `joined`. corner: index at which the part starts."""
+    """Returns the sums of one part of an array of this shape, for `joined`. corner: index at which
+    the part starts.
+    """
     words = _host_words(np.atleast_1d(part))
     strides = _strides((*(shape or (1,)), *words.shape[max(1, part.ndim) :]))
     begin = sum(at * stride for at, stride in zip(corner, strides, strict=False))
@@ -87,9 +104,14 @@ def host_sums(part: np.ndarray, corner: Sequence[int], shape: tuple[int, ...]) -
         position = np.uint32(start % 2**32)
         for axis, stride in enumerate(strides[words.ndim - piece.ndim :]):
             index = np.arange(piece.shape[axis], dtype=np.uint64) * np.uint64(stride)
-            position = position + index.astype(np.uint32).reshape(-1, *[1] * (piece.ndim - 1 - axis))
+            position = position + index.astype(np.uint32).reshape(
+                -1, *[1] * (piece.ndim - 1 - axis)
+            )
         mixed, weighted = _mixed(piece.astype(np.uint32), position)
-        first, second = first + int(mixed.sum(dtype=np.uint64)), second + int(weighted.sum(dtype=np.uint64))
+        first, second = (
+            first + int(mixed.sum(dtype=np.uint64)),
+            second + int(weighted.sum(dtype=np.uint64)),
+        )
     return first, second
 
 
@@ -113,14 +135,18 @@ def _mixed(words: Any, position: Any) -> tuple[Any, Any]:
 
 
 def _shuffled(x: Any) -> Any:
-    """Permutes uint32, each input bit affecting all output bits: lowbias32 of C. Wellons (github.com/skeeto/hash-prospector)."""
+    """Permutes uint32, each input bit affecting all output bits: lowbias32 of C. Wellons
+    (github.com/skeeto/hash-prospector).
+    """
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Returns row-major strides modulo 2^32, made odd if there are more positions than that, so that every axis counts."""
+    """Returns row-major strides modulo 2^32, made odd if there are more positions than that, so
+    that every axis counts.
+    """
     large = math.prod(shape) > 2**32
     exact = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return [(stride | 1 if large else stride) % 2**32 for stride in exact]
@@ -140,7 +166,9 @@ def _host_words(x: np.ndarray) -> np.ndarray:
 
 
 def _parts(words: np.ndarray, start: int, strides: list[int]) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields views of at most _CHUNK words, without leading axes where those have length 1, and the position of their first word."""
+    """Yields views of at most _CHUNK words, without leading axes where those have length 1, and the
+    position of their first word.
+    """
     rows = _CHUNK // max(1, math.prod(words.shape[1:]))
     for row in range(0, words.shape[0], max(1, rows)):
         begin = start + row * strides[0]

@@ -1,10 +1,13 @@
-"""Converts the training state between memory and its form in checkpoints: one array per parameter, slot and buffer, layers in model order.
+"""Converts the training state between memory and its form in checkpoints: one array per parameter,
+slot and buffer, layers in model order.
 
-Nothing on disk is flat or padded, and the layers' copy of the weights is not saved: "params" are the fp32 weights that the optimizer
-updates. So runs with and without a distributed optimizer write the same files.
+Nothing on disk is flat or padded, and the layers' copy of the weights is not saved: "params" are
+the fp32 weights that the optimizer updates. So runs with and without a distributed optimizer write
+the same files.
 
-Flat vectors leave the devices matrix by matrix: each matrix is gathered, digested and copied to host memory before the next one. A device
-needs memory for its share of the matrix and for a few copies of one layer, replicated over the data-parallel axes.
+Flat vectors leave the devices matrix by matrix: each matrix is gathered, digested and copied to
+host memory before the next one. A device needs memory for its share of the matrix and for a few
+copies of one layer, replicated over the data-parallel axes.
 """
 
 from __future__ import annotations
@@ -60,24 +63,35 @@ class DiskArray:
         return canonical_sharding(self.where, in_memory, self.stack) if self.stack else self.where
 
     def array(self, held: jax.Array) -> jax.Array:
-        """Returns the array, layers in model order, from what holds it in memory. Donates `held` unless it is flat."""
+        """Returns the array, layers in model order, from what holds it in memory. Donates `held`
+        unless it is flat.
+        """
         if self.vector and self.matrix:
             held = extract_matrix(self.vector, self.matrix, held, self.where)
         return to_canonical(held, self.stack, self.where) if self.stack else held
 
     def held(self, array: jax.Array, so_far: jax.Array | None = None) -> jax.Array:
-        """Inverse of `array`; donates both arguments. so_far: the flat vector with the preceding matrices; None for the first one."""
+        """Inverse of `array`; donates both arguments. so_far: the flat vector with the preceding
+        matrices; None for the first one.
+        """
         array = to_memory(array, self.stack, self.where) if self.stack else array
         if not (self.vector and self.matrix):
             return array
-        held = insert_matrix(self.vector, self.matrix, zero_vector(self.vector, self.dtype) if so_far is None else so_far, array)
+        held = insert_matrix(
+            self.vector,
+            self.matrix,
+            zero_vector(self.vector, self.dtype) if so_far is None else so_far,
+            array,
+        )
         jax.block_until_ready(held)
         array.delete()
         return held
 
 
 def entries(layout: ModelLayout, optimizer: Optimizer) -> list[DiskArray]:
-    """Returns all arrays of a checkpoint but the counters, part by part, in the order of the model's parameters."""
+    """Returns all arrays of a checkpoint but the counters, part by part, in the order of the
+    model's parameters.
+    """
     flat, out = layout.flat, []
     vectors = {vector.name: vector for vector in flat.vectors}
     places = {name: n for n, name in enumerate(layout.shapes)}
@@ -86,10 +100,28 @@ def entries(layout: ModelLayout, optimizer: Optimizer) -> list[DiskArray]:
     def of_vector(part: str, source: str, name: str, dtype: Any) -> list[DiskArray]:
         vector, arrays = vectors[name], []
         for matrix in vector.matrices:
-            shape, in_memory = layout.shapes[matrix.name].shape, layout.memory_shapes[matrix.name].shape
-            where = shard_over_replicas(specs[matrix.name], in_memory, vector.replica_axes, first=bool(vector.rows))
+            shape, in_memory = (
+                layout.shapes[matrix.name].shape,
+                layout.memory_shapes[matrix.name].shape,
+            )
+            where = shard_over_replicas(
+                specs[matrix.name], in_memory, vector.replica_axes, first=bool(vector.rows)
+            )
             stack = layout.stack_of(matrix.name) if vector.rows else None
-            arrays.append(DiskArray(part, matrix.name, shape, dtype, (source, name), where, vector.rows, stack, vector, matrix))
+            arrays.append(
+                DiskArray(
+                    part,
+                    matrix.name,
+                    shape,
+                    dtype,
+                    (source, name),
+                    where,
+                    vector.rows,
+                    stack,
+                    vector,
+                    matrix,
+                )
+            )
         return arrays
 
     for part, declared in parts(layout, optimizer).items():
@@ -101,25 +133,44 @@ def entries(layout: ModelLayout, optimizer: Optimizer) -> list[DiskArray]:
                 stack = layout.stack_of(name) if leaf.stacked else None
                 shape = (stack.n_layers, *leaf.shape[1:]) if stack else leaf.shape
                 rows = leaf.shape[0] if stack else 0
-                out.append(DiskArray(on_disk, name, shape, leaf.dtype, (part, name), declared.shardings[name], rows, stack))
+                out.append(
+                    DiskArray(
+                        on_disk,
+                        name,
+                        shape,
+                        leaf.dtype,
+                        (part, name),
+                        declared.shardings[name],
+                        rows,
+                        stack,
+                    )
+                )
     order = list(dict.fromkeys(entry.part for entry in out))
     return sorted(out, key=lambda entry: (order.index(entry.part), places[entry.name]))
 
 
 def stored(layout: ModelLayout, optimizer: Optimizer) -> State:
-    """Returns shapes, dtypes and shardings of a checkpoint's arrays; those that are flat on the devices are in host memory."""
+    """Returns shapes, dtypes and shardings of a checkpoint's arrays; those that are flat on the
+    devices are in host memory.
+    """
     abstract, tree = abstract_state(layout, optimizer), {}
     for entry in entries(layout, optimizer):
         where = entry.canonical.with_memory_kind(_HOST) if entry.vector else entry.canonical
-        tree.setdefault(entry.part, {})[entry.name] = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=where)
+        tree.setdefault(entry.part, {})[entry.name] = jax.ShapeDtypeStruct(
+            entry.shape, entry.dtype, sharding=where
+        )
     return {**{name: abstract[name] for name in COUNTERS}, **tree}
 
 
-def to_disk(layout: ModelLayout, optimizer: Optimizer, state: State) -> tuple[State, dict[str, str]]:
-    """Returns the arrays to save, as `stored` describes them, and the digest of each leaf (`mesh_lm.state.digest`).
+def to_disk(
+    layout: ModelLayout, optimizer: Optimizer, state: State
+) -> tuple[State, dict[str, str]]:
+    """Returns the arrays to save, as `stored` describes them, and the digest of each leaf
+    (`mesh_lm.state.digest`).
 
-    Donates the arrays that are not flat, which `back` restores; reordering layers needs memory for one extra leaf. Flat vectors are kept.
-    An error, such as out of memory, leaves an incomplete state and must end the run.
+    Donates the arrays that are not flat, which `back` restores; reordering layers needs memory for
+    one extra leaf. Flat vectors are kept. An error, such as out of memory, leaves an incomplete
+    state and must end the run.
     """
     counters = {name: state[name] for name in COUNTERS}
     tree, plain, flat_digests = dict(counters), dict(counters), {}
@@ -136,7 +187,9 @@ def to_disk(layout: ModelLayout, optimizer: Optimizer, state: State) -> tuple[St
 
 
 def back(layout: ModelLayout, optimizer: Optimizer, state: State, tree: State) -> State:
-    """Returns the state that `to_disk` converted to `tree`, once the tree's arrays are copied to host memory."""
+    """Returns the state that `to_disk` converted to `tree`, once the tree's arrays are copied to
+    host memory.
+    """
     out = {name: dict(part) if isinstance(part, dict) else part for name, part in state.items()}
     for entry in entries(layout, optimizer):
         if not entry.vector:
@@ -144,8 +197,11 @@ def back(layout: ModelLayout, optimizer: Optimizer, state: State, tree: State) -
     return out
 
 
-def from_disk(layout: ModelLayout, optimizer: Optimizer, tree: State, saved: Mapping[str, str]) -> tuple[State, list[str]]:
-    """Returns the state of a checkpoint's arrays, placed as `stored` says, and a line for each array whose digest differs from `saved`.
+def from_disk(
+    layout: ModelLayout, optimizer: Optimizer, tree: State, saved: Mapping[str, str]
+) -> tuple[State, list[str]]:
+    """Returns the state of a checkpoint's arrays, placed as `stored` says, and a line for each
+    array whose digest differs from `saved`.
 
     Donates the arrays. saved: digests by leaf; leaves without one are not compared.
     """
@@ -155,7 +211,11 @@ def from_disk(layout: ModelLayout, optimizer: Optimizer, tree: State, saved: Map
     for entry in declared:
         if not entry.vector:
             plain.setdefault(entry.part, {})[entry.name] = tree[entry.part][entry.name]
-    actual, flat_digests, state = digests(plain), {}, {part: {} for part in parts(layout, optimizer)}
+    actual, flat_digests, state = (
+        digests(plain),
+        {},
+        {part: {} for part in parts(layout, optimizer)},
+    )
     for entry in declared:
         (part, name), array = entry.source, tree[entry.part].pop(entry.name)
         if entry.vector:
@@ -163,19 +223,27 @@ def from_disk(layout: ModelLayout, optimizer: Optimizer, tree: State, saved: Map
             flat_digests[entry.key] = _digest(array)
         state[part][name] = entry.held(array, state[part].get(name))
     actual |= hexadecimal(flat_digests)
-    mismatches = [f"{leaf}: digest {actual[leaf]}, saved as {was}" for leaf, was in saved.items() if actual.get(leaf, was) != was]
+    mismatches = [
+        f"{leaf}: digest {actual[leaf]}, saved as {was}"
+        for leaf, was in saved.items()
+        if actual.get(leaf, was) != was
+    ]
     return with_used(layout, counters | state), mismatches
 
 
 def with_used(layout: ModelLayout, state: State, every: bool = False) -> State:
-    """Returns the state with the params that are computed from the master; `every`: also those that each layer gathers."""
+    """Returns the state with the params that are computed from the master; `every`: also those that
+    each layer gathers.
+    """
     if not layout.flat.vectors:
         return state
     return state | {"params": {**state["params"], **_used(layout, every)(state[MASTER])}}
 
 
 def complete_weights(layout: ModelLayout, state: State) -> Params:
-    """Returns what a model is bound to: all parameters as the layers use them, also those that each layer gathers, and the buffers."""
+    """Returns what a model is bound to: all parameters as the layers use them, also those that each
+    layer gathers, and the buffers.
+    """
     weights = with_used(layout, state, every=True) if layout.flat.gathered_names else state
     return {**weights["params"], **state.get("buffers", {})}
 
@@ -184,16 +252,23 @@ def complete_weights(layout: ModelLayout, state: State) -> Params:
 def _used(layout: ModelLayout, every: bool) -> Any:
     where, flat = layout.shardings("params"), layout.flat
     names = flat.names if every else flat.names - flat.gathered_names
-    return jax.jit(functools.partial(flat.compute_params, every=every), out_shardings={name: where[name] for name in sorted(names)})
+    return jax.jit(
+        functools.partial(flat.compute_params, every=every),
+        out_shardings={name: where[name] for name in sorted(names)},
+    )
 
 
 def without_used(layout: ModelLayout, state: State) -> State:
     """Returns a state, which may be abstract, without the params that `with_used` computes."""
-    return state | {"params": {name: x for name, x in state["params"].items() if name not in layout.flat.names}}
+    return state | {
+        "params": {name: x for name, x in state["params"].items() if name not in layout.flat.names}
+    }
 
 
 def _digest(array: jax.Array) -> np.ndarray:
-    """Returns the digest. Blocks, because on XLA:CPU with few cores the collectives of two running programs can starve each other."""
+    """Returns the digest. Blocks, because on XLA:CPU with few cores the collectives of two running
+    programs can starve each other.
+    """
     replicated = jax.NamedSharding(array.sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
     return np.asarray(jax.jit(digest, out_shardings=replicated)(array))
 
@@ -201,15 +276,25 @@ def _digest(array: jax.Array) -> np.ndarray:
 def _to_host(array: jax.Array) -> jax.Array:
     """Moves an array to the memory of the hosts of its devices."""
     where = array.sharding.with_memory_kind(_HOST)
-    shards = [jax.device_put(s.data, jax.sharding.SingleDeviceSharding(s.device, memory_kind=_HOST)) for s in array.addressable_shards]
-    host = jax.block_until_ready(jax.make_array_from_single_device_arrays(array.shape, where, shards))
+    shards = [
+        jax.device_put(s.data, jax.sharding.SingleDeviceSharding(s.device, memory_kind=_HOST))
+        for s in array.addressable_shards
+    ]
+    host = jax.block_until_ready(
+        jax.make_array_from_single_device_arrays(array.shape, where, shards)
+    )
     array.delete()
     return host
 
 
 def _to_device(array: jax.Array, where: jax.NamedSharding) -> jax.Array:
     """Moves an array back to its devices."""
-    shards = [jax.device_put(s.data, jax.sharding.SingleDeviceSharding(s.device)) for s in array.addressable_shards]
-    device = jax.block_until_ready(jax.make_array_from_single_device_arrays(array.shape, where, shards))
+    shards = [
+        jax.device_put(s.data, jax.sharding.SingleDeviceSharding(s.device))
+        for s in array.addressable_shards
+    ]
+    device = jax.block_until_ready(
+        jax.make_array_from_single_device_arrays(array.shape, where, shards)
+    )
     array.delete()
     return device

@@ -1,4 +1,6 @@
-"""Copies of the training state's shards in host memory. A process copies what its own devices hold, and replicated shards once."""
+"""Copies of the training state's shards in host memory. A process copies what its own devices hold,
+and replicated shards once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Shards = dict[str, dict[str, np.ndarray]]
 
 
 def copied(state: State) -> Shards:
-    """Returns this process's shards in host memory; it waits for the arrays, which may be donated afterwards."""
+    """Returns this process's shards in host memory; it waits for the arrays, which may be donated
+    afterwards.
+    """
     shards: dict[str, dict[str, jax.Array]] = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         parts = shards[leaf_name(path)] = {}
@@ -32,13 +36,19 @@ def copied(state: State) -> Shards:
 
 
 def put_back(copy: Shards, abstract: State) -> State:
-    """Returns the arrays that were copied. abstract: their shapes, dtypes and shardings (jax.ShapeDtypeStruct)."""
+    """Returns the arrays that were copied. abstract: their shapes, dtypes and shardings
+    (jax.ShapeDtypeStruct).
+    """
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
-    return jax.tree.unflatten(tree, [assembled(leaf, copy[leaf_name(path)].__getitem__) for path, leaf in leaves])
+    return jax.tree.unflatten(
+        tree, [assembled(leaf, copy[leaf_name(path)].__getitem__) for path, leaf in leaves]
+    )
 
 
 def assembled(abstract: jax.ShapeDtypeStruct, shard: Callable[[str], np.ndarray]) -> jax.Array:
-    """Returns the array of which this process's devices hold shard(index), which is called once for each index."""
+    """Returns the array of which this process's devices hold shard(index), which is called once for
+    each index.
+    """
     where, read, arrays = abstract.sharding, dict[str, np.ndarray](), []
     assert where is not None
     for device, slices in where.addressable_devices_indices_map(abstract.shape).items():
@@ -50,4 +60,6 @@ def assembled(abstract: jax.ShapeDtypeStruct, shard: Callable[[str], np.ndarray]
 
 
 def _index(slices: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    return ",".join("{}:{}".format(*s.indices(size)[:2]) for s, size in zip(slices, shape, strict=True))
+    return ",".join(
+        "{}:{}".format(*s.indices(size)[:2]) for s, size in zip(slices, shape, strict=True)
+    )

@@ -21,13 +21,21 @@ def init_state(layout: ModelLayout, optimizer: Optimizer, seed: int) -> State:
             return _with_zeros(layout, optimizer, layout.init(jax.random.key(seed)))
 
         return jax.jit(create, out_shardings=where)()
-    canonical = {entry.name: entry.canonical for entry in entries(layout, optimizer) if entry.part in ("params", "buffers")}
+    canonical = {
+        entry.name: entry.canonical
+        for entry in entries(layout, optimizer)
+        if entry.part in ("params", "buffers")
+    }
     where = {name: canonical[name] for name in layout.shapes}
-    return fresh_state(layout, optimizer, jax.jit(lambda: layout.init(jax.random.key(seed)), out_shardings=where)())
+    return fresh_state(
+        layout, optimizer, jax.jit(lambda: layout.init(jax.random.key(seed)), out_shardings=where)()
+    )
 
 
 def fresh_state(layout: ModelLayout, optimizer: Optimizer, params: Params) -> State:
-    """Returns the state at step 0 for these weights and buffers, layers in model order. Donates `params`."""
+    """Returns the state at step 0 for these weights and buffers, layers in model order. Donates
+    `params`.
+    """
     held: State = {}
     for entry in entries(layout, optimizer):
         if entry.part in ("params", "buffers"):
@@ -40,9 +48,16 @@ def fresh_state(layout: ModelLayout, optimizer: Optimizer, params: Params) -> St
     held = with_used(layout, {"params": {}, **held})
     where = state_shardings(layout, optimizer)
     if n := n_islands(layout, optimizer):
-        held[WEIGHTS] = jax.jit(lambda params: _stacked(params, n), out_shardings=where[WEIGHTS])(held["params"])
+        held[WEIGHTS] = jax.jit(lambda params: _stacked(params, n), out_shardings=where[WEIGHTS])(
+            held["params"]
+        )
     rest = {name: sharding for name, sharding in where.items() if name not in held}
-    return held | jax.jit(lambda: {name: _zeros(layout, optimizer)[name] for name in rest}, out_shardings=rest)()
+    return (
+        held
+        | jax.jit(
+            lambda: {name: _zeros(layout, optimizer)[name] for name in rest}, out_shardings=rest
+        )()
+    )
 
 
 def _with_zeros(layout: ModelLayout, optimizer: Optimizer, weights: Params) -> State:
@@ -64,5 +79,11 @@ def _stacked(params: Params, n: int) -> Params:
 def _zeros(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Returns counters, and zeros for all other entries of the state."""
     declared = parts(layout, optimizer)
-    zeros = {part: {n: jnp.zeros(leaf.shape, leaf.dtype) for n, leaf in each.leaves.items()} for part, each in declared.items()}
-    return {**{name: jnp.asarray(x) for name, x in counters(n_islands(layout, optimizer)).items()}, **zeros}
+    zeros = {
+        part: {n: jnp.zeros(leaf.shape, leaf.dtype) for n, leaf in each.leaves.items()}
+        for part, each in declared.items()
+    }
+    return {
+        **{name: jnp.asarray(x) for name, x in counters(n_islands(layout, optimizer)).items()},
+        **zeros,
+    }

@@ -1,7 +1,9 @@
-"""The state of islands (DiLoCo): what each island has of its own, with the islands as leading dimension, and what they share.
+"""The state of islands (DiLoCo): what each island has of its own, with the islands as leading
+dimension, and what they share.
 
-All share "params", the anchor, from which they started and which is evaluated, saved and exported as the weights, and "outer_momentum".
-Each has its own weights in "islands", the slots of its optimizer, and "recent", the statistics of its losses.
+All share "params", the anchor, from which they started and which is evaluated, saved and exported
+as the weights, and "outer_momentum". Each has its own weights in "islands", the slots of its
+optimizer, and "recent", the statistics of its losses.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def stacked(leaf: ArraySpec, n: int) -> ArraySpec:
 
 
 def sharding(of_leaf: jax.NamedSharding) -> jax.NamedSharding:
-    """Returns the sharding of a stacked array: each island has its own, sharded over the island's devices like `of_leaf`."""
+    """Returns the sharding of a stacked array: each island has its own, sharded over the island's
+    devices like `of_leaf`.
+    """
     return jax.NamedSharding(of_leaf.mesh, PartitionSpec(ISLAND, *of_leaf.spec))
 
 

@@ -23,15 +23,30 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
     if data.valid_blend and not data.blend:
-        yield f"data.valid_blend={' '.join(data.valid_blend)} is the held-out text of a data.blend; set that, too, or leave it out"
+        yield (
+            f"data.valid_blend={' '.join(data.valid_blend)} is the held-out text of a data.blend; "
+            "set that, too, or leave it out"
+        )
     if data.valid_blend and data.split != DataConfig.split:
-        yield f"data.split={data.split} has no effect with data.valid_blend, which holds out complete prefixes; leave one of them out"
+        yield (
+            f"data.split={data.split} has no effect with data.valid_blend, which holds out "
+            "complete prefixes; leave one of them out"
+        )
     if len(prefixes) == 2 and (both := prefixes[0] & prefixes[1]):
-        yield f"data.valid_blend: {min(both)} is in data.blend, too, so that it would be trained on; leave it out of one of them"
+        yield (
+            f"data.valid_blend: {min(both)} is in data.blend, too, so that it would be trained on; "
+            "leave it out of one of them"
+        )
     if not data.add_extra_token and (not data.blend or data.documents == "packed" or data.fim_rate):
-        yield "data.add_extra_token=false is for a data.blend without packed documents and without data.fim_rate; leave it out"
+        yield (
+            "data.add_extra_token=false is for a data.blend without packed documents and without "
+            "data.fim_rate; leave it out"
+        )
     for name in ("fim_rate", "fim_spm_rate", "max_lost_bytes"):
         if not 0 <= (value := getattr(data, name)) <= 1:
             yield f"data.{name}={value} must be in [0, 1]"
     if data.fim_rate and data.documents == "packed":
-        yield f"data.fim_rate={data.fim_rate} makes documents longer, but packed ones have no room; set data.documents=separate"
+        yield (
+            f"data.fim_rate={data.fim_rate} makes documents longer, but packed ones have no room; "
+            "set data.documents=separate"
+        )

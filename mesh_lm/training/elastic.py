@@ -1,4 +1,6 @@
-"""Continues a run on fewer devices: on the largest mesh that its config allows, with the same global batch."""
+"""Continues a run on fewer devices: on the largest mesh that its config allows, with the same
+global batch.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ from sharding_rules import MeshConfig, MeshError, axes_of
 _SHRINK = ("data", "fsdp")
 
 
-def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ, rule: Rule | None = None) -> TrainConfig:
-    """Returns the config for the available devices if the launcher may continue with fewer nodes (--min-nodes); else the config itself.
+def fit(
+    config: TrainConfig, environment: Mapping[str, str] = os.environ, rule: Rule | None = None
+) -> TrainConfig:
+    """Returns the config for the available devices if the launcher may continue with fewer nodes
+    (--min-nodes); else the config itself.
 
-    Call it after `distributed.start`. rule: as in `check`. Raises distributed.FewerNodes, after reporting it to the launcher, if
-    fewer nodes are enough. Raises ConfigError, already at the first start, if the available nodes or the --min-nodes cannot hold the run.
+    Call it after `distributed.start`. rule: as in `check`. Raises distributed.FewerNodes, after
+    reporting it to the launcher, if fewer nodes are enough. Raises ConfigError, already at the
+    first start, if the available nodes or the --min-nodes cannot hold the run.
     """
     if not (full := int(environment.get(ELASTIC, 0))):
         return config
@@ -47,8 +53,11 @@ def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ, rule: 
     return fitting
 
 
-def on_nodes(config: TrainConfig, full: int, nodes: int, per_node: int, rule: Rule | None = None) -> tuple[TrainConfig, int]:
-    """Returns the config for at most `nodes` nodes of `per_node` devices, and how many nodes it fills. full: the nodes it was written for.
+def on_nodes(
+    config: TrainConfig, full: int, nodes: int, per_node: int, rule: Rule | None = None
+) -> tuple[TrainConfig, int]:
+    """Returns the config for at most `nodes` nodes of `per_node` devices, and how many nodes it
+    fills. full: the nodes it was written for.
 
     Raises ConfigError if no mesh fits.
     """
@@ -63,35 +72,57 @@ def on_nodes(config: TrainConfig, full: int, nodes: int, per_node: int, rule: Ru
         if size % per_node == 0:
             return fitting, size // per_node
         devices = size // per_node * per_node  # only full nodes are used
-    raise ConfigError(f"no mesh that {config.mesh} can shrink to fills whole nodes of {per_node} devices, out of {nodes}")
+    raise ConfigError(
+        f"no mesh that {config.mesh} can shrink to fills whole nodes of {per_node} devices, "
+        "out of "
+        f"{nodes}"
+    )
 
 
 def fitted(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> TrainConfig:
-    """Returns the config on the largest mesh of at most n_devices that it allows; among equal sizes, on the one with the largest fsdp.
+    """Returns the config on the largest mesh of at most n_devices that it allows; among equal
+    sizes, on the one with the largest fsdp.
 
-    island, pipeline, expert, sequence and tensor keep their sizes; data and fsdp are at most as large as in the config (-1: any). The
-    global batch is kept, and microbatches are raised so that a device has no more sequences per microbatch than before. Raises ConfigError
-    if no such mesh passes `mesh_lm.training.check.check`.
+    island, pipeline, expert, sequence and tensor keep their sizes; data and fsdp are at most as
+    large as in the config (-1: any). The global batch is kept, and microbatches are raised so that
+    a device has no more sequences per microbatch than before. Raises ConfigError if no such mesh
+    passes `mesh_lm.training.check.check`.
     """
     sizes = config.mesh.sizes()
     if wrong := [axis for axis, size in sizes.items() if size == -1 and axis not in _SHRINK]:
-        raise ConfigError(f"mesh.{wrong[0]}=-1 would change with the number of devices, which only data and fsdp may do; give it a size")
+        raise ConfigError(
+            f"mesh.{wrong[0]}=-1 would change with the number of devices, which only data and "
+            "fsdp "
+            "may do; give it a size"
+        )
     reason = ""
     for mesh in _meshes(config.mesh, n_devices):
         size = math.prod(mesh.sizes().values())
         for microbatches in _microbatches(config, mesh):
-            candidate = dataclasses.replace(config, mesh=mesh, train=dataclasses.replace(config.train, microbatches=microbatches))
+            candidate = dataclasses.replace(
+                config,
+                mesh=mesh,
+                train=dataclasses.replace(config.train, microbatches=microbatches),
+            )
             try:
                 return check(candidate, size, rule)
             except ConfigError as error:
                 reason = str(error)
     least = math.prod(size for axis, size in sizes.items() if axis not in _SHRINK)
-    why = f"it needs at least {least}" if n_devices < least else reason or f"train.global_batch={config.train.global_batch} does not divide"
-    raise ConfigError(f"no mesh that {config.mesh} can shrink to fits on {n_devices} devices: {why}")
+    why = (
+        f"it needs at least {least}"
+        if n_devices < least
+        else reason or f"train.global_batch={config.train.global_batch} does not divide"
+    )
+    raise ConfigError(
+        f"no mesh that {config.mesh} can shrink to fits on {n_devices} devices: {why}"
+    )
 
 
 def _meshes(mesh: MeshConfig, n_devices: int) -> Iterator[MeshConfig]:
-    """Yields the meshes that are small enough, the largest first, and among equal sizes the one with the largest fsdp."""
+    """Yields the meshes that are small enough, the largest first, and among equal sizes the one
+    with the largest fsdp.
+    """
     fixed = math.prod(size for axis, size in mesh.sizes().items() if axis not in _SHRINK)
     most = n_devices // fixed
     data, fsdp = (most if size == -1 else min(size, most) for size in (mesh.data, mesh.fsdp))
@@ -101,11 +132,18 @@ def _meshes(mesh: MeshConfig, n_devices: int) -> Iterator[MeshConfig]:
 
 
 def _microbatches(config: TrainConfig, mesh: MeshConfig) -> Iterator[int]:
-    """Yields numbers of microbatches that divide the global batch over this mesh, from the fewest that need no more memory than before."""
+    """Yields numbers of microbatches that divide the global batch over this mesh, from the fewest
+    that need no more memory than before.
+    """
     batch, train = config.train.global_batch, config.train
     axes = axes_of(config.rules.activations.get("batch"))
-    before, after = (math.prod(max(1, m.sizes().get(axis, 1)) for axis in axes) for m in (config.mesh, mesh))
+    before, after = (
+        math.prod(max(1, m.sizes().get(axis, 1)) for axis in axes) for m in (config.mesh, mesh)
+    )
     before = after if any(config.mesh.sizes().get(axis) == -1 for axis in axes) else before
     for microbatches in range(train.microbatches, batch // after + 1):
-        if batch % (microbatches * after) == 0 and microbatches * after >= train.microbatches * before:
+        if (
+            batch % (microbatches * after) == 0
+            and microbatches * after >= train.microbatches * before
+        ):
             yield microbatches

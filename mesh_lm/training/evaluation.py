@@ -1,4 +1,6 @@
-"""The evaluations that a run makes of its own model: the loss on held-out batches, and a generated text."""
+"""The evaluations that a run makes of its own model: the loss on held-out batches, and a generated
+text.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.parallel.merge_stages import without_pipeline
 
 
-def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: Iterable[Batch]) -> float:
-    """Returns the cross-entropy in nats per label over all batches; nan without batches. Sums stay on the devices until the end."""
+def mean_loss(
+    step: Callable[[Params, Batch], Sums], params: Params, batches: Iterable[Batch]
+) -> float:
+    """Returns the cross-entropy in nats per label over all batches; nan without batches. Sums stay
+    on the devices until the end.
+    """
     total: Sums | None = None
     for batch in batches:
         sums = step(params, batch)
@@ -26,8 +32,11 @@ def mean_loss(step: Callable[[Params, Batch], Sums], params: Params, batches: It
     return float(total["loss"]) / float(total["weight"])
 
 
-def sample(layout: ModelLayout, params: Params, tokenizer: Tokenizer, n_tokens: int, seed: int) -> str | None:
-    """Returns a text generated from an empty prompt; None if n_tokens is 0 or the model cannot generate.
+def sample(
+    layout: ModelLayout, params: Params, tokenizer: Tokenizer, n_tokens: int, seed: int
+) -> str | None:
+    """Returns a text generated from an empty prompt; None if n_tokens is 0 or the model cannot
+    generate.
 
     Donates the weights of a model with pipeline stages.
     """

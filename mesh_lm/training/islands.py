@@ -1,7 +1,9 @@
-"""DiLoCo (arXiv 2311.08105): islands that train apart, and the outer step that brings them together every optimizer.outer_steps steps.
+"""DiLoCo (arXiv 2311.08105): islands that train apart, and the outer step that brings them together
+every optimizer.outer_steps steps.
 
-An island is a slice of the mesh along `island`. A step is manual over that axis, and so sends nothing over it: each island makes an
-ordinary step (`mesh_lm.training.step`) with its own weights, moments and part of the batch. The outer step is a program of its own.
+An island is a slice of the mesh along `island`. A step is manual over that axis, and so sends
+nothing over it: each island makes an ordinary step (`mesh_lm.training.step`) with its own weights,
+moments and part of the batch. The outer step is a program of its own.
 """
 
 from __future__ import annotations
@@ -26,20 +28,38 @@ _COUNTERS = ("step", "skipped")
 """Counters that all islands share."""
 
 
-def on_each(step: Callable[[State, Batch], tuple[State, dict[str, jax.Array]]], layout: ModelLayout) -> Callable[..., Any]:
-    """Returns a function (state of all islands, global batch) -> (state, metrics), in which each island makes this step with its own part.
+def on_each(
+    step: Callable[[State, Batch], tuple[State, dict[str, jax.Array]]], layout: ModelLayout
+) -> Callable[..., Any]:
+    """Returns a function (state of all islands, global batch) -> (state, metrics), in which each
+    island makes this step with its own part.
 
-    Nothing is sent from one island to another, the metrics included: a process reads those of its own islands' first one. But "skipped" is
-    that of all islands up to the last outer step, so that all processes decide the same from it.
+    Nothing is sent from one island to another, the metrics included: a process reads those of its
+    own islands' first one. But "skipped" is that of all islands up to the last outer step, so that
+    all processes decide the same from it.
     """
 
-    def on_island(shared: State, own: State, batch: Batch) -> tuple[State, State, dict[str, jax.Array]]:
+    def on_island(
+        shared: State, own: State, batch: Batch
+    ) -> tuple[State, State, dict[str, jax.Array]]:
         own = jax.tree.map(lambda x: x[0], own)
         good = own["recent"][0, 0].astype(jnp.int32)  # steps that this island did not skip
         plain = {name: x for name, x in own.items() if name != WEIGHTS}
-        after, metrics = step({**plain, "params": own[WEIGHTS], "step": shared["step"], "skipped": shared["step"] - good}, batch)
+        after, metrics = step(
+            {
+                **plain,
+                "params": own[WEIGHTS],
+                "step": shared["step"],
+                "skipped": shared["step"] - good,
+            },
+            batch,
+        )
         own = {name: after["params" if name == WEIGHTS else name] for name in own}
-        return {"step": after["step"]}, jax.tree.map(lambda x: x[None], own), {**metrics, "skipped": shared["skipped"]}
+        return (
+            {"step": after["step"]},
+            jax.tree.map(lambda x: x[None], own),
+            {**metrics, "skipped": shared["skipped"]},
+        )
 
     def run(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         own = {name: x for name, x in state.items() if name not in (*SHARED, *_COUNTERS)}
@@ -55,13 +75,16 @@ def on_each(step: Callable[[State, Batch], tuple[State, dict[str, jax.Array]]], 
 
 
 def outer_step(layout: ModelLayout, optimizer: Optimizer) -> jax.stages.Wrapped:
-    """Returns the jitted outer step, state -> state: the islands average their weights, once, and continue from the new anchor.
+    """Returns the jitted outer step, state -> state: the islands average their weights, once, and
+    continue from the new anchor.
 
-    It donates the state. It is the only program that sends something over `island`: the fp32 weights, in one all-reduce. The islands keep
-    their moments.
+    It donates the state. It is the only program that sends something over `island`: the fp32
+    weights, in one all-reduce. The islands keep their moments.
     """
 
-    def on_island(anchor: Any, momentum: Any, weights: Any, recent: jax.Array, step: jax.Array) -> tuple[Any, ...]:
+    def on_island(
+        anchor: Any, momentum: Any, weights: Any, recent: jax.Array, step: jax.Array
+    ) -> tuple[Any, ...]:
         n = lax.axis_size(ISLAND)
         mean = jax.tree.map(lambda x: lax.psum(x[0], ISLAND) / n, weights)
         anchor, momentum = outer_update(optimizer.config, anchor, momentum, mean)
@@ -70,14 +93,29 @@ def outer_step(layout: ModelLayout, optimizer: Optimizer) -> jax.stages.Wrapped:
 
     def run(state: State) -> State:
         each, same = PartitionSpec(ISLAND), PartitionSpec()
-        outer = _on_islands(on_island, layout, (same, same, each, each, same), (same, same, each, same))
+        outer = _on_islands(
+            on_island, layout, (same, same, each, each, same), (same, same, each, same)
+        )
         with jax.named_scope("outer_step"):
-            anchor, momentum, own, skipped = outer(state["params"], state[MOMENTUM], state[WEIGHTS], state["recent"], state["step"])
+            anchor, momentum, own, skipped = outer(
+                state["params"], state[MOMENTUM], state[WEIGHTS], state["recent"], state["step"]
+            )
         return {**state, "params": anchor, MOMENTUM: momentum, WEIGHTS: own, "skipped": skipped}
 
     return jax.jit(run, donate_argnums=0, out_shardings=state_shardings(layout, optimizer))
 
 
-def _on_islands(f: Callable[..., Any], layout: ModelLayout, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Returns a function that calls f on each island's arrays, which XLA shards over the other mesh axes."""
-    return jax.shard_map(f, mesh=layout.shard.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={ISLAND}, check_vma=False)
+def _on_islands(
+    f: Callable[..., Any], layout: ModelLayout, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Returns a function that calls f on each island's arrays, which XLA shards over the other mesh
+    axes.
+    """
+    return jax.shard_map(
+        f,
+        mesh=layout.shard.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={ISLAND},
+        check_vma=False,
+    )

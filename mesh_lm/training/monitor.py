@@ -1,4 +1,6 @@
-"""All output of a run. It gets metrics one step late, so that the host never makes the devices wait."""
+"""All output of a run. It gets metrics one step late, so that the host never makes the devices
+wait.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,19 @@ from mesh_lm.training.opening import opening
 
 
 class Monitor:
-    """Progress on the terminal, metrics in `<output>`, traces on request. Prints on process 0 only. A context manager."""
+    """Progress on the terminal, metrics in `<output>`, traces on request. Prints on process 0 only.
+    A context manager.
+    """
 
     def __init__(
-        self, config: TrainConfig, layout: ModelLayout, corpus: Dataset, phases: Phases, first_step: int, log: RunLog | None = None
-    ) -> None:  # fmt: skip
+        self,
+        config: TrainConfig,
+        layout: ModelLayout,
+        corpus: Dataset,
+        phases: Phases,
+        first_step: int,
+        log: RunLog | None = None,
+    ) -> None:
         self.config, self.corpus, self.output = config, corpus, Path(config.output).expanduser()
         self.speaks = jax.process_index() == 0
         device = jax.devices()[0]
@@ -49,9 +59,15 @@ class Monitor:
             device_kind=device.device_kind,
             enabled=self.speaks,
             log=log,
-            bits_per_byte=(lambda nats: bits_per_byte(nats, corpus.train_tokens, n_bytes)) if (n_bytes := corpus.train_bytes) else None,
+            bits_per_byte=(lambda nats: bits_per_byte(nats, corpus.train_tokens, n_bytes))
+            if (n_bytes := corpus.train_bytes)
+            else None,
         )
-        wandb = WeightsAndBiases(config.wandb, self.output, as_dict(config)) if config.wandb and self.speaks else None
+        wandb = (
+            WeightsAndBiases(config.wandb, self.output, as_dict(config))
+            if config.wandb and self.speaks
+            else None
+        )
         try:
             self._writer = Writer(self.output if self.speaks else None, first_step, also=wandb)
         except OSError as error:
@@ -60,8 +76,12 @@ class Monitor:
         self._newest: tuple[int, dict[str, jax.Array]] | None = None  # of the newest step
         self._late = self._newest  # the same, until it is read
         self._unwritten = ""
-        counts = self.speaks and first_step < config.train.steps  # a start that finds a finished run spends no time on it
-        self._phases, self._goodput = phases, Goodput(self.output, phases, first_step) if counts else None
+        # a start that finds a finished run spends no time on it
+        counts = self.speaks and first_step < config.train.steps
+        self._phases, self._goodput = (
+            phases,
+            Goodput(self.output, phases, first_step) if counts else None,
+        )
         self._opening = opening(config, layout, corpus)
         self._waited, self._row_step = 0.0, first_step
 
@@ -74,8 +94,12 @@ class Monitor:
         except OSError as error:
             raise _unwritable(self.output, error) from error
 
-    def step(self, step: int, metrics: dict[str, jax.Array]) -> tuple[int, dict[str, jax.Array]] | None:
-        """Takes the metrics of a step just dispatched, and returns those of the step before, which is done; None at the first step."""
+    def step(
+        self, step: int, metrics: dict[str, jax.Array]
+    ) -> tuple[int, dict[str, jax.Array]] | None:
+        """Takes the metrics of a step just dispatched, and returns those of the step before, which
+        is done; None at the first step.
+        """
         before, self._newest = self._newest, (step, metrics)
         self._phases.step = step
         if self._goodput:
@@ -95,17 +119,23 @@ class Monitor:
         try:
             self._writer.roll_back(step)
         except OSError as error:
-            self.note(f"warning: the metrics after step {step} are still in {self.output}: {error.strerror}")
+            self.note(
+                f"warning: the metrics after step {step} are still in {self.output}: "
+                f"{error.strerror}"
+            )
 
     def heldout(self, step: int, loss: float) -> dict[str, float]:
         """Records a held-out loss in nats per token, and returns the recorded row.
 
-        If all of the held-out text was read, the log also has the bits per byte of compressors on the same text.
+        If all of the held-out text was read, the log also has the bits per byte of compressors on
+        the same text.
         """
         beside = ", ".join(f"{name} {value:.3f}" for name, value in self._yardsticks().items())
         row, shown = {"heldout_loss": loss}, f"{loss:.3f} nats per token"
         if self.corpus.heldout_bytes:
-            row["heldout_bpb"] = bits_per_byte(loss, self.corpus.heldout_tokens, self.corpus.heldout_bytes)
+            row["heldout_bpb"] = bits_per_byte(
+                loss, self.corpus.heldout_tokens, self.corpus.heldout_bytes
+            )
             shown = f"{row['heldout_bpb']:.3f} bits per byte"
         self._write(step, row)
         part = f"{self.config.train.eval_sequences or 'all'} sequences"
@@ -113,7 +143,9 @@ class Monitor:
         return row
 
     def has_heldout(self, step: int) -> bool:
-        """Returns whether a held-out loss after this step is on record, as in a finished run that is restarted. False off process 0."""
+        """Returns whether a held-out loss after this step is on record, as in a finished run that
+        is restarted. False off process 0.
+        """
         try:
             found = rows.read(self.output / rows.METRICS)[0] if self.speaks else []
         except OSError:
@@ -121,9 +153,15 @@ class Monitor:
         return any(row["step"] == step and "heldout_loss" in row for row in found)
 
     def _yardsticks(self) -> dict[str, float]:
-        """Returns the bits per byte of general compressors on the held-out text; empty if only a part of it is evaluated."""
+        """Returns the bits per byte of general compressors on the held-out text; empty if only a
+        part of it is evaluated.
+        """
         known = {"gzip -9": self.corpus.gzip_bits_per_byte, "xz -9": self.corpus.xz_bits_per_byte}
-        return {} if self.config.train.eval_sequences else {name: value for name, value in known.items() if value is not None}
+        return (
+            {}
+            if self.config.train.eval_sequences
+            else {name: value for name, value in known.items() if value is not None}
+        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -140,7 +178,9 @@ class Monitor:
         self._progress.note(text)
 
     def finish(self, sample: str | None) -> None:
-        """Draws the loss curve and writes the generated text. A full disk does not make a finished run fail."""
+        """Draws the loss curve and writes the generated text. A full disk does not make a finished
+        run fail.
+        """
         if not self.speaks:
             return
         try:
@@ -149,21 +189,29 @@ class Monitor:
             if sample is not None:
                 (self.output / "sample.txt").write_text(sample, encoding="utf-8")
         except OSError as error:
-            self.note(f"warning: {error.filename or self.output} cannot be written: {error.strerror}")
+            self.note(
+                f"warning: {error.filename or self.output} cannot be written: {error.strerror}"
+            )
         if sample is not None:
             self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
 
     def has_finished(self, *, with_sample: bool) -> bool:
-        """Returns whether an earlier process has written what `finish` writes, after the newest checkpoint. False off process 0.
+        """Returns whether an earlier process has written what `finish` writes, after the newest
+        checkpoint. False off process 0.
 
-        Files that are older than it are of a shorter run, which was then trained on, and died between its last save and `finish`.
+        Files that are older than it are of a shorter run, which was then trained on, and died
+        between its last save and `finish`.
         """
         names = ["loss.png", *(["sample.txt"] if with_sample else [])]
         if not self.speaks:
             return False
         checkpoints = self.output / "checkpoints"
         try:
-            saved = (checkpoints / str(max(steps_in(checkpoints), default=0)) / "metadata" / "metadata").stat().st_mtime_ns
+            saved = (
+                (checkpoints / str(max(steps_in(checkpoints), default=0)) / "metadata" / "metadata")
+                .stat()
+                .st_mtime_ns
+            )
             return all((self.output / name).stat().st_mtime_ns >= saved for name in names)
         except OSError:
             return False
@@ -181,21 +229,29 @@ class Monitor:
             self._write(late[0], row | self._about_data(late[0]))
 
     def _about_data(self, step: int) -> dict[str, float]:
-        """Epochs of the data so far, and how long a step waits for it: the mean over the steps since the last row."""
+        """Epochs of the data so far, and how long a step waits for it: the mean over the steps
+        since the last row.
+        """
         waited, self._waited = self._waited, self._phases.seconds()["batch"]
         steps, self._row_step = step - self._row_step, step
         epoch = step * self.config.tokens_per_step / self.corpus.train_tokens
         return {"epoch": epoch, "wait_ms": 1e3 * (self._waited - waited) / max(1, steps)}
 
     def _write(self, step: int, row: dict[str, float]) -> None:
-        """Writes a row. A full disk does not stop the run; the rows are written when there is space again."""
+        """Writes a row. A full disk does not stop the run; the rows are written when there is space
+        again.
+        """
         try:
             self._writer.write(step, row)
             problem = ""
         except OSError as error:
             problem = error.strerror or str(error)
         if problem != self._unwritten:
-            state = f"cannot be written: {problem}; training continues" if problem else "are written again"
+            state = (
+                f"cannot be written: {problem}; training continues"
+                if problem
+                else "are written again"
+            )
             self.note(f"warning: the metrics in {self.output} {state}")
         self._unwritten = problem
 
@@ -204,24 +260,39 @@ class Monitor:
         for line in self._opening:
             self.note(line)
         if n := self._writer.damaged:
-            self.note(f"warning: {n} earlier rows of {self.output / rows.METRICS} are damaged or missing, and left out")
+            self.note(
+                f"warning: {n} earlier rows of {self.output / rows.METRICS} are damaged or "
+                "missing, and left out"
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             self.flush()
         self._profile.stop()
         if kind is None and self._profile.missed:
-            self.note(f"no trace was made: this process ended before step {self._profile.missed} (profile.start_step)")
+            self.note(
+                f"no trace was made: this process ended before step {self._profile.missed} "
+                "(profile.start_step)"
+            )
         if self._goodput:
-            self.note(describe(self._goodput.total(finished=self._phases.step >= self.config.train.steps)))
+            self.note(
+                describe(self._goodput.total(finished=self._phases.step >= self.config.train.steps))
+            )
         self._progress.__exit__(kind, value, trace)
         with contextlib.suppress(OSError):  # was reported when it happened
             self._writer.close()
 
 
 def _unwritable(output: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot write metrics to {error.filename or output}: {error.strerror}; set another output")
+    return ConfigError(
+        f"cannot write metrics to {error.filename or output}: {error.strerror}; set another output"
+    )
 
 
 class Profile:

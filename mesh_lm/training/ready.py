@@ -1,4 +1,6 @@
-"""Checks of what a run needs in addition to a config that fits its devices, before the first device is used."""
+"""Checks of what a run needs in addition to a config that fits its devices, before the first device
+is used.
+"""
 
 from __future__ import annotations
 
@@ -40,29 +42,41 @@ _CURES = {
 }
 """What, other than another output, would work after an error in writing there."""
 _STATE_BYTES = {"adamw": 12, "muon": 8, "lion": 8}
-"""Bytes of a checkpoint per parameter, at least; of other optimizers only the weights are counted."""
+"""Bytes of a checkpoint per parameter, at least; of other optimizers only the weights are
+counted."""
 
 
-def require_ready(config: TrainConfig, data: Dataset | None = None, *, rule: Rule | None = None, thorough: bool = False) -> None:
-    """Raises ConfigError that lists what is missing: text to train on, a writable output, a login to Weights & Biases.
+def require_ready(
+    config: TrainConfig,
+    data: Dataset | None = None,
+    *,
+    rule: Rule | None = None,
+    thorough: bool = False,
+) -> None:
+    """Raises ConfigError that lists what is missing: text to train on, a writable output, a login
+    to Weights & Biases.
 
     Raises StorageError if nothing but a full or failing disk is in the way.
 
     Args:
-      data: what the run was given to train on, instead of what the config names.
-      rule: the optimizer's, as for `check`.
-      thorough: also whether the output has room for a checkpoint, whether the model has the ids of the tokenizer, for a new run, if the
-        text was counted before, data.max_epochs, and what `check` says, as far as the devices are known. It imports Flax.
+      data: what the run was given to train on, instead of what the config names. rule: the
+      optimizer's, as for `check`. thorough: also whether the output has room for a checkpoint,
+      whether the model has the ids of the tokenizer, for a new run, if the
+        text was counted before, data.max_epochs, and what `check` says, as far as the devices are
+        known. It imports Flax.
     """
     slot = ProcessSlot.of(config.launch)
     is_first = slot is None or slot.index == 0
-    # What one host lacks ends the other processes, too, if a launcher sees it; else it is found when they are connected, and all report it.
+    # What one host lacks ends the other processes, too, if a launcher sees it; else it is found
+    # when they are connected, and all report it.
     checks_files = slot is None or slot.count == 1 or HEARTBEAT in os.environ
     problems: list[str] = list(_data(config, with_files=checks_files)) if data is None else []
     reads_data = thorough and checks_files and is_first
     has_data = not problems
     full = False
-    checks: list[Callable[[], None]] = [lambda: _require_output(config, with_room=thorough)] if checks_files else []
+    checks: list[Callable[[], None]] = (
+        [lambda: _require_output(config, with_room=thorough)] if checks_files else []
+    )
     if config.wandb and is_first:  # the process that writes the metrics
         checks.append(lambda: require_login(config.wandb))
     for check in checks:
@@ -71,7 +85,8 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, rule: Rul
         except ConfigError as error:
             problems.append(str(error))
             full = full or storage_failed(error)
-    if reads_data and data is None and (has_data or not config.data.blend):  # a blend has its tokenizer with it
+    # a blend has its tokenizer with it
+    if reads_data and data is None and (has_data or not config.data.blend):
         problems += _vocabulary(config)
     if reads_data and has_data and not _has_begun(config):  # which then warns, if at all
         problems += _epochs(config, data)
@@ -84,13 +99,18 @@ def require_ready(config: TrainConfig, data: Dataset | None = None, *, rule: Rul
 
 
 def _data(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
-    """Whether there is something to train on, without reading it. with_files: also whether its files are there."""
+    """Whether there is something to train on, without reading it. with_files: also whether its
+    files are there.
+    """
     data = config.data
     if not (data.path or data.blend):
         yield (
-            "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of such files), or data.blend to what "
-            "`mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code (docs/data.md; from the Hugging Face Hub: docs/prepare.md). To "
-            "try a config, data.path=stdlib gives it 10 MB of Python source code, enough for a few steps of a large model"
+            "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of "
+            "such files), or data.blend to what "
+            "`mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code (docs/data.md; from the "
+            "Hugging Face Hub: docs/prepare.md). To "
+            "try a config, data.path=stdlib gives it 10 MB of Python source code, enough for a few "
+            "steps of a large model"
         )
     try:
         prefixes = blend.parse(data.blend)[0] if data.blend else []
@@ -100,10 +120,21 @@ def _data(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
         return
     if not with_files:
         return
-    for field, prefix in [*(("blend", prefix) for prefix in prefixes), *(("valid_blend", prefix) for prefix in heldout)]:
-        lacking = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if not path.expanduser().is_file()]
+    for field, prefix in [
+        *(("blend", prefix) for prefix in prefixes),
+        *(("valid_blend", prefix) for prefix in heldout),
+    ]:
+        lacking = [
+            str(path)
+            for path in (bin_path(prefix), idx_path(prefix))
+            if not path.expanduser().is_file()
+        ]
         if lacking:
-            fix = "leave out .bin" if prefix.endswith((".bin", ".idx")) else f"mesh-lm prepare --input=TEXT --output={prefix} writes both"
+            fix = (
+                "leave out .bin"
+                if prefix.endswith((".bin", ".idx"))
+                else f"mesh-lm prepare --input=TEXT --output={prefix} writes both"
+            )
             yield f"data.{field}={prefix}: no such file: {' and '.join(lacking)}; {fix}"
     if data.path and not prefixes:
         try:
@@ -115,14 +146,19 @@ def _data(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
 
 
 def _require_output(config: TrainConfig, *, with_room: bool) -> None:
-    """Raises ConfigError unless the output is, or can become, a directory that can be written, with_room: and that has room."""
+    """Raises ConfigError unless the output is, or can become, a directory that can be written,
+    with_room: and that has room.
+    """
     output = config.output
     if not output or "://" in output:
-        raise ConfigError(f"output={output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)")
+        raise ConfigError(
+            f"output={output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)"
+        )
     where = path = Path(output).expanduser().absolute()
     if not is_utf_8(path):
         raise ConfigError(
-            f"output={output}: names of this locale are in {sys.getfilesystemencoding()}, and checkpoints are written to names in UTF-8; "
+            f"output={output}: names of this locale are in {sys.getfilesystemencoding()}, and "
+            "checkpoints are written to names in UTF-8; "
             "set the environment variable PYTHONUTF8=1, or name the output in ASCII letters"
         )
     try:
@@ -132,18 +168,23 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
             probe.write(bytes(_PROBE))
         disk = shutil.disk_usage(where)
     except OSError as error:
-        what = f"output={output} cannot be written: {error.strerror}" + (f" ({where})" if where != path else "")
+        what = f"output={output} cannot be written: {error.strerror}" + (
+            f" ({where})" if where != path else ""
+        )
         cure = _CURES.get(error.errno or 0, "")
         raise ConfigError(f"{what}; set another output{f', or {cure}' if cure else ''}") from error
-    if with_room and disk.free < (needed := _state_bytes(config)) and disk.total:  # some network file systems say 0 of 0
+    # some network file systems say 0 of 0
+    if with_room and disk.free < (needed := _state_bytes(config)) and disk.total:
         raise ConfigError(
-            f"output={output}: its disk has {_size(disk.free)} left, and one checkpoint of this model needs {_size(needed)} or more; "
+            f"output={output}: its disk has {_size(disk.free)} left, and one checkpoint of this "
+            f"model needs {_size(needed)} or more; "
             "make room there, or set another output"
         ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _state_bytes(config: TrainConfig) -> float:
-    """Returns the least size of a checkpoint, by the weights of the matmuls; 0 where they are not known.
+    """Returns the least size of a checkpoint, by the weights of the matmuls; 0 where they are not
+    known.
 
     A model of the user's own may use a weight several times, or count attention among its FLOPs.
     """
@@ -152,7 +193,11 @@ def _state_bytes(config: TrainConfig) -> float:
     model = config.model
     if type(model) is not DecoderConfig or model.problems():  # which `check` reports
         return 0.0
-    return (model.flops_per_token() - model.attention_flops_per_token()) / 6 * _STATE_BYTES.get(config.optimizer.name, 4)
+    return (
+        (model.flops_per_token() - model.attention_flops_per_token())
+        / 6
+        * _STATE_BYTES.get(config.optimizer.name, 4)
+    )
 
 
 def _has_begun(config: TrainConfig) -> bool:
@@ -164,10 +209,14 @@ def _epochs(config: TrainConfig, data: Dataset | None) -> list[str]:
     """Whether the text would be repeated too often, as far as it was counted before."""
     if not config.data.max_epochs:
         return []
-    from mesh_lm.data.corpus import known_sources  # here, so that other problems are answered before JAX is imported
+    # here, so that other problems are answered before JAX is imported
+    from mesh_lm.data.corpus import known_sources
 
     try:
-        return epochs_problems(config, known_sources(config.data, config.outputs.values()) if data is None else data.sources())
+        return epochs_problems(
+            config,
+            known_sources(config.data, config.outputs.values()) if data is None else data.sources(),
+        )
     except ConfigError as error:
         return [str(error)]
 
@@ -180,7 +229,9 @@ def _vocabulary(config: TrainConfig) -> list[str]:
 
 
 def _of_config(config: TrainConfig, rule: Rule | None) -> list[str]:
-    """The problems that `check` reports, as far as the number of devices is known before JAX has looked for them."""
+    """The problems that `check` reports, as far as the number of devices is known before JAX has
+    looked for them.
+    """
     from mesh_lm import distributed
     from mesh_lm.training.check import check
 

@@ -1,11 +1,13 @@
 """Checks that replicas of the state hold the same bits on all devices.
 
-It finds a bit that memory or a transfer flipped in one replica, and an update that one device computed wrongly. Replicas are those of a
-sharding: all weights under DDP, those of the other `data` groups under HSDP, and the scalars everywhere.
+It finds a bit that memory or a transfer flipped in one replica, and an update that one device
+computed wrongly. Replicas are those of a sharding: all weights under DDP, those of the other `data`
+groups under HSDP, and the scalars everywhere.
 
-It does not find errors in shards that only one device holds (a checkpoint's digests do), nor a wrong gradient of one device, which all of
-them sum. Under ZeRO it does not find an error that is more than one step old: each step gathers every weight from the device that updates
-it, so a flipped bit is overwritten, or copied to all replicas.
+It does not find errors in shards that only one device holds (a checkpoint's digests do), nor a
+wrong gradient of one device, which all of them sum. Under ZeRO it does not find an error that is
+more than one step old: each step gathers every weight from the device that updates it, so a flipped
+bit is overwritten, or copied to all replicas.
 """
 
 from __future__ import annotations
@@ -34,39 +36,55 @@ class ReplicasDiffer(RuntimeError):
 
 
 def require_equal(state: Mapping[str, Any]) -> None:
-    """Raises ReplicasDiffer with the leaves and devices that `differing` finds. Every process must call it."""
+    """Raises ReplicasDiffer with the leaves and devices that `differing` finds. Every process must
+    call it.
+    """
     if found := _differences(state):
         yield_to_the_blamed({process for _, processes in found for process in processes})
-        problem = listed("replicas of the state differ; a device, its memory or a link is faulty", [line for line, _ in found])
+        problem = listed(
+            "replicas of the state differ; a device, its memory or a link is faulty",
+            [line for line, _ in found],
+        )
         raise ReplicasDiffer(
-            f"{problem}\nthis state was not saved: continue from the newest checkpoint, without that device if it is named again"
+            f"{problem}\nthis state was not saved: continue from the newest checkpoint, "
+            "without "
+            "that device if it is named again"
         )
 
 
 def yield_to_the_blamed(processes: Collection[int]) -> None:
-    """Waits for a moment if none of these is this process: the launcher takes the node of the first that fails for the cause."""
+    """Waits for a moment if none of these is this process: the launcher takes the node of the first
+    that fails for the cause.
+    """
     if processes and jax.process_index() not in processes:
         time.sleep(_LATER)
 
 
 def differing(state: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each shard whose replicas differ, with the devices in the minority; empty if all replicas are equal.
+    """Returns a line for each shard whose replicas differ, with the devices in the minority; empty
+    if all replicas are equal.
 
-    state: nested dicts of arrays on one mesh. Every process must call it, and gets the same result. Each device computes digests of its
-    shards, in one program without collectives; only digests are gathered. Without a majority all devices are named.
+    state: nested dicts of arrays on one mesh. Every process must call it, and gets the same result.
+    Each device computes digests of its shards, in one program without collectives; only digests are
+    gathered. Without a majority all devices are named.
     """
     return [line for line, _ in _differences(state)]
 
 
 def _differences(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
     """Returns the lines of `differing`, each with the processes of the devices that it names."""
-    leaves = [(path, x) for path, x in jax.tree_util.tree_flatten_with_path(state)[0] if _shards(x.sharding, x.shape).replicated]
+    leaves = [
+        (path, x)
+        for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
+        if _shards(x.sharding, x.shape).replicated
+    ]
     if not leaves:
         return []
     arrays = [x for _, x in leaves]
     mesh = arrays[0].sharding.mesh
     digests = program(mesh, tuple(x.sharding.spec for x in arrays))(*arrays)
-    rows = np.asarray(multihost_utils.process_allgather(digests, tiled=True))  # [devices, leaves, 2]
+    # [devices, leaves, 2]
+    rows = np.asarray(multihost_utils.process_allgather(digests, tiled=True))
     values = rows[..., 0].astype(np.uint64) << np.uint64(32) | rows[..., 1]
     devices = mesh.devices.reshape(-1)
     return [
@@ -78,7 +96,9 @@ def _differences(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
 
 @functools.lru_cache(maxsize=8)
 def program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[..., jax.Array]:
-    """Returns a jitted function: arrays with these specs -> uint32 [devices, arrays, 2], digests of each device's shards in mesh order."""
+    """Returns a jitted function: arrays with these specs -> uint32 [devices, arrays, 2], digests of
+    each device's shards in mesh order.
+    """
 
     def own(*blocks: jax.Array) -> jax.Array:
         return jnp.stack([digest(block) for block in blocks])[None]
@@ -92,7 +112,10 @@ class _Shards:
 
     def __init__(self, sharding: NamedSharding, shape: tuple[int, ...]) -> None:
         by_device = sharding.devices_indices_map(shape)
-        indices = [tuple((s.start, s.stop) for s in by_device[device] or ()) for device in cast(Mesh, sharding.mesh).devices.flat]
+        indices = [
+            tuple((s.start, s.stop) for s in by_device[device] or ())
+            for device in cast(Mesh, sharding.mesh).devices.flat
+        ]
         numbers = {index: number for number, index in enumerate(dict.fromkeys(indices))}
         self.of_device = np.array([numbers[index] for index in indices])
         self.replicated = len(numbers) < len(indices)
@@ -101,8 +124,12 @@ class _Shards:
 _shards = functools.lru_cache(maxsize=1024)(_Shards)
 
 
-def _minorities(shards: _Shards, values: np.ndarray, devices: np.ndarray) -> list[tuple[str, list[int]]]:
-    """Returns a line for each shard of one leaf whose replicas differ, and the processes that it names. values: the digests, by device."""
+def _minorities(
+    shards: _Shards, values: np.ndarray, devices: np.ndarray
+) -> list[tuple[str, list[int]]]:
+    """Returns a line for each shard of one leaf whose replicas differ, and the processes that it
+    names. values: the digests, by device.
+    """
     _, firsts = np.unique(shards.of_device, return_index=True)
     wrong = values != values[firsts][shards.of_device]
     lines = []
@@ -115,7 +142,10 @@ def _minorities(shards: _Shards, values: np.ndarray, devices: np.ndarray) -> lis
         line = (
             f": {named} hold different bits, and no majority shows which are right"
             if tie
-            else f": {named} {'differs' if len(blamed) == 1 else 'differ'} from the {votes} other replicas"
+            else (
+                f": {named} {'differs' if len(blamed) == 1 else 'differ'} from the {votes} other "
+                "replicas"
+            )
         )
         lines.append((line, [device.process_index for device in blamed]))
     return lines

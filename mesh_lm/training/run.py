@@ -1,4 +1,6 @@
-"""The result of `mesh_lm.train`, which callbacks get as well: the progress of a run, and its measurements."""
+"""The result of `mesh_lm.train`, which callbacks get as well: the progress of a run, and its
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ class Run:
     step: int
     """Optimizer steps done, those before a restart included."""
     state: State
-    """Parameters, optimizer slots and counters after that step; see `mesh_lm.state`. While the run trains it is donated to the next step:
-    copy what you want to keep. After a run with pipeline stages that wrote a sample it is empty; `mesh_lm.load` reads the checkpoint."""
+    """Parameters, optimizer slots and counters after that step; see `mesh_lm.state`. While the run
+    trains it is donated to the next step: copy what you want to keep. After a run with pipeline
+    stages that wrote a sample it is empty; `mesh_lm.load` reads the checkpoint."""
     preempted: bool = False
     """Whether SIGTERM or Ctrl-C ended the run, which then saved; the same call continues it."""
     interrupted: bool = False
@@ -49,12 +52,16 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of <output>/metrics.jsonl, such as {"step": 10, "loss": 3.2, ...}: those of training and those of evaluation."""
+        """The rows of <output>/metrics.jsonl, such as {"step": 10, "loss": 3.2, ...}: those of
+        training and those of evaluation.
+        """
         return rows.read(self.output / rows.METRICS)[0]
 
     @property
     def losses(self) -> list[float]:
-        """The training losses on record, in nats per token: one every train.log_every steps, the first and the last."""
+        """The training losses on record, in nats per token: one every train.log_every steps, the
+        first and the last.
+        """
         return [row["loss"] for row in self.metrics if "loss" in row]
 
     @property
@@ -68,7 +75,9 @@ class Run:
         return status_of(by_interrupt=self.interrupted) if self.preempted else 0
 
     def stop(self) -> None:
-        """For callbacks, on all processes: ends the run after this step as if it were the last, with a checkpoint and an evaluation."""
+        """For callbacks, on all processes: ends the run after this step as if it were the last,
+        with a checkpoint and an evaluation.
+        """
         self.stopping = True
 
 
@@ -83,11 +92,15 @@ class Callback(Protocol):
         ...
 
     def on_step(self, run: Run, metrics: Mapping[str, jax.Array], /) -> None:
-        """Called after a step was dispatched; float(metrics["loss"]) waits for the step, and then makes the devices wait for the host."""
+        """Called after a step was dispatched; float(metrics["loss"]) waits for the step, and then
+        makes the devices wait for the host.
+        """
         ...
 
     def on_evaluation(self, run: Run, metrics: Mapping[str, float], /) -> None:
-        """Called after an evaluation: {"heldout_loss": nats per token, "heldout_bpb": bits per byte, if the bytes are known}."""
+        """Called after an evaluation: {"heldout_loss": nats per token, "heldout_bpb": bits per
+        byte, if the bytes are known}.
+        """
         ...
 
     def on_end(self, run: Run, /) -> None:
@@ -96,12 +109,19 @@ class Callback(Protocol):
 
 
 def require_callbacks(callbacks: Any) -> None:
-    """Raises ConfigError for what is no list, and for a method that begins with on_ and is none of `Callback`."""
+    """Raises ConfigError for what is no list, and for a method that begins with on_ and is none of
+    `Callback`.
+    """
     known = [name for name in vars(Callback) if name.startswith("on_")]
     if not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks={callbacks!r}: expected a list of them")
     for callback in callbacks:
         for name in dir(callback):
             if name.startswith("on_") and name not in known:
-                hint = did_you_mean(difflib.get_close_matches(name, known, n=1)) or f"; the methods are {', '.join(known)}"
-                raise ConfigError(f"{type(callback).__name__}.{name}: no such method of a callback{hint}")
+                hint = (
+                    did_you_mean(difflib.get_close_matches(name, known, n=1))
+                    or f"; the methods are {', '.join(known)}"
+                )
+                raise ConfigError(
+                    f"{type(callback).__name__}.{name}: no such method of a callback{hint}"
+                )

@@ -15,17 +15,20 @@ from mesh_lm.distributed.phases import Phases
 _BUSY = ("batch", "step")
 """Phases of the training loop, in which every step is a sign of life."""
 _MARGIN = 30.0
-"""Seconds after which faulthandler dumps the stacks, in case native code holds the GIL and no Python thread can run."""
+"""Seconds after which faulthandler dumps the stacks, in case native code holds the GIL and no
+Python thread can run."""
 
 _STDERR = 2
 """The file descriptor, because sys.stderr may have been replaced by an object without one."""
 
 
 class Watchdog:
-    """A context in which a process ends with status 75, after dumping the stacks of all threads, when a phase takes too long.
+    """A context in which a process ends with status 75, after dumping the stacks of all threads,
+    when a phase takes too long.
 
-    The limit between two signs of life is max(health.stall, 10 median steps) in the training loop, and health.patience in all other phases:
-    data, restore, compile, save, evaluate. health.stall=0 turns the watchdog off.
+    The limit between two signs of life is max(health.stall, 10 median steps) in the training loop,
+    and health.patience in all other phases: data, restore, compile, save, evaluate. health.stall=0
+    turns the watchdog off.
     """
 
     def __init__(self, config: HealthConfig, phases: Phases, prefix: str = "") -> None:
@@ -42,7 +45,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if not faulthandler.is_enabled():
-            faulthandler.enable(_STDERR)  # prints the stack of a bus error, such as that of a truncated data file
+            # prints the stack of a bus error, such as that of a truncated data file
+            faulthandler.enable(_STDERR)
         if self._config.stall:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
@@ -52,7 +56,8 @@ class Watchdog:
         while not self._over.wait(min(1.0, self._config.stall / 4)):
             phases, limit = self._phases, self.limit
             late = max(1.0, limit - phases.idle + _MARGIN)
-            faulthandler.dump_traceback_later(late, exit=True, file=_STDERR)  # always exits with status 1
+            # always exits with status 1
+            faulthandler.dump_traceback_later(late, exit=True, file=_STDERR)
             if (idle := phases.idle) > limit:
                 self._end(idle, limit)
         faulthandler.cancel_dump_traceback_later()
@@ -60,19 +65,30 @@ class Watchdog:
     def _end(self, idle: float, limit: float) -> None:
         where = f"phase {self._phases.phase}, {self._phases.step} steps done"
         why = (
-            f"median step {self._phases.median_step:.2f} s, health.stall={self._config.stall:g}, health.patience={self._config.patience:g}"
+            f"median step {self._phases.median_step:.2f} s, health.stall={self._config.stall:g}, "
+            f"health.patience={self._config.patience:g}"
         )
         try:
             print(
-                f"{self._prefix}error: no progress for {idle:.0f} s (limit {limit:.0f}): {where}; {why}. The stacks of all threads:",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                (
+                    f"{self._prefix}error: no progress for {idle:.0f} s (limit {limit:.0f}): "
+                    f"{where}; "
+                    f"{why}. The stacks of all threads:"
+                ),
+                file=sys.stderr,
+                flush=True,
+            )
             faulthandler.dump_traceback(_STDERR, all_threads=True)
             sys.stdout.flush()
         finally:  # also if the log cannot be written
             os._exit(launch.EXIT_STALLED)
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._over.set()
         if self._config.stall:
             self._thread.join()

@@ -1,4 +1,6 @@
-"""Attention: `api.py` has the public function, `mosaic.py`, `cudnn.py` and `xla.py` its implementations, `reference.py` the formula."""
+"""Attention: `api.py` has the public function, `mosaic.py`, `cudnn.py` and `xla.py` its
+implementations, `reference.py` the formula.
+"""
 
 from pallas_kernels.attention.api import (
     attention_gradients,

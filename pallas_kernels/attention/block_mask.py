@@ -1,8 +1,10 @@
-"""Block-sparse attention: a pattern, static when the program is traced, of blocks of queries and keys that see each other.
+"""Block-sparse attention: a pattern, static when the program is traced, of blocks of queries and
+keys that see each other.
 
-A block that is not visible costs nothing. `fixed` and `strided` are Sparse Transformers' patterns (Child et al. 2019,
-arXiv 1904.10509), `bigbird` is BigBird's (Zaheer et al. 2020, arXiv 2007.14062), all with blocks instead of positions, as in their
-authors' kernels. The other masks of a call (causal, window, segments) apply as well.
+A block that is not visible costs nothing. `fixed` and `strided` are Sparse Transformers' patterns
+(Child et al. 2019, arXiv 1904.10509), `bigbird` is BigBird's (Zaheer et al. 2020, arXiv
+2007.14062), all with blocks instead of positions, as in their authors' kernels. The other masks of
+a call (causal, window, segments) apply as well.
 """
 
 import dataclasses
@@ -16,14 +18,16 @@ MULTIPLE = 64
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A static pattern. It compares and hashes by value, so that it can be a static argument of `jax.jit`.
+    """A static pattern. It compares and hashes by value, so that it can be a static argument of
+    `jax.jit`.
 
     Raises ValueError for a pattern of another type or rank, and for another block size.
     """
 
     visible: np.ndarray
-    """bool [N or 1, ceil(S / size), ceil(T / size)]: by query head (1: the same for all), block of queries, block of keys. Blocks
-    count from query 0 and key 0 of the call, whatever its `q_offset`."""
+    """bool [N or 1, ceil(S / size), ceil(T / size)]: by query head (1: the same for all), block of
+    queries, block of keys. Blocks count from query 0 and key 0 of the call, whatever its
+    `q_offset`."""
     size: int
     """Positions in a block of queries or keys; a multiple of 64."""
 
@@ -31,9 +35,15 @@ class BlockMask:
         visible = np.array(self.visible, order="C")
         if visible.dtype != bool or visible.ndim != 3 or 0 in visible.shape:
             raise ValueError(
-                f"BlockMask.visible must be bool [heads or 1, blocks of queries, blocks of keys], got {visible.dtype} {list(visible.shape)}"
+                "BlockMask.visible must be bool [heads or 1, blocks of queries, blocks of "
+                "keys], "
+                f"got {visible.dtype} {list(visible.shape)}"
             )
-        if not isinstance(self.size, int | np.integer) or self.size < MULTIPLE or self.size % MULTIPLE:
+        if (
+            not isinstance(self.size, int | np.integer)
+            or self.size < MULTIPLE
+            or self.size % MULTIPLE
+        ):
             raise ValueError(f"BlockMask.size must be a multiple of {MULTIPLE}, got {self.size}")
         visible.flags.writeable = False
         object.__setattr__(self, "visible", visible)
@@ -56,7 +66,9 @@ class BlockMask:
         faults = []
         if tuple(have) != want:
             faults.append(
-                f"block_mask has {have[0]} x {have[1]} blocks of {self.size}; {S} queries and {T} keys need {want[0]} x {want[1]}"
+                f"block_mask has {have[0]} x {have[1]} blocks of {self.size}; {S} queries and "
+                f"{T} "
+                f"keys need {want[0]} x {want[1]}"
             )
         if heads not in (1, N):
             faults.append(f"block_mask has {heads} heads; it must have 1 (for all) or {N}")
@@ -68,16 +80,31 @@ class BlockMask:
         return self.visible[:, rows[:, None], keys]
 
     @classmethod
-    def fixed(cls, S: int, T: int | None = None, *, size: int = 128, stride: int, summary: int = 1, heads: int = 1) -> "BlockMask":
-        """Each query sees its own stretch of `stride` blocks, and the last `summary` blocks of every stretch.
+    def fixed(
+        cls,
+        S: int,
+        T: int | None = None,
+        *,
+        size: int = 128,
+        stride: int,
+        summary: int = 1,
+        heads: int = 1,
+    ) -> "BlockMask":
+        """Each query sees its own stretch of `stride` blocks, and the last `summary` blocks of
+        every stretch.
 
-        With several heads, head i uses the i-th last group of `summary` blocks instead, modulo the number of groups.
+        With several heads, head i uses the i-th last group of `summary` blocks instead, modulo the
+        number of groups.
         """
         row, key = _blocks(S, T, size)
         if not 1 <= summary <= stride:
-            raise ValueError(f"BlockMask.fixed: summary must be 1 to stride={stride} blocks, got {summary}")
+            raise ValueError(
+                f"BlockMask.fixed: summary must be 1 to stride={stride} blocks, got {summary}"
+            )
         groups = stride // summary
-        first = stride - summary * (1 + np.arange(_at_least(1, heads=heads))[:, None, None] % groups)
+        first = stride - summary * (
+            1 + np.arange(_at_least(1, heads=heads))[:, None, None] % groups
+        )
         summaries = (key % stride >= first) & (key % stride < first + summary)
         return cls((row // stride == key // stride) | summaries, size)
 
@@ -108,28 +135,36 @@ class BlockMask:
         heads: int = 1,
         seed: int = 0,
     ) -> "BlockMask":
-        """The first `global_blocks` see and are seen by all; each query sees `window_blocks` around its own, and random others.
+        """The first `global_blocks` see and are seen by all; each query sees `window_blocks` around
+        its own, and random others.
 
         Args:
-          window_blocks: odd, its own block in the middle.
-          random_blocks: drawn without repetition from the blocks that a query does not see already; all of these if they are fewer.
-          causal: draw from earlier blocks only, for causal calls, which would hide about half of the random blocks.
-          heads: the number of heads, each with its own draw.
-          seed: for the draws.
+          window_blocks: odd, its own block in the middle. random_blocks: drawn without repetition
+          from the blocks that a query does not see already; all of these if they are fewer. causal:
+          draw from earlier blocks only, for causal calls, which would hide about half of the random
+          blocks. heads: the number of heads, each with its own draw. seed: for the draws.
         """
         row, key = _blocks(S, T, size)
         _at_least(0, global_blocks=global_blocks, random_blocks=random_blocks)
         if window_blocks % 2 != 1:
             raise ValueError(f"BlockMask.bigbird: window_blocks must be odd, got {window_blocks}")
-        near = (row < global_blocks) | (key < global_blocks) | (np.abs(row - key) <= window_blocks // 2)
-        open_to_all = np.broadcast_to(~near & (key <= row) if causal else ~near, (_at_least(1, heads=heads), *near.shape[1:]))
+        near = (
+            (row < global_blocks)
+            | (key < global_blocks)
+            | (np.abs(row - key) <= window_blocks // 2)
+        )
+        open_to_all = np.broadcast_to(
+            ~near & (key <= row) if causal else ~near, (_at_least(1, heads=heads), *near.shape[1:])
+        )
         draws = np.where(open_to_all, np.random.default_rng(seed).random(open_to_all.shape), np.inf)
         rank = draws.argsort(-1).argsort(-1)
         return cls(near | ((rank < random_blocks) & open_to_all), size)
 
 
 def _blocks(S: int, T: int | None, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the blocks of queries [1, ceil(S / size), 1] and of keys [1, 1, ceil(T / size)]."""
+    """Indices of the blocks of queries [1, ceil(S / size), 1] and of keys [1, 1, ceil(T /
+    size)].
+    """
     T = S if T is None else T
     _at_least(1, S=S, T=T, size=size)
     return np.arange(-(-S // size))[None, :, None], np.arange(-(-T // size))[None, None]

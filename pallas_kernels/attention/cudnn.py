@@ -1,8 +1,11 @@
 """NVIDIA's fused attention, by `jax.nn.dot_product_attention(implementation="cudnn")`.
 
-The limits are from the sources of jax 0.10.2, 0.11.2 and 0.12.0.1 and from cuDNN's support matrix (docs.nvidia.com, cuDNN 9.18):
-- jax rounds its log-sum-exp to the input dtype and drops the gradient, so it cannot serve ring attention;
-- jax requires value heads as wide as the query's, and takes lengths per batch row, not documents within a row;
+The limits are from the sources of jax 0.10.2, 0.11.2 and 0.12.0.1 and from cuDNN's support matrix
+(docs.nvidia.com, cuDNN 9.18):
+- jax rounds its log-sum-exp to the input dtype and drops the gradient, so it cannot serve ring
+  attention;
+- jax requires value heads as wide as the query's, and takes lengths per batch row, not documents
+  within a row;
 - cuDNN aligns the causal mask at the top left, which is `q_offset` 0.
 """
 
@@ -17,26 +20,45 @@ def unsupported_reason(problem: AttentionProblem) -> str | None:
     (_, S, _, H), T, Hv = problem.q_shape, problem.k_shape[1], problem.v_shape[3]
     widest = 256 if problem.capability >= (9, 0) else 128
     reasons = {
-        f"it needs an NVIDIA GPU, and the platform is {problem.platform}": problem.platform != "gpu",
-        f"it needs compute capability 8.0, and this GPU has {problem.capability[0]}.{problem.capability[1]}": problem.capability < (8, 0),
-        f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype not in ("bfloat16", "float16"),
-        f"its head dim is a multiple of 8 up to {widest} (256 from Hopper on), not {H}": H % 8 != 0 or widest < H,
+        f"it needs an NVIDIA GPU, and the platform is {problem.platform}": problem.platform
+        != "gpu",
+        (
+            "it needs compute capability 8.0, and this GPU has "
+            f"{problem.capability[0]}.{problem.capability[1]}"
+        ): problem.capability < (8, 0),
+        f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype
+        not in ("bfloat16", "float16"),
+        f"its head dim is a multiple of 8 up to {widest} (256 from Hopper on), not {H}": H % 8 != 0
+        or widest < H,
         f"jax takes only values as wide as the keys for it: {Hv} is not {H}": Hv != H,
         "it has no soft cap": problem.softcap is not None,
         "jax has no sinks for it": problem.sinks,
         "jax has no packed documents for it (only a length per row), so no segment_ids": problem.segments,
-        "its causal mask starts at query 0 and key 0, so q_offset must be 0": problem.causal and problem.q_offset != 0,
-        f"its window needs as many queries as keys, and there are {S} and {T}": problem.window is not None and S != T,
+        "its causal mask starts at query 0 and key 0, so q_offset must be 0": problem.causal
+        and problem.q_offset != 0,
+        f"its window needs as many queries as keys, and there are {S} and {T}": problem.window
+        is not None
+        and S != T,
         "jax has no sparse patterns for it, so no block_mask": problem.block_mask is not None,
         "jax rounds its log-sum-exp to the input dtype and drops the gradient, so no return_lse": problem.return_lse,
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds) or None
 
 
-def attend(q: Array, k: Array, v: Array, problem: AttentionProblem, **_: object) -> tuple[Array, None]:
-    """Serves a problem for which `unsupported_reason` is None: out [B, S, N, H] and no log-sum-exp. Arrays as in `flash_attention`."""
+def attend(
+    q: Array, k: Array, v: Array, problem: AttentionProblem, **_: object
+) -> tuple[Array, None]:
+    """Serves a problem for which `unsupported_reason` is None: out [B, S, N, H] and no log-sum-exp.
+    Arrays as in `flash_attention`.
+    """
     window = None if problem.window is None else (problem.window - 1, 0)
     out = jax.nn.dot_product_attention(
-        q, k, v, scale=problem.scale, is_causal=problem.causal, local_window_size=window, implementation="cudnn"
+        q,
+        k,
+        v,
+        scale=problem.scale,
+        is_causal=problem.causal,
+        local_window_size=window,
+        implementation="cudnn",
     )
     return out, None

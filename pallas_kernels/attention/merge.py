@@ -8,11 +8,13 @@ from jax import Array
 def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """The attention of the same queries over the union of two disjoint sets of keys.
 
-    Args: outputs [B, S, N, H] and log-sum-exps [B, S, N], as `flash_attention(..., return_lse=True)` returns them. Keep a
-    running output in fp32: the result has the wider dtype of the two.
+    Args: outputs [B, S, N, H] and log-sum-exps [B, S, N], as `flash_attention(...,
+    return_lse=True)` returns them. Keep a running output in fp32: the result has the wider dtype of
+    the two.
 
-    Returns the output and the log-sum-exp over the union. Differentiable in all four. A part without visible
-    keys (-inf) has weight 0 and zero gradients; without any visible key the log-sum-exp stays -inf.
+    Returns the output and the log-sum-exp over the union. Differentiable in all four. A part
+    without visible keys (-inf) has weight 0 and zero gradients; without any visible key the
+    log-sum-exp stays -inf.
     """
     top = jax.lax.stop_gradient(jnp.maximum(lse_a, lse_b))
     top = jnp.where(top == -jnp.inf, 0, top)

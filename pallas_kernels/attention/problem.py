@@ -1,4 +1,5 @@
-"""An attention call as plain data, which is checked once, and on which the choice of an implementation depends.
+"""An attention call as plain data, which is checked once, and on which the choice of an
+implementation depends.
 
 Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim.
 """
@@ -43,11 +44,14 @@ class AttentionProblem:
     block_mask: BlockMask | None = None
     deterministic: bool = False
     unrounded: bool = False
-    """Whether `attention_gradients` returns sums as they are added up, without a rounding to `dtype`."""
+    """Whether `attention_gradients` returns sums as they are added up, without a rounding to
+    `dtype`."""
 
 
 class Sides(TypedDict, total=False):
-    """The arrays of a call besides q, k and v, as in `flash_attention`; kv_segment_ids are given if segment_ids are."""
+    """The arrays of a call besides q, k and v, as in `flash_attention`; kv_segment_ids are given if
+    segment_ids are.
+    """
 
     segment_ids: Array | None
     kv_segment_ids: Array | None
@@ -74,11 +78,13 @@ def describe_attention(
     platform: str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> AttentionProblem:
-    """The arguments of `flash_attention` as a `AttentionProblem`; arrays may be `jax.ShapeDtypeStruct`s.
+    """The arguments of `flash_attention` as a `AttentionProblem`; arrays may be
+    `jax.ShapeDtypeStruct`s.
 
     `deterministic`: None means as XLA: whether XLA_FLAGS has --xla_gpu_deterministic_ops=true.
-    `platform`: None means `jax.default_backend()`; name it when compiling for devices that this process does not have.
-    `capability`: None means that of the first local GPU, or (8, 0) without one, as jax itself assumes; see `capability_of`.
+    `platform`: None means `jax.default_backend()`; name it when compiling for devices that this
+    process does not have. `capability`: None means that of the first local GPU, or (8, 0) without
+    one, as jax itself assumes; see `capability_of`.
 
     Raises ValueError with every fault found.
     """
@@ -110,20 +116,30 @@ def describe_attention(
 
 
 def _xla_is_deterministic() -> bool:
-    """Whether this process asks XLA for operations with the same bits in every run; as in XLA, the last flag of a name counts."""
-    values = re.findall(r"--xla_gpu_deterministic_ops(?:=(\S*))?(?=\s|$)", os.environ.get("XLA_FLAGS", ""))
+    """Whether this process asks XLA for operations with the same bits in every run; as in XLA, the
+    last flag of a name counts.
+    """
+    values = re.findall(
+        r"--xla_gpu_deterministic_ops(?:=(\S*))?(?=\s|$)", os.environ.get("XLA_FLAGS", "")
+    )
     return bool(values) and values[-1].lower() in ("", "true", "1")
 
 
 def capability_of(device: Any) -> tuple[int, int]:
-    """CUDA compute capability of a JAX device, including a compile-only one; (0, 0) for anything but an NVIDIA GPU."""
+    """CUDA compute capability of a JAX device, including a compile-only one; (0, 0) for anything
+    but an NVIDIA GPU.
+    """
     # An AMD GPU has a name here, such as gfx942.
     version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return (int(version[1]), int(version[2])) if version else (0, 0)
 
 
-def target_of(platform: str | None, capability: tuple[int, int] | None) -> tuple[str, tuple[int, int]]:
-    """(platform, capability) of the target device, with the defaults that `describe_attention` documents."""
+def target_of(
+    platform: str | None, capability: tuple[int, int] | None
+) -> tuple[str, tuple[int, int]]:
+    """(platform, capability) of the target device, with the defaults that `describe_attention`
+    documents.
+    """
     here = jax.default_backend()
     if capability is None:
         capability = capability_of(jax.local_devices()[0]) if here == "gpu" else (8, 0)
@@ -147,38 +163,71 @@ def _shape_faults(q: Any, k: Any, v: Any) -> list[str]:
     if k.shape[2] and q.shape[2] % k.shape[2]:
         faults.append(f"{q.shape[2]} query heads do not divide over {k.shape[2]} kv heads")
     if not q.dtype == k.dtype == v.dtype or str(q.dtype) not in DTYPES:
-        faults.append(f"q, k and v must have one dtype of {', '.join(DTYPES)}, got {q.dtype}, {k.dtype}, {v.dtype}")
+        faults.append(
+            f"q, k and v must have one dtype of {', '.join(DTYPES)}, got {q.dtype}, {k.dtype}, "
+            f"{v.dtype}"
+        )
     return faults
 
 
 def _feature_faults(causal: Any, scale: Any, window: Any, softcap: Any, q_offset: Any) -> list[str]:
     faults = []
     for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not (isinstance(value, int | float | np.number) and 0 < value < math.inf):
+        if value is not None and not (
+            isinstance(value, int | float | np.number) and 0 < value < math.inf
+        ):
             faults.append(f"{name} must be a positive Python number, got {value}")
     if window is not None and not (isinstance(window, int | np.integer) and window >= 1):
-        faults.append(f"window must be a whole number of at least 1 (1: a query sees its own key only), got {window}")
+        faults.append(
+            "window must be a whole number of at least 1 (1: a query sees its own key only), "
+            "got "
+            f"{window}"
+        )
     if window is not None and not causal:
         faults.append(f"window={window} needs causal=True: it counts back from the query")
     if isinstance(q_offset, int | np.integer):
         return faults
     if jnp.shape(q_offset) != () or not jnp.issubdtype(jnp.result_type(q_offset), jnp.integer):
-        faults.append(f"q_offset must be one integer, got {jnp.result_type(q_offset)}{list(jnp.shape(q_offset))}")
+        faults.append(
+            "q_offset must be one integer, got "
+            f"{jnp.result_type(q_offset)}{list(jnp.shape(q_offset))}"
+        )
     return faults
 
 
-def _side_faults(q_shape: tuple[int, ...], k_shape: tuple[int, ...], segment_ids: Any, kv_segment_ids: Any, sinks: Any) -> list[str]:
+def _side_faults(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    segment_ids: Any,
+    kv_segment_ids: Any,
+    sinks: Any,
+) -> list[str]:
     (B, S, N, _), T = q_shape, k_shape[1]
     faults = []
-    for name, ids, length in (("segment_ids", segment_ids, S), ("kv_segment_ids", kv_segment_ids, T)):
-        if ids is not None and (ids.shape != (B, length) or not jnp.issubdtype(ids.dtype, jnp.integer)):
-            faults.append(f"{name} must be integers of shape {(B, length)}, got {ids.dtype} {tuple(ids.shape)}")
+    for name, ids, length in (
+        ("segment_ids", segment_ids, S),
+        ("kv_segment_ids", kv_segment_ids, T),
+    ):
+        if ids is not None and (
+            ids.shape != (B, length) or not jnp.issubdtype(ids.dtype, jnp.integer)
+        ):
+            faults.append(
+                f"{name} must be integers of shape {(B, length)}, got {ids.dtype} "
+                f"{tuple(ids.shape)}"
+            )
     if segment_ids is None and kv_segment_ids is not None:
         faults.append("kv_segment_ids needs segment_ids, those of the queries")
     if segment_ids is not None and kv_segment_ids is None and S != T:
-        faults.append(f"segment_ids alone serve keys and queries of one sequence; with {S} queries and {T} keys give kv_segment_ids too")
+        faults.append(
+            f"segment_ids alone serve keys and queries of one sequence; with {S} queries and "
+            f"{T} "
+            "keys give kv_segment_ids too"
+        )
     if sinks is not None and (sinks.shape != (N,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
-        faults.append(f"sinks must be floats of shape {(N,)}, one logit a head, got {sinks.dtype} {tuple(sinks.shape)}")
+        faults.append(
+            f"sinks must be floats of shape {(N,)}, one logit a head, got {sinks.dtype} "
+            f"{tuple(sinks.shape)}"
+        )
     return faults
 
 

@@ -26,14 +26,20 @@ def reference_attention(
     sinks: Array | None = None,
     block_mask: BlockMask | None = None,
 ) -> tuple[Array, Array]:
-    """Attention in fp32 (fp64 for fp64 inputs), with memory O(S T). Arguments as in `flash_attention`, but unchecked.
+    """Attention in fp32 (fp64 for fp64 inputs), with memory O(S T). Arguments as in
+    `flash_attention`, but unchecked.
 
     Returns out [B, S, N, Hv] and the log-sum-exp [B, S, N], both in that precision.
     """
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     (_, S, N, H), (_, T, K, _) = q.shape, k.shape
-    q_BSNH, k_BTNH, v_BTNH = q.astype(dtype), *(jnp.repeat(x.astype(dtype), N // K, axis=2) for x in (k, v))
-    s_BNST = jnp.einsum("bsnh,btnh->bnst", q_BSNH, k_BTNH, precision="highest") * (1 / math.sqrt(H) if scale is None else scale)
+    q_BSNH, k_BTNH, v_BTNH = (
+        q.astype(dtype),
+        *(jnp.repeat(x.astype(dtype), N // K, axis=2) for x in (k, v)),
+    )
+    s_BNST = jnp.einsum("bsnh,btnh->bnst", q_BSNH, k_BTNH, precision="highest") * (
+        1 / math.sqrt(H) if scale is None else scale
+    )
     if softcap is not None:
         s_BNST = softcap * jnp.tanh(s_BNST / softcap)
 

@@ -1,10 +1,10 @@
 """The tiles of the chunked attention of `xla.py`, and what is visible in each.
 
-The queries of one kv head form one matrix, with the heads of a group stacked, so that grouped-query attention needs no
-extra code: each row has its position and its segment.
+The queries of one kv head form one matrix, with the heads of a group stacked, so that grouped-query
+attention needs no extra code: each row has its position and its segment.
 
-Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, G = N/K, X any other dims,
-n chunks, R rows of a tile (G x chunk), C keys of a tile.
+Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, G = N/K, X any other
+dims, n chunks, R rows of a tile (G x chunk), C keys of a tile.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ class Tile(NamedTuple):
 class TilePlan:
     """The static part of a call: its features, and the division into chunks.
 
-    `unrolled`: S and T fit one chunk each; then the rows are divided into a few blocks, each with its own range of keys.
-    `block_mask`: each tile is inside one block of it, and `unrolled` is off.
+    `unrolled`: S and T fit one chunk each; then the rows are divided into a few blocks, each with
+    its own range of keys. `block_mask`: each tile is inside one block of it, and `unrolled` is off.
     """
 
     causal: bool
@@ -54,11 +54,22 @@ class TilePlan:
     def of(cls, problem: AttentionProblem, q_chunk: int, kv_chunk: int) -> "TilePlan":
         """The plan for a problem, with chunks of at most these sizes."""
         S, T, mask = problem.q_shape[1], problem.k_shape[1], problem.block_mask
-        features = (problem.causal, problem.scale, problem.window, problem.softcap, problem.q_offset)
+        features = (
+            problem.causal,
+            problem.scale,
+            problem.window,
+            problem.softcap,
+            problem.q_offset,
+        )
         if mask is not None:
             # The largest even parts of a block that are at most the chunks requested.
             q_chunk, kv_chunk = (
-                max(c for c in range(64, mask.size + 1, 64) if mask.size % c == 0 and c <= max(64, x)) for x in (q_chunk, kv_chunk)
+                max(
+                    c
+                    for c in range(64, mask.size + 1, 64)
+                    if mask.size % c == 0 and c <= max(64, x)
+                )
+                for x in (q_chunk, kv_chunk)
             )
             return cls(*features, S, T, min(S, q_chunk), min(T, kv_chunk), False, mask)
         unrolled = max(S - q_chunk, T - kv_chunk) <= 0
@@ -79,7 +90,9 @@ class TilePlan:
         return -(-self.T // self.kv_chunk)
 
     def visible_keys(self, i: int) -> tuple[int, int]:
-        """The range of keys that some row of query chunk i may see: all keys if the offset is traced."""
+        """The range of keys that some row of query chunk i may see: all keys if the offset is
+        traced.
+        """
         if self.q_offset is None or not self.causal:
             return 0, self.T
         first = self.q_offset + i * self.q_chunk
@@ -94,7 +107,9 @@ class TilePlan:
         if self.unrolled:
             return [Tile(i, 0, start, stop) for i, start, stop in ranges]
         c = self.kv_chunk
-        tiles = [Tile(i, j, 0, c) for i, start, stop in ranges for j in range(start // c, -(-stop // c))]
+        tiles = [
+            Tile(i, j, 0, c) for i, start, stop in ranges for j in range(start // c, -(-stop // c))
+        ]
         if self.block_mask is None:
             return tiles
         some_head = self.block_mask.visible.sum(0) > 0
@@ -107,7 +122,9 @@ class TilePlan:
 
 
 def _even(length: int, chunk: int) -> int:
-    """The chunk size that divides `length` into as few pieces as `chunk` does, with little padding: a multiple of 16, for matmuls."""
+    """The chunk size that divides `length` into as few pieces as `chunk` does, with little padding:
+    a multiple of 16, for matmuls.
+    """
     n = -(-length // chunk)
     return length if n == 1 else min(chunk, -(-length // (16 * n)) * 16)
 
@@ -134,7 +151,9 @@ def from_rows(x_nBKRX: Array, S: int, N: int) -> Array:
 
 
 class Side(NamedTuple):
-    """Positions [n, R] and segments [n, B, R] of the rows (or the keys) of all chunks, or of one chunk."""
+    """Positions [n, R] and segments [n, B, R] of the rows (or the keys) of all chunks, or of one
+    chunk.
+    """
 
     position: Array
     segment: Array | None
@@ -145,11 +164,15 @@ class Side(NamedTuple):
         return Side(take(self.position, i)[..., start:stop], segment)
 
 
-def sides(plan: TilePlan, G: int, q_segments: Array | None, kv_segments: Array | None, q_offset: Array) -> tuple[Side, Side]:
+def sides(
+    plan: TilePlan, G: int, q_segments: Array | None, kv_segments: Array | None, q_offset: Array
+) -> tuple[Side, Side]:
     """(rows, keys) of all chunks. `q_offset` is used if the plan has none."""
 
     def chunked(x: Array, n: int, chunk: int, fill: int) -> Array:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n * chunk - x.shape[-1])], constant_values=fill)
+        x = jnp.pad(
+            x, [(0, 0)] * (x.ndim - 1) + [(0, n * chunk - x.shape[-1])], constant_values=fill
+        )
         return jnp.moveaxis(x.reshape(*x.shape[:-1], n, chunk), -2, 0)
 
     def rows(x: Array) -> Array:
@@ -159,7 +182,10 @@ def sides(plan: TilePlan, G: int, q_segments: Array | None, kv_segments: Array |
         return chunked(x, plan.n_kv, plan.kv_chunk, _PAD_POSITION)
 
     first = q_offset if plan.q_offset is None else plan.q_offset
-    row_positions, key_positions = rows(first + jnp.arange(plan.S, dtype=jnp.int32)), keys(jnp.arange(plan.T, dtype=jnp.int32))
+    row_positions, key_positions = (
+        rows(first + jnp.arange(plan.S, dtype=jnp.int32)),
+        keys(jnp.arange(plan.T, dtype=jnp.int32)),
+    )
     if q_segments is None or kv_segments is None:
         return Side(row_positions, None), Side(key_positions, None)
     return Side(row_positions, rows(q_segments)), Side(key_positions, keys(kv_segments))

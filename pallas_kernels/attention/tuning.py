@@ -1,8 +1,10 @@
-"""The tiles of the Hopper kernels, from the table `tuning.json`, which `pallas_kernels/dev/autotune.py` makes.
+"""The tiles of the Hopper kernels, from the table `tuning.json`, which
+`pallas_kernels/dev/autotune.py` makes.
 
-Each entry has its conditions (device, head_dims, dtype, causal, minimum length; null: any) and the tiles of the kernels: the forward pass,
-the fused backward pass, and the two kernels of the deterministic one. The first entry that matches is used, so entries measured on a device
-come before entries that were only compiled.
+Each entry has its conditions (device, head_dims, dtype, causal, minimum length; null: any) and the
+tiles of the kernels: the forward pass, the fused backward pass, and the two kernels of the
+deterministic one. The first entry that matches is used, so entries measured on a device come before
+entries that were only compiled.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class TuningEntry:
     length: int = 0
     """The minimum number of keys."""
     plain: bool = False
-    """Whether it serves only calls without window, soft cap, segments, sinks, block mask and traced offset."""
+    """Whether it serves only calls without window, soft cap, segments, sinks, block mask and traced
+    offset."""
 
     def serves(self, problem: AttentionProblem, device: str) -> bool:
         """Whether the entry's conditions hold for a problem on a device."""
@@ -50,7 +53,10 @@ class TuningEntry:
             and not (self.plain and has_features(problem))
             and (
                 problem.block_mask is None
-                or not any(problem.block_mask.size % n for n in (self.tiling.forward.rows, self.tiling.forward.block))
+                or not any(
+                    problem.block_mask.size % n
+                    for n in (self.tiling.forward.rows, self.tiling.forward.block)
+                )
             )
         )
 
@@ -60,7 +66,11 @@ class TuningEntry:
         fused = FusedTiles(**row["fused"]) if row.get("fused") else None
         of_pair = {name: Tiles(**row[name]) for name in ("dq", "dkv")}
         tiling = Tiling(forward=ForwardTiles(**row["forward"]), **of_pair, fused=fused)
-        about = {name: row[name] for name in ("device", "dtype", "causal", "length", "plain") if name in row}
+        about = {
+            name: row[name]
+            for name in ("device", "dtype", "causal", "length", "plain")
+            if name in row
+        }
         return cls(head_dims=tuple(row["head_dims"]), tiling=tiling, **about)
 
 
@@ -73,11 +83,14 @@ def has_features(problem: AttentionProblem) -> bool:
 @functools.cache
 def entries() -> tuple[TuningEntry, ...]:
     """All entries, in the order of the table."""
-    return tuple(TuningEntry.of(row) for row in json.loads(PATH.read_text(encoding="utf-8"))["rows"])
+    return tuple(
+        TuningEntry.of(row) for row in json.loads(PATH.read_text(encoding="utf-8"))["rows"]
+    )
 
 
 def tiling(problem: AttentionProblem, device: str | None = None) -> Tiling:
-    """The tiles for `problem`. device: its device_kind; None: that of the first GPU of this process, if there is one.
+    """The tiles for `problem`. device: its device_kind; None: that of the first GPU of this
+    process, if there is one.
 
     Raises LookupError if no entry matches; `mosaic.unsupported_reason` excludes such problems.
     """
@@ -85,5 +98,7 @@ def tiling(problem: AttentionProblem, device: str | None = None) -> Tiling:
         device = jax.local_devices()[0].device_kind if jax.default_backend() == "gpu" else ""
     entry = next((entry for entry in entries() if entry.serves(problem, device)), None)
     if entry is None:
-        raise LookupError(f"{PATH.name} has no tiles for head dims {problem.q_shape[3]} and {problem.v_shape[3]}")
+        raise LookupError(
+            f"{PATH.name} has no tiles for head dims {problem.q_shape[3]} and {problem.v_shape[3]}"
+        )
     return entry.tiling

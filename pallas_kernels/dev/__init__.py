@@ -1,1 +1,3 @@
-"""Tools for kernel development: an interpreter for CPUs, the resources of compiled kernels, and the search for tile sizes."""
+"""Tools for kernel development: an interpreter for CPUs, the resources of compiled kernels, and the
+search for tile sizes.
+"""

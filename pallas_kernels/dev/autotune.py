@@ -1,11 +1,14 @@
-"""Makes the tables of tile sizes: those that compile well, which needs no GPU, and the fastest of them, which needs one.
+"""Makes the tables of tile sizes: those that compile well, which needs no GPU, and the fastest of
+them, which needs one.
 
-    python -m pallas_kernels.dev.autotune             # compiles every candidate without a GPU: candidates.json
-    python -m pallas_kernels.dev.autotune --measure   # on a Hopper GPU: times those that pass, writes the best to tuning.json
+    python -m pallas_kernels.dev.autotune # compiles every candidate without a GPU: candidates.json
+    python -m pallas_kernels.dev.autotune --measure # on a Hopper GPU: times those that pass, writes
+    the best to tuning.json
 
-The first needs the extra `aot`. A candidate passes if it has none of the faults of `limits.py`, such as spilled registers or serialised
-wgmmas, both without features and with all of them. Without measurements, tuning.json has the first candidate that passes: larger blocks and
-deeper pipelines come first.
+The first needs the extra `aot`. A candidate passes if it has none of the faults of `limits.py`,
+such as spilled registers or serialised wgmmas, both without features and with all of them. Without
+measurements, tuning.json has the first candidate that passes: larger blocks and deeper pipelines
+come first.
 """
 
 from __future__ import annotations
@@ -54,17 +57,23 @@ class Candidate:
 
     def __str__(self) -> str:
         H, V = self.head_dims
-        return f"{self.kernel} {H}x{V} " + " ".join(f"{name} {value}" for name, value in as_data(self.tiles).items())
+        return f"{self.kernel} {H}x{V} " + " ".join(
+            f"{name} {value}" for name, value in as_data(self.tiles).items()
+        )
 
 
 def candidates(kernels: Sequence[Kernel] = KERNELS) -> Iterator[Candidate]:
-    """All candidates, the more promising ones first, each kernel once: slots that memory has no room for make no other kernel."""
+    """All candidates, the more promising ones first, each kernel once: slots that memory has no
+    room for make no other kernel.
+    """
     for head_dims in HEAD_DIMS:
         for kernel in kernels:
             known = set()
             for tiles in tiles_to_try(kernel, head_dims):
                 candidate = Candidate(kernel, head_dims, tiles)
-                if (programs := (program(candidate), program(candidate, **EVERYTHING))) not in known:
+                if (
+                    programs := (program(candidate), program(candidate, **EVERYTHING))
+                ) not in known:
                     known.add(programs)
                     yield candidate
 
@@ -73,15 +82,25 @@ def tiles_to_try(kernel: Kernel, head_dims: tuple[int, int]) -> list[Tiles | Fus
     """The tiles of a kernel for these head dims, the more promising ones first."""
     blocks = 128, 64  # which divide every block mask's blocks
     if kernel != "fused":
-        usual = [tiles_of(kernel, block=block, stages=stages) for block in blocks for stages in (4, 3, 2)]
+        usual = [
+            tiles_of(kernel, block=block, stages=stages) for block in blocks for stages in (4, 3, 2)
+        ]
         return [*usual, *forward_variants(head_dims)] if kernel == "forward" else usual
     if head_dims != (64, 64):
-        blocks = (64,)  # of wider heads, S^T and dP^T of 128 queries need more registers than there are
-    return [FusedTiles(block, stages, add) for block in blocks for add in ADDITIONS for stages in (3, 2, 1)]
+        # of wider heads, S^T and dP^T of 128 queries need more registers than there are
+        blocks = (64,)
+    return [
+        FusedTiles(block, stages, add)
+        for block in blocks
+        for add in ADDITIONS
+        for stages in (3, 2, 1)
+    ]
 
 
 def forward_variants(head_dims: tuple[int, int]) -> Iterator[ForwardTiles]:
-    """The forward's other schedules, with blocks that fit shared memory, and for narrow heads other sizes."""
+    """The forward's other schedules, with blocks that fit shared memory, and for narrow heads other
+    sizes.
+    """
     block = 128 if sum(head_dims) <= 256 else 64
     for named, automatic in ((True, True), (False, False), (True, False)):
         yield ForwardTiles(block, 4, named_barriers=named, automatic_barriers=automatic)
@@ -94,7 +113,17 @@ def forward_variants(head_dims: tuple[int, int]) -> Iterator[ForwardTiles]:
         yield ForwardTiles(256, 2, overlapped=False)
 
 
-def run(spec: Spec, candidate: Candidate, sides: dict[str, Any], q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any) -> Any:
+def run(
+    spec: Spec,
+    candidate: Candidate,
+    sides: dict[str, Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any,
+    lse: Any,
+    delta: Any,
+) -> Any:
     """The outputs of the kernel alone, on arrays of complete tiles; lse to the base 2."""
     if isinstance(candidate.tiles, ForwardTiles):
         return forward(spec, candidate.tiles, q, k, v, sides)
@@ -103,43 +132,66 @@ def run(spec: Spec, candidate: Candidate, sides: dict[str, Any], q: Any, k: Any,
         return list(backward_fused(spec, candidate.tiles.fitting(spec), *arrays).values())
     if candidate.kernel == "dq":
         return dq(spec, candidate.tiles, *arrays)
-    return [list(dkv(spec, candidate.tiles, *arrays, part).values()) for part in parts(*candidate.head_dims)]
+    return [
+        list(dkv(spec, candidate.tiles, *arrays, part).values())
+        for part in parts(*candidate.head_dims)
+    ]
 
 
-def shapes(candidate: Candidate, S: int, B: int, N: int, K: int, dtype: str) -> list[jax.ShapeDtypeStruct]:
+def shapes(
+    candidate: Candidate, S: int, B: int, N: int, K: int, dtype: str
+) -> list[jax.ShapeDtypeStruct]:
     """The shapes of q, k, v, dout, lse and delta for `run`."""
     H, V = candidate.head_dims
-    matrices = [jax.ShapeDtypeStruct((B, S, heads, width), jnp.dtype(dtype)) for heads, width in ((N, H), (K, H), (K, V), (N, V))]
+    matrices = [
+        jax.ShapeDtypeStruct((B, S, heads, width), jnp.dtype(dtype))
+        for heads, width in ((N, H), (K, H), (K, V), (N, V))
+    ]
     return [*matrices, *[jax.ShapeDtypeStruct((B, N, S), jnp.float32)] * 2]
 
 
-def call(candidate: Candidate, dtype: str = "bfloat16", **features: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """(a candidate's kernel as a function, the shapes of its arguments): causal with grouped heads, unless `features` of Spec differ."""
+def call(
+    candidate: Candidate, dtype: str = "bfloat16", **features: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """(a candidate's kernel as a function, the shapes of its arguments): causal with grouped heads,
+    unless `features` of Spec differ.
+    """
     B, S, N, K = 2, 1536, 4, 2  # complete tiles of every size
     spec = Spec(S, S, 1 / math.sqrt(candidate.head_dims[0]), **features)
     sides = {}
     if spec.segments:
         ids = jax.ShapeDtypeStruct((B, S), jnp.int32)
-        sides = {"table": jax.ShapeDtypeStruct((B, S // candidate.tiles.rows, 4), jnp.int32), "q_ids": ids, "k_ids": ids}
+        sides = {
+            "table": jax.ShapeDtypeStruct((B, S // candidate.tiles.rows, 4), jnp.int32),
+            "q_ids": ids,
+            "k_ids": ids,
+        }
     if spec.sinks:
         sides["sinks"] = jax.ShapeDtypeStruct((N,), jnp.float32)
     return lambda *x: run(spec, candidate, *x), (sides, *shapes(candidate, S, B, N, K, dtype))
 
 
 def program(candidate: Candidate, **features: Any) -> str:
-    """The traced program of a candidate, which is the same for candidates whose kernels are the same."""
+    """The traced program of a candidate, which is the same for candidates whose kernels are the
+    same.
+    """
     fn, arguments = call(candidate, **features)
     return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(fn)(*arguments)))
 
 
-def compiles_well(candidate: Candidate, dtype: str = "bfloat16", cache: str | None = None, **features: Any) -> tuple[bool, dict[str, Any]]:
-    """(whether a candidate passes, its resources). Causal with grouped heads unless `features` of Spec say otherwise.
+def compiles_well(
+    candidate: Candidate, dtype: str = "bfloat16", cache: str | None = None, **features: Any
+) -> tuple[bool, dict[str, Any]]:
+    """(whether a candidate passes, its resources). Causal with grouped heads unless `features` of
+    Spec say otherwise.
 
-    One fault is accepted: with segments, ptxas drains the wgmmas of the dk and dv kernel once in each block, between s and dp.
+    One fault is accepted: with segments, ptxas drains the wgmmas of the dk and dv kernel once in
+    each block, between s and dp.
 
     cache: a directory that keeps the results of compilations.
 
-    Raises ValueError if the compiler is not installed, and errors of the compilation other than insufficient shared memory.
+    Raises ValueError if the compiler is not installed, and errors of the compilation other than
+    insufficient shared memory.
     """
     from pallas_kernels.dev.limits import faults
     from pallas_kernels.dev.resources import resources
@@ -169,23 +221,44 @@ EVERYTHING = {"window": 300, "softcap": 30.0, "segments": True, "sinks": True}
 
 
 def compile_all(cache: str | None, kernels: Sequence[Kernel] = KERNELS) -> None:
-    """Writes candidates.json, and the entries of tuning.json without a measurement. kernels: those to compile; other lines stay."""
+    """Writes candidates.json, and the entries of tuning.json without a measurement. kernels: those
+    to compile; other lines stay.
+    """
     lines = []
     if set(kernels) != set(KERNELS):
         others = set(candidates([kernel for kernel in KERNELS if kernel not in kernels]))
-        lines = [line for line in json.loads(CANDIDATES.read_text(encoding="utf-8"))["candidates"] if of_line(line) in others]
+        lines = [
+            line
+            for line in json.loads(CANDIDATES.read_text(encoding="utf-8"))["candidates"]
+            if of_line(line) in others
+        ]
     for candidate in candidates(kernels):
         line = judged(candidate, cache)
         lines.append(line)
         print(f"{candidate}: {line}", flush=True)
-    lines.sort(key=lambda line: (HEAD_DIMS.index(tuple(line["head_dims"])), KERNELS.index(line["kernel"])))
+    lines.sort(
+        key=lambda line: (HEAD_DIMS.index(tuple(line["head_dims"])), KERNELS.index(line["kernel"]))
+    )
     write(CANDIDATES, {"jax": jax.__version__, "candidates": lines})
     rows = [
-        {"head_dims": head_dims, **{kernel: as_data(first) for kernel in KERNELS for first in [passing(kernel, head_dims)[0].tiles]}}
+        {
+            "head_dims": head_dims,
+            **{
+                kernel: as_data(first)
+                for kernel in KERNELS
+                for first in [passing(kernel, head_dims)[0].tiles]
+            },
+        }
         for head_dims in HEAD_DIMS
     ]
     measured = (
-        [row for row in json.loads(tuning.PATH.read_text(encoding="utf-8"))["rows"] if "measured" in row] if tuning.PATH.exists() else []
+        [
+            row
+            for row in json.loads(tuning.PATH.read_text(encoding="utf-8"))["rows"]
+            if "measured" in row
+        ]
+        if tuning.PATH.exists()
+        else []
     )
     write(tuning.PATH, {"rows": [*measured, *rows]})
 
@@ -193,8 +266,8 @@ def compile_all(cache: str | None, kernels: Sequence[Kernel] = KERNELS) -> None:
 def judged(candidate: Candidate, cache: str | None) -> dict[str, Any]:
     """The line of a candidate in candidates.json.
 
-    passes: whether it does with and without features. Those of the forward that do not may pass without any: `only` then
-    says whether causal or full.
+    passes: whether it does with and without features. Those of the forward that do not may pass
+    without any: `only` then says whether causal or full.
     """
     passes, about = compiles_well(candidate, cache=cache)
     found: dict[str, Any] = about
@@ -206,14 +279,29 @@ def judged(candidate: Candidate, cache: str | None) -> dict[str, Any]:
     if candidate.kernel == "forward" and not passes and "error" not in about:
         plain += ["full"] if compiles_well(candidate, cache=cache, causal=False)[0] else []
         only = {"only": plain} if plain else {}
-    return {"kernel": candidate.kernel, "head_dims": candidate.head_dims, "passes": passes, **only, **as_data(candidate.tiles), **found}
+    return {
+        "kernel": candidate.kernel,
+        "head_dims": candidate.head_dims,
+        "passes": passes,
+        **only,
+        **as_data(candidate.tiles),
+        **found,
+    }
 
 
-def passing(kernel: Kernel, head_dims: tuple[int, int], plain: str | None = None) -> list[Candidate]:
-    """The candidates that passed, from candidates.json. plain: "causal" or "full" adds those that pass only so, and without features."""
+def passing(
+    kernel: Kernel, head_dims: tuple[int, int], plain: str | None = None
+) -> list[Candidate]:
+    """The candidates that passed, from candidates.json. plain: "causal" or "full" adds those that
+    pass only so, and without features.
+    """
     lines = json.loads(CANDIDATES.read_text(encoding="utf-8"))["candidates"]
     found = [of_line(line) for line in lines if line["passes"] or plain in line.get("only", ())]
-    return [candidate for candidate in found if (candidate.kernel, candidate.head_dims) == (kernel, tuple(head_dims))]
+    return [
+        candidate
+        for candidate in found
+        if (candidate.kernel, candidate.head_dims) == (kernel, tuple(head_dims))
+    ]
 
 
 def of_line(line: dict[str, Any]) -> Candidate:
@@ -222,7 +310,9 @@ def of_line(line: dict[str, Any]) -> Candidate:
     return Candidate(line["kernel"], tuple(line["head_dims"]), tiles)
 
 
-FIELDS = tuple({field.name: 0 for kind in (ForwardTiles, FusedTiles) for field in dataclasses.fields(kind)})
+FIELDS = tuple(
+    {field.name: 0 for kind in (ForwardTiles, FusedTiles) for field in dataclasses.fields(kind)}
+)
 """What the table and the candidates may state of a kernel's tiles."""
 
 
@@ -248,8 +338,12 @@ def write(path: Path, content: dict[str, Any]) -> None:
     path.write_text("{\n" + lists + "\n}\n", encoding="utf-8")
 
 
-def milliseconds(call: Callable[..., Any], *arrays: Any, repeats: int = 5, calls: int = 10) -> float:
-    """The median time of a call over `repeats` rounds of `calls`, after a first call that compiles and warms up."""
+def milliseconds(
+    call: Callable[..., Any], *arrays: Any, repeats: int = 5, calls: int = 10
+) -> float:
+    """The median time of a call over `repeats` rounds of `calls`, after a first call that compiles
+    and warms up.
+    """
     jax.block_until_ready(call(*arrays))
     times = []
     for _ in range(repeats):
@@ -260,12 +354,16 @@ def milliseconds(call: Callable[..., Any], *arrays: Any, repeats: int = 5, calls
     return 1e3 * statistics.median(times)
 
 
-def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS, cases: Sequence[Case] | None = None) -> list[dict[str, Any]]:
-    """Times every candidate that passed on this process's GPU, for at most `seconds`. Returns entries for tuning.json, and writes them.
+def measure(
+    seconds: float, lengths: tuple[int, ...] = LENGTHS, cases: Sequence[Case] | None = None
+) -> list[dict[str, Any]]:
+    """Times every candidate that passed on this process's GPU, for at most `seconds`. Returns
+    entries for tuning.json, and writes them.
 
-    cases: what to time; None: all head dims and both masks, at these lengths. The candidates of a case compile in parallel, and are timed
-    when all have. One that does not compile or run here is left out, with a line that says so. An entry replaces an older one of the same
-    device and shape; all others stay.
+    cases: what to time; None: all head dims and both masks, at these lengths. The candidates of a
+    case compile in parallel, and are timed when all have. One that does not compile or run here is
+    left out, with a line that says so. An entry replaces an older one of the same device and shape;
+    all others stay.
     """
     device, started = jax.local_devices()[0].device_kind, time.monotonic()
     new: list[dict[str, Any]] = []
@@ -275,20 +373,32 @@ def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS, cases: Sequence[
     for head_dims, causal, length in cases:
         timed: dict[str, list[tuple[float, Candidate]]] = {kernel: [] for kernel in KERNELS}
         plain = "causal" if causal else "full"
-        programs = compiled([one for kernel in KERNELS for one in passing(kernel, head_dims, plain)], length, causal)
+        programs = compiled(
+            [one for kernel in KERNELS for one in passing(kernel, head_dims, plain)], length, causal
+        )
         for candidate, program in programs.items():
             if time.monotonic() - started > seconds:
                 return new
             about = f"{candidate} causal={causal} length {length}"
             try:
-                timed[candidate.kernel].append((time_of(candidate, length, causal, program), candidate))
+                timed[candidate.kernel].append(
+                    (time_of(candidate, length, causal, program), candidate)
+                )
                 print(f"{about}: {timed[candidate.kernel][-1][0]:.3f} ms", flush=True)
             except Exception as error:
                 print(f"{about}: {type(error).__name__}: {error}"[:300], flush=True)
-        general = {kernel: [pair for pair in timed[kernel] if pair[1] in passing(kernel, head_dims)] for kernel in KERNELS}
+        general = {
+            kernel: [pair for pair in timed[kernel] if pair[1] in passing(kernel, head_dims)]
+            for kernel in KERNELS
+        }
         if not all(general.values()):
             return new
-        conditions = {"device": device, "head_dims": head_dims, "causal": causal, "length": 0 if length == shortest else length}
+        conditions = {
+            "device": device,
+            "head_dims": head_dims,
+            "causal": causal,
+            "length": 0 if length == shortest else length,
+        }
         rows = [{**conditions, **fastest(pairs)} for pairs in (timed, general)]
         new += rows[1:] if rows[0] == rows[1] else [{"plain": True, **rows[0]}, rows[1]]
         write(tuning.PATH, {"rows": merged(new, before)})
@@ -296,35 +406,53 @@ def measure(seconds: float, lengths: tuple[int, ...] = LENGTHS, cases: Sequence[
 
 
 def fastest(timed: dict[str, list[tuple[float, Candidate]]]) -> dict[str, Any]:
-    """The part of an entry of tuning.json that is measured, from the milliseconds of each kernel's candidates."""
+    """The part of an entry of tuning.json that is measured, from the milliseconds of each kernel's
+    candidates.
+    """
     best = {kernel: min(pairs, key=lambda pair: pair[0]) for kernel, pairs in timed.items()}
     about = {
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
         "ms": {kernel: round(ms, 4) for kernel, (ms, _) in best.items()},
     }
-    return {**{kernel: as_data(candidate.tiles) for kernel, (_, candidate) in best.items()}, "measured": about}
+    return {
+        **{kernel: as_data(candidate.tiles) for kernel, (_, candidate) in best.items()},
+        "measured": about,
+    }
 
 
 def merged(new: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The entries of tuning.json: new ones, measured on one device, and older ones that they do not replace."""
+    """The entries of tuning.json: new ones, measured on one device, and older ones that they do not
+    replace.
+    """
 
     def conditions(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row.get("device"), tuple(row["head_dims"]), row.get("causal"), row.get("length", 0), row.get("plain", False)
+        return (
+            row.get("device"),
+            tuple(row["head_dims"]),
+            row.get("causal"),
+            row.get("length", 0),
+            row.get("plain", False),
+        )
 
     replaced, devices = {conditions(row) for row in new}, {row["device"] for row in new}
     kept = [row for row in before if conditions(row) not in replaced]
     same = [row for row in kept if row.get("device") in devices]
-    # The first entry that matches is used, so longer lengths of a device come first, and what serves fewer calls.
+    # The first entry that matches is used, so longer lengths of a device come first, and what
+    # serves fewer calls.
     return [
-        *sorted([*new, *same], key=lambda row: (-row.get("length", 0), not row.get("plain", False))),
+        *sorted(
+            [*new, *same], key=lambda row: (-row.get("length", 0), not row.get("plain", False))
+        ),
         *(row for row in kept if row not in same),
     ]
 
 
 def order(lengths: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], bool, int]]:
     """(head dims, causal, length) of each case to time, the most common first."""
-    for head_dims in sorted(HEAD_DIMS, key=lambda dims: (dims != (128, 128), dims != (64, 64), dims)):
+    for head_dims in sorted(
+        HEAD_DIMS, key=lambda dims: (dims != (128, 128), dims != (64, 64), dims)
+    ):
         for length in sorted(lengths, reverse=True):
             for causal in (True, False):
                 yield head_dims, causal, length
@@ -336,38 +464,72 @@ def arguments(candidate: Candidate, length: int) -> list[jax.ShapeDtypeStruct]:
     return shapes(candidate, length, B, N, N, "bfloat16")
 
 
-def compiled(candidates: Sequence[Candidate], length: int, causal: bool) -> dict[Candidate, Future[Any]]:
-    """The kernels at a length, compiled for this process's GPU in parallel. All are done, or failed."""
+def compiled(
+    candidates: Sequence[Candidate], length: int, causal: bool
+) -> dict[Candidate, Future[Any]]:
+    """The kernels at a length, compiled for this process's GPU in parallel. All are done, or
+    failed.
+    """
 
     def program(candidate: Candidate) -> Any:
         spec = Spec(length, length, 1 / math.sqrt(candidate.head_dims[0]), causal=causal)
-        return jax.jit(lambda *x: run(spec, candidate, {}, *x)).lower(*arguments(candidate, length)).compile()
+        return (
+            jax.jit(lambda *x: run(spec, candidate, {}, *x))
+            .lower(*arguments(candidate, length))
+            .compile()
+        )
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         return {candidate: pool.submit(program, candidate) for candidate in candidates}
 
 
 def time_of(candidate: Candidate, length: int, causal: bool, program: Future[Any]) -> float:
-    """The milliseconds of a kernel on random data. program: of `compiled`, whose errors it raises."""
+    """The milliseconds of a kernel on random data. program: of `compiled`, whose errors it
+    raises.
+    """
     wanted = arguments(candidate, length)
     keys = jax.random.split(jax.random.key(0), len(wanted))
-    return milliseconds(program.result(), *(jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, wanted, strict=True)))
+    return milliseconds(
+        program.result(),
+        *(jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, wanted, strict=True)),
+    )
 
 
 def main() -> None:
     """Searches the tilings, prints a table and writes those that won."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="time the candidates that pass on this machine's GPU")
-    parser.add_argument("--seconds", type=float, default=300, help="with --measure: stop after this long (default 300)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="time the candidates that pass on this machine's GPU"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=300,
+        help="with --measure: stop after this long (default 300)",
+    )
     parser.add_argument("--cache", help="directory that keeps the results of compilations")
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="without --measure: those to compile (default all)")
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        choices=KERNELS,
+        default=KERNELS,
+        help="without --measure: those to compile (default all)",
+    )
     args = parser.parse_args()
     if not args.measure:
         compile_all(args.cache, args.kernels)
         return
     device = jax.local_devices()[0]
     if getattr(device, "compute_capability", None) != "9.0":
-        parser.exit(1, f"error: --measure needs a Hopper GPU (compute capability 9.0), and this is {device.device_kind}\n")
+        parser.exit(
+            1,
+            (
+                "error: --measure needs a Hopper GPU (compute capability 9.0), and this is "
+                f"{device.device_kind}\n"
+            ),
+        )
     measure(args.seconds)
 
 

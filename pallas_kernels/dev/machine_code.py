@@ -1,7 +1,9 @@
-"""The machine code (SASS) of a Mosaic GPU kernel: what its loops issue, in which order, and what is in flight meanwhile.
+"""The machine code (SASS) of a Mosaic GPU kernel: what its loops issue, in which order, and what is
+in flight meanwhile.
 
-ptxas may move arithmetic across a wait, and may add waits of its own, so that an overlap which the program states is an overlap on the GPU
-only if the machine code has it. Reading it needs nvdisasm (`pip install nvidia-cuda-nvdisasm`, which the extra `dev` has), but no GPU.
+ptxas may move arithmetic across a wait, and may add waits of its own, so that an overlap which the
+program states is an overlap on the GPU only if the machine code has it. Reading it needs nvdisasm
+(`pip install nvidia-cuda-nvdisasm`, which the extra `dev` has), but no GPU.
 """
 
 from __future__ import annotations
@@ -22,20 +24,23 @@ from typing import Any
 from pallas_kernels.dev.resources import write_ptx
 
 MATMUL, EXP2, WAIT, BARRIER = "HGMMA", "MUFU.EX2", "WARPGROUP.DEPBAR", "BAR"
-"""A wgmma of 16 columns of the contraction, an exponential, a wait for wgmmas, a barrier of several warps."""
+"""A wgmma of 16 columns of the contraction, an exponential, a wait for wgmmas, a barrier of several
+warps."""
 LOCAL = ("LDL", "STL")
 """Accesses to local memory: registers that were spilled."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The instructions of one loop, in the order of their addresses, without those of loops inside it.
+    """The instructions of one loop, in the order of their addresses, without those of loops inside
+    it.
 
     Code that ptxas moved out of line, such as a barrier's second attempt, comes last.
     """
 
     instructions: tuple[str, ...]
-    """Without predicate and address, such as "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR28], R24, gsb0"."""
+    """Without predicate and address, such as "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR28], R24,
+    gsb0"."""
 
     def count(self, *opcodes: str) -> int:
         """The number of instructions that start with one of `opcodes`."""
@@ -43,11 +48,15 @@ class Loop:
 
     @property
     def waits(self) -> tuple[int, ...]:
-        """For each wait, the number of groups of wgmmas that it leaves in flight: 0 is a full drain."""
+        """For each wait, the number of groups of wgmmas that it leaves in flight: 0 is a full
+        drain.
+        """
         return tuple(left for kind, left in self._events() if kind == WAIT)
 
     def in_flight(self, *opcodes: str) -> tuple[int, ...]:
-        """For each of these instructions, the number of groups of wgmmas in flight when it is issued, from the second pass on."""
+        """For each of these instructions, the number of groups of wgmmas in flight when it is
+        issued, from the second pass on.
+        """
         flying, found = 0, []
         for _ in range(2):  # the first pass starts with nothing in flight, unlike those that follow
             found = []
@@ -70,7 +79,9 @@ class Loop:
                 yield "", 0
 
     def summary(self) -> str:
-        """The loop in lines: each wgmma group, wait and barrier, and between them the counts of everything else."""
+        """The loop in lines: each wgmma group, wait and barrier, and between them the counts of
+        everything else.
+        """
         lines: list[str] = []
         others: Counter[str] = Counter()
 
@@ -99,7 +110,9 @@ class Loop:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """One kernel. loops: those that issue wgmmas, in the order of their addresses; a loop without any of its own is left out."""
+    """One kernel. loops: those that issue wgmmas, in the order of their addresses; a loop without
+    any of its own is left out.
+    """
 
     name: str
     loops: tuple[Loop, ...]
@@ -109,8 +122,11 @@ class MachineCode:
     """bar.sync and bar.arrive in the whole kernel."""
 
 
-def machine_code(fn: Callable[..., Any], *shapes: Any, capability: tuple[int, int] = (9, 0)) -> list[MachineCode]:
-    """The machine code of fn's Mosaic GPU kernels, compiled without a GPU. Arguments and errors as for `resources.resources`.
+def machine_code(
+    fn: Callable[..., Any], *shapes: Any, capability: tuple[int, int] = (9, 0)
+) -> list[MachineCode]:
+    """The machine code of fn's Mosaic GPU kernels, compiled without a GPU. Arguments and errors as
+    for `resources.resources`.
 
     Also raises FileNotFoundError if ptxas or nvdisasm is not installed.
     """
@@ -120,22 +136,38 @@ def machine_code(fn: Callable[..., Any], *shapes: Any, capability: tuple[int, in
         for path in write_ptx(folder, fn, *shapes, capability=capability):
             binary = str(path.with_suffix(".cubin"))
             arch = f"-arch=sm_{capability[0]}{capability[1]}a"
-            subprocess.run([ptxas, arch, "-O3", str(path), "-o", binary], check=True, capture_output=True)
+            subprocess.run(
+                [ptxas, arch, "-O3", str(path), "-o", binary], check=True, capture_output=True
+            )
             found += parse(
-                subprocess.run([nvdisasm, "-c", binary], check=True, capture_output=True, encoding="utf-8", errors="replace").stdout
+                subprocess.run(
+                    [nvdisasm, "-c", binary],
+                    check=True,
+                    capture_output=True,
+                    encoding="utf-8",
+                    errors="replace",
+                ).stdout
             )
         return found
 
 
 @functools.cache
 def tool(name: str) -> str:
-    """The path of a tool of the CUDA toolkit, from NVIDIA's wheels, the PATH or /usr/local/cuda. Raises FileNotFoundError."""
+    """The path of a tool of the CUDA toolkit, from NVIDIA's wheels, the PATH or /usr/local/cuda.
+    Raises FileNotFoundError.
+    """
     spec = importlib.util.find_spec("nvidia")
-    wheels = [path for root in (spec and spec.submodule_search_locations) or () for path in sorted(Path(root).glob(f"*/bin/{name}"))]
+    wheels = [
+        path
+        for root in (spec and spec.submodule_search_locations) or ()
+        for path in sorted(Path(root).glob(f"*/bin/{name}"))
+    ]
     found = next((str(path) for path in wheels if os.access(path, os.X_OK)), None)
     found = found or shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
     if found is None:
-        raise FileNotFoundError(f"{name} is not installed; run: pip install -e '.[aot]' nvidia-cuda-nvdisasm")
+        raise FileNotFoundError(
+            f"{name} is not installed; run: pip install -e '.[aot]' nvidia-cuda-nvdisasm"
+        )
     return found
 
 
@@ -178,8 +210,16 @@ class _Code:
                 labels[match[1]] = len(self.instructions)
             elif match := re.match(r"\s+(?:\{\s*)?/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
                 self.instructions.append(match[1])
-        jumps = {i: labels[match[1]] for i, x in enumerate(self.instructions) if (match := re.search(r"\bBRA\b.*`\((\.L_\w+)\)", x))}
-        leaves = {i for i, x in enumerate(self.instructions) if i in jumps or _is(_plain(x), "EXIT", "RET")}
+        jumps = {
+            i: labels[match[1]]
+            for i, x in enumerate(self.instructions)
+            if (match := re.search(r"\bBRA\b.*`\((\.L_\w+)\)", x))
+        }
+        leaves = {
+            i
+            for i, x in enumerate(self.instructions)
+            if i in jumps or _is(_plain(x), "EXIT", "RET")
+        }
         count = len(self.instructions)
         self.starts = sorted(i for i in {0, *jumps.values(), *(i + 1 for i in leaves)} if i < count)
         self.stops = [*self.starts[1:], count]
@@ -187,12 +227,18 @@ class _Code:
         self.next: list[list[int]] = []
         for number, stop in enumerate(self.stops):
             last = self.instructions[stop - 1]
-            after = [block[jumps[stop - 1]]] if stop - 1 in jumps and jumps[stop - 1] < count else []
+            after = (
+                [block[jumps[stop - 1]]] if stop - 1 in jumps and jumps[stop - 1] < count else []
+            )
             always = stop - 1 in leaves and not re.match(r"@|BRA\.DIV|BRA\S* !?U?P", last)
-            self.next.append(after if always or number + 1 == len(self.stops) else [*after, number + 1])
+            self.next.append(
+                after if always or number + 1 == len(self.stops) else [*after, number + 1]
+            )
 
     def loops(self) -> list[list[int]]:
-        """The indices of the instructions of each natural loop, without those of loops inside it, in the order of the first ones."""
+        """The indices of the instructions of each natural loop, without those of loops inside it,
+        in the order of the first ones.
+        """
         dominators, before = self._dominators(), self._before()
         bodies: dict[int, set[int]] = {}
         for block, successors in enumerate(self.next):
@@ -205,7 +251,9 @@ class _Code:
                             left += before[one]
         found = []
         for head in sorted(bodies):
-            inner = set().union(*(body for other, body in bodies.items() if other != head and other in bodies[head]))
+            inner = set().union(
+                *(body for other, body in bodies.items() if other != head and other in bodies[head])
+            )
             own = sorted(bodies[head] - inner)
             found.append([i for block in own for i in range(self.starts[block], self.stops[block])])
         return found
@@ -218,7 +266,9 @@ class _Code:
         return before
 
     def _dominators(self) -> list[set[int]]:
-        """For each block, those that every path from the start to it visits. Blocks that no path reaches are dominated by nothing."""
+        """For each block, those that every path from the start to it visits. Blocks that no path
+        reaches are dominated by nothing.
+        """
         reached, left = {0}, [0]
         while left:
             fresh = set(self.next[left.pop()]) - reached
@@ -230,7 +280,9 @@ class _Code:
         while changed:
             changed = False
             for block in sorted(reached - {0}):
-                new = {block} | set.intersection(*(found[other] for other in before[block] if other in reached))
+                new = {block} | set.intersection(
+                    *(found[other] for other in before[block] if other in reached)
+                )
                 changed |= new != found[block]
                 found[block] = new
         return found

@@ -1,1 +1,3 @@
-"""Implementations of `grouped_matmul`: a loop in XLA (`xla.py`), and kernels for Hopper (`hopper.py`) with their plans (`plan.py`)."""
+"""Implementations of `grouped_matmul`: a loop in XLA (`xla.py`), and kernels for Hopper
+(`hopper.py`) with their plans (`plan.py`).
+"""

@@ -1,8 +1,10 @@
-"""Grouped matmul on Hopper in Pallas Mosaic GPU: the product of rows, with a matrix or its transpose, and the weights' gradient.
+"""Grouped matmul on Hopper in Pallas Mosaic GPU: the product of rows, with a matrix or its
+transpose, and the weights' gradient.
 
-One warpgroup loads the operands of a few steps ahead by TMA, two compute 64 rows of a tile each, as in the forward pass of attention. A
-block of threads is persistent: it goes from tile to tile (see `plan.py`), and the operands of the next tile are loaded, and the result of
-the tile before is stored, while the tensor cores work.
+One warpgroup loads the operands of a few steps ahead by TMA, two compute 64 rows of a tile each, as
+in the forward pass of attention. A block of threads is persistent: it goes from tile to tile (see
+`plan.py`), and the operands of the next tile are loaded, and the result of the tile before is
+stored, while the tensor cores work.
 
 Shape suffixes: T tokens sorted by group, E groups, D width in, F width out.
 """
@@ -36,14 +38,35 @@ from pallas_kernels.attention.hopper.spec import (
     warpgroup,
 )
 from pallas_kernels.grouped.partial_store import store_rows
-from pallas_kernels.grouped.plan import ALIGNED, BEGIN, END, FIRST, GROUP, ROWS, STEP, STEPS, Plan, group_table, row_table
+from pallas_kernels.grouped.plan import (
+    ALIGNED,
+    BEGIN,
+    END,
+    FIRST,
+    GROUP,
+    ROWS,
+    STEP,
+    STEPS,
+    Plan,
+    group_table,
+    row_table,
+)
 
 
-def rows(plan: Plan, x: Array, w: Array, sizes_E: Array, *, transpose: bool, occupancy: float | None = None) -> Array:
+def rows(
+    plan: Plan,
+    x: Array,
+    w: Array,
+    sizes_E: Array,
+    *,
+    transpose: bool,
+    occupancy: float | None = None,
+) -> Array:
     """x[t] @ w[group of t] for every token t; with `transpose`, times the transpose of that matrix.
 
-    x [T, K] and w [E, K, N], or [E, N, K], have one type of 16 bits; the result is [T, N], and 0 after the last group. K and N are
-    multiples of 64, T is one of 8 and at least 64. occupancy: metadata.
+    x [T, K] and w [E, K, N], or [E, N, K], have one type of 16 bits; the result is [T, N], and 0
+    after the last group. K and N are multiples of 64, T is one of 8 and at least 64. occupancy:
+    metadata.
     """
     (T, K), N = x.shape, w.shape[1 if transpose else 2]
     table, count = row_table(sizes_E, T, -(-K // STEP))
@@ -54,19 +77,32 @@ def rows(plan: Plan, x: Array, w: Array, sizes_E: Array, *, transpose: bool, occ
         _Rows(plan, tiles, transpose, refs).run()
 
     return _launch(
-        plan, body, {"x": x, "w": w, "table": table, "count": count}, jax.ShapeDtypeStruct((T, N), x.dtype), own,
+        plan, body, {"x": x, "w": w, "table": table, "count": count},
+        jax.ShapeDtypeStruct((T, N), x.dtype), own,
         name="grouped_matmul", flops=2 * T * K * N, occupancy=occupancy,
     )  # fmt: skip
 
 
-def _launch(plan: Plan, body: Callable[[Refs], None], inputs: dict[str, Array], out: Any, right: tuple[int, int], **about: Any) -> Array:
+def _launch(
+    plan: Plan,
+    body: Callable[[Refs], None],
+    inputs: dict[str, Array],
+    out: Any,
+    right: tuple[int, int],
+    **about: Any,
+) -> Array:
     """The result of a kernel whose step multiplies by a matrix of shape `right`."""
     scratch = buffers(plan, (WARPGROUP, STEP), right, out.dtype, out.dtype)
-    return launch(body, inputs, {"out": out}, scratch, grid=(plan.blocks, 1, 1), section=1, **about).out
+    return launch(
+        body, inputs, {"out": out}, scratch, grid=(plan.blocks, 1, 1), section=1, **about
+    ).out
 
 
-def buffers(plan: Plan, left: tuple[int, int], right: tuple[int, int], operands: Any, stored: Any) -> dict[str, Any]:
-    """The shared memory of a `Product` whose step multiplies a_s, a matrix of shape `left` for each warpgroup, with b_s, one of `right`.
+def buffers(
+    plan: Plan, left: tuple[int, int], right: tuple[int, int], operands: Any, stored: Any
+) -> dict[str, Any]:
+    """The shared memory of a `Product` whose step multiplies a_s, a matrix of shape `left` for each
+    warpgroup, with b_s, one of `right`.
 
     operands, stored: the dtypes of the factors and of the result.
     """
@@ -90,11 +126,14 @@ class Tile(NamedTuple):
     row: Any = None
     """The first of the result, where the table does not say it."""
     tokens: tuple[Any, Any] = (None, None)
-    """The first token of the contraction and the one after the last, where the table has no rows."""
+    """The first token of the contraction and the one after the last, where the table has no
+    rows."""
 
 
 class Product:
-    """The tiles of one block of threads. A subclass says what a tile is, and how it is loaded and stored."""
+    """The tiles of one block of threads. A subclass says what a tile is, and how it is loaded and
+    stored.
+    """
 
     reduction: Literal["add"] | None = None
     """How a tile meets what its place holds; None: it is overwritten."""
@@ -134,7 +173,9 @@ class Product:
         pl.when(wg < COMPUTING)(lambda: self.compute(wg))
 
     def sweep(self, visit: Callable[[Tile, Any], None]) -> None:
-        """Calls visit(tile, number of steps of all tiles before) for each tile of this block of threads."""
+        """Calls visit(tile, number of steps of all tiles before) for each tile of this block of
+        threads.
+        """
         block, blocks = block_position()[0], self.plan.blocks
 
         def one(i: Any, turn: Any) -> Any:
@@ -142,7 +183,9 @@ class Product:
             visit(tile, turn)
             return turn + tile.steps
 
-        lax.fori_loop(0, lax.div(self.tiles() - block + (blocks - 1), jnp.int32(blocks)), one, jnp.int32(0))
+        lax.fori_loop(
+            0, lax.div(self.tiles() - block + (blocks - 1), jnp.int32(blocks)), one, jnp.int32(0)
+        )
 
     def fetch(self) -> None:
         """Loads the operands, a few steps ahead, of the next tile too."""
@@ -174,7 +217,9 @@ class Product:
             self.ring.give(turn + step)
 
     def multiply(self, tile: Tile, wg: Any, turn: Any) -> Array:
-        """The sums of a warpgroup, fp32 [height, columns]. One step is in flight while the next one is issued."""
+        """The sums of a warpgroup, fp32 [height, columns]. One step is in flight while the next one
+        is issued.
+        """
 
         def sums(acc: Any) -> Array:
             @pl.loop(0, tile.steps)
@@ -191,10 +236,16 @@ class Product:
         return pl.run_scoped(sums, accumulator(self.plan.columns, self.plan.height))
 
     def put(self, wg: Any, sums: Array, target: Callable[[int, int], Any]) -> None:
-        """Starts to store all rows of a warpgroup, part by part. target: the place of a part, from its first row and column in `sums`."""
+        """Starts to store all rows of a warpgroup, part by part. target: the place of a part, from
+        its first row and column in `sums`.
+        """
         out_s, wide = self.refs.out_s.at[wg], self.plan.stored
-        for row, column in itertools.product(range(0, self.plan.height, WARPGROUP), range(0, self.plan.columns, wide)):
-            part = lax.slice(sums, (row, column), (row + WARPGROUP, column + wide)).astype(self.refs.out.dtype)
+        for row, column in itertools.product(
+            range(0, self.plan.height, WARPGROUP), range(0, self.plan.columns, wide)
+        ):
+            part = lax.slice(sums, (row, column), (row + WARPGROUP, column + wide)).astype(
+                self.refs.out.dtype
+            )
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out_s[...] = part
             plgpu.commit_smem()
@@ -202,7 +253,9 @@ class Product:
 
 
 class _Rows(Product):
-    """Tiles of rows of one group: tile number = row of the table * tiles of columns + tile of columns."""
+    """Tiles of rows of one group: tile number = row of the table * tiles of columns + tile of
+    columns.
+    """
 
     def __init__(self, plan: Plan, across: int, transpose: bool, refs: Refs) -> None:
         super().__init__(plan, refs)
@@ -224,12 +277,22 @@ class _Rows(Product):
         return self.refs.table[tile.entry, FIRST] + wg * WARPGROUP
 
     def load(self, tile: Tile, step: Any, turn: Any) -> None:
-        refs, inner, outer = self.refs, pl.ds(step * STEP, STEP), pl.ds(tile.column, self.plan.columns)
+        refs, inner, outer = (
+            self.refs,
+            pl.ds(step * STEP, STEP),
+            pl.ds(tile.column, self.plan.columns),
+        )
         first = [self.first(tile, i) for i in range(COMPUTING)]
         w = refs.w.at[(tile.group, outer, inner) if self.transpose else (tile.group, inner, outer)]
         self.ring.fill(
             turn,
-            *((refs.x.at[pl.ds(first[i], WARPGROUP), inner], lambda slot, i=i: refs.a_s.at[slot, i]) for i in range(COMPUTING)),
+            *(
+                (
+                    refs.x.at[pl.ds(first[i], WARPGROUP), inner],
+                    lambda slot, i=i: refs.a_s.at[slot, i],
+                )
+                for i in range(COMPUTING)
+            ),
             (w, lambda slot: refs.b_s.at[slot]),
         )
 
@@ -246,13 +309,19 @@ class _Rows(Product):
             return refs.out.at[pl.ds(row, WARPGROUP), pl.ds(tile.column + first, wide)]
 
         pl.when(whole)(lambda: self.put(wg, sums, target))
-        pl.when(jnp.logical_not(whole))(lambda: store_rows(refs.out, sums.astype(refs.out.dtype), row, begin, end, tile.column))
+        pl.when(jnp.logical_not(whole))(
+            lambda: store_rows(refs.out, sums.astype(refs.out.dtype), row, begin, end, tile.column)
+        )
 
 
-def weights(plan: Plan, x: Array, dy: Array, sizes_E: Array, *, occupancy: float | None = None) -> Array:
-    """[E, D, F]: for each group, the sum over its tokens of the outer products of x [T, D] and dy [T, F]; 0 for an empty group.
+def weights(
+    plan: Plan, x: Array, dy: Array, sizes_E: Array, *, occupancy: float | None = None
+) -> Array:
+    """[E, D, F]: for each group, the sum over its tokens of the outer products of x [T, D] and dy
+    [T, F]; 0 for an empty group.
 
-    T, D and F are as in `rows`. The numbers of all tokens must be finite: those beside a group are multiplied by 0.
+    T, D and F are as in `rows`. The numbers of all tokens must be finite: those beside a group are
+    multiplied by 0.
     """
     (T, D), F, E = x.shape, dy.shape[1], len(sizes_E)
     table, count = group_table(sizes_E)
@@ -262,16 +331,18 @@ def weights(plan: Plan, x: Array, dy: Array, sizes_E: Array, *, occupancy: float
         _Weights(plan, down, across, refs).run()
 
     return _launch(
-        plan, body, {"x": x, "dy": dy, "table": table, "count": count}, jax.ShapeDtypeStruct((E, D, F), x.dtype), (STEP, plan.columns),
+        plan, body, {"x": x, "dy": dy, "table": table, "count": count},
+        jax.ShapeDtypeStruct((E, D, F), x.dtype), (STEP, plan.columns),
         name="grouped_matmul_weights", flops=2 * T * D * F, occupancy=occupancy,
     )  # fmt: skip
 
 
 class _Weights(Product):
-    """Tiles of a group's gradient: tile number = (row of the table * tiles of rows + tile of rows) * tiles of columns + tile of columns.
+    """Tiles of a group's gradient: tile number = (row of the table * tiles of rows + tile of rows)
+    * tiles of columns + tile of columns.
 
-    A step is 64 tokens, the first of which is on a multiple of `ALIGNED`. In the first and the last step, those of the groups beside this
-    one are set to 0 in one of the operands.
+    A step is 64 tokens, the first of which is on a multiple of `ALIGNED`. In the first and the last
+    step, those of the groups beside this one are set to 0 in one of the operands.
     """
 
     def __init__(self, plan: Plan, down: int, across: int, refs: Refs) -> None:
@@ -302,10 +373,16 @@ class _Weights(Product):
         self.ring.fill(
             turn,
             *(
-                (refs.x.at[tokens, pl.ds(tile.row + i * WARPGROUP, WARPGROUP)], lambda slot, i=i: refs.a_s.at[slot, i])
+                (
+                    refs.x.at[tokens, pl.ds(tile.row + i * WARPGROUP, WARPGROUP)],
+                    lambda slot, i=i: refs.a_s.at[slot, i],
+                )
                 for i in range(COMPUTING)
             ),
-            (refs.dy.at[tokens, pl.ds(tile.column, self.plan.columns)], lambda slot: refs.b_s.at[slot]),
+            (
+                refs.dy.at[tokens, pl.ds(tile.column, self.plan.columns)],
+                lambda slot: refs.b_s.at[slot],
+            ),
         )
 
     def operands(self, tile: Tile, step: Any, slot: Any, wg: Any) -> tuple[Any, Any]:
@@ -314,7 +391,10 @@ class _Weights(Product):
 
         @pl.when((begin > 0) | (stop < STEP))
         def _() -> None:
-            token = spread(plgpu.broadcasted_iota(jnp.int32, (STEP,), 0, layout=plgpu.Layout.WGMMA.reduce(1)), (STEP, WARPGROUP))
+            token = spread(
+                plgpu.broadcasted_iota(jnp.int32, (STEP,), 0, layout=plgpu.Layout.WGMMA.reduce(1)),
+                (STEP, WARPGROUP),
+            )
             x = compat.load(a_s, layout=plgpu.Layout.WGMMA)
             a_s[...] = jnp.where((token >= begin) & (token < stop), x, jnp.zeros((), x.dtype))
             plgpu.commit_smem()
@@ -323,4 +403,8 @@ class _Weights(Product):
 
     def store(self, tile: Tile, wg: Any, sums: Array) -> None:
         rows, wide = pl.ds(tile.row + wg * WARPGROUP, WARPGROUP), self.plan.stored
-        self.put(wg, sums, lambda _, first: self.refs.out.at[tile.group, rows, pl.ds(tile.column + first, wide)])
+        self.put(
+            wg,
+            sums,
+            lambda _, first: self.refs.out.at[tile.group, rows, pl.ds(tile.column + first, wide)],
+        )

@@ -1,8 +1,10 @@
-"""The work of the Hopper kernels of a grouped matmul: the tiles of each group, as a table on the device, and their sizes.
+"""The work of the Hopper kernels of a grouped matmul: the tiles of each group, as a table on the
+device, and their sizes.
 
-A block of threads is persistent: of the tiles in the table, it computes every n-th, where n is the number of blocks. A tile of rows begins
-at the first token of its group, not at a multiple of its height in the whole array, so that a group of 128 tokens is one tile wherever it
-lies. Sizes: T tokens, E groups.
+A block of threads is persistent: of the tiles in the table, it computes every n-th, where n is the
+number of blocks. A tile of rows begins at the first token of its group, not at a multiple of its
+height in the whole array, so that a group of 128 tokens is one tile wherever it lies. Sizes: T
+tokens, E groups.
 """
 
 from __future__ import annotations
@@ -26,16 +28,21 @@ STEP = 64
 STAGES = 8
 """The most steps whose operands are in shared memory together."""
 STARTED = 16
-"""The time to start and to store a tile, in columns of the result: an estimate, which prefers wide tiles where both fill the SMs."""
+"""The time to start and to store a tile, in columns of the result: an estimate, which prefers wide
+tiles where both fill the SMs."""
 GROUP, STEPS, FIRST, BEGIN, END = range(5)
-"""Columns of the table of rows: group, steps of the contraction, the first row of the tile, and the group's rows in it, begin to end."""
+"""Columns of the table of rows: group, steps of the contraction, the first row of the tile, and the
+group's rows in it, begin to end."""
 ALIGNED = 8
-"""Copies between global and shared memory start on a multiple of this many rows: see `interpreter.memory.box`."""
+"""Copies between global and shared memory start on a multiple of this many rows: see
+`interpreter.memory.box`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of one kernel. blocks: persistent blocks of threads, one for each SM, some of which may find no tile."""
+    """Sizes of one kernel. blocks: persistent blocks of threads, one for each SM, some of which may
+    find no tile.
+    """
 
     columns: int
     """Columns of a tile of the result."""
@@ -45,9 +52,19 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.columns not in (64, 128, 192, 256) or self.blocks < 1:
-            raise ValueError(f"a tile has 64, 128, 192 or 256 columns, and there is a block, not {self.columns} and {self.blocks}")
-        if self.height * self.columns not in range(1, MOST + 1) or self.height not in (WARPGROUP, 2 * WARPGROUP):
-            raise ValueError(f"a warpgroup has 64 rows, or 128 of up to 192 columns, not {self.height} of {self.columns}")
+            raise ValueError(
+                "a tile has 64, 128, 192 or 256 columns, and there is a block, not "
+                f"{self.columns} "
+                f"and {self.blocks}"
+            )
+        if self.height * self.columns not in range(1, MOST + 1) or self.height not in (
+            WARPGROUP,
+            2 * WARPGROUP,
+        ):
+            raise ValueError(
+                f"a warpgroup has 64 rows, or 128 of up to 192 columns, not {self.height} of "
+                f"{self.columns}"
+            )
 
     @property
     def rows(self) -> int:
@@ -72,30 +89,42 @@ class Plan:
 
 
 def balanced(T: int, E: int) -> tuple[int, ...]:
-    """Group sizes as equal as possible: what an estimate takes for sizes that are known on the device only."""
+    """Group sizes as equal as possible: what an estimate takes for sizes that are known on the
+    device only.
+    """
     return tuple(T // E + (i < T % E) for i in range(E))
 
 
 def row_costs(sizes: Sequence[int], width: int, columns: int) -> tuple[int, ...]:
-    """The work of each tile of the product of rows, in the order of the table, in units of one warpgroup's part of a tile."""
-    halves = [min(2, -(-(size - begin) // WARPGROUP)) for size in sizes for begin in range(0, size, ROWS)]
+    """The work of each tile of the product of rows, in the order of the table, in units of one
+    warpgroup's part of a tile.
+    """
+    halves = [
+        min(2, -(-(size - begin) // WARPGROUP)) for size in sizes for begin in range(0, size, ROWS)
+    ]
     return tuple(n for n in sorted(halves, reverse=True) for _ in range(-(-width // columns)))
 
 
 def weight_costs(sizes: Sequence[int], d_in: int, d_out: int, columns: int) -> tuple[int, ...]:
-    """The work of each tile of the weights' gradient, in the order of the table, in steps, plus two to store it."""
+    """The work of each tile of the weights' gradient, in the order of the table, in steps, plus two
+    to store it.
+    """
     tiles = -(-d_in // ROWS) * -(-d_out // columns)
     return tuple(-(-size // STEP) + 2 for size in sorted(sizes, reverse=True) for _ in range(tiles))
 
 
 def fills(costs: Sequence[int]) -> Occupancy:
-    """How tiles of these costs fill the SMs, where each of `SMS` persistent blocks computes every `SMS`-th of them."""
+    """How tiles of these costs fill the SMs, where each of `SMS` persistent blocks computes every
+    `SMS`-th of them.
+    """
     longest = max(sum(costs[block::SMS]) for block in range(SMS))
     return Occupancy(len(costs), len(costs) / SMS, sum(costs) / (SMS * longest) if longest else 1.0)
 
 
 def plan_of(costs: dict[int, tuple[int, ...]]) -> tuple[Plan, Occupancy]:
-    """The plan whose estimated time is least, and how it fills the SMs. costs: of the tiles, by the number of columns."""
+    """The plan whose estimated time is least, and how it fills the SMs. costs: of the tiles, by the
+    number of columns.
+    """
     found = {columns: fills(each) for columns, each in costs.items()}
 
     def time(columns: int) -> tuple[float, int]:
@@ -112,17 +141,23 @@ def plan_rows(sizes: Sequence[int], width: int) -> tuple[Plan, Occupancy]:
 
 def plan_weights(sizes: Sequence[int], d_in: int, d_out: int) -> tuple[Plan, Occupancy]:
     """`plan_of` the weights' gradient."""
-    return plan_of({columns: weight_costs(sizes, d_in, d_out, columns) for columns in (64, 128, 192, 256)})
+    return plan_of(
+        {columns: weight_costs(sizes, d_in, d_out, columns) for columns in (64, 128, 192, 256)}
+    )
 
 
 def row_table(sizes_E: Array | np.ndarray, T: int, steps: int) -> tuple[Array, Array]:
-    """(int32 [tiles, 5], int32 [1]): the tiles of rows, see `GROUP`, and how many there are; further ones are not valid.
+    """(int32 [tiles, 5], int32 [1]): the tiles of rows, see `GROUP`, and how many there are;
+    further ones are not valid.
 
-    steps: of the contraction. The tokens after the last group are a group without steps, whose result is 0. The first tile of a group
-    starts up to 7 rows before it, on a multiple of `ALIGNED`. Tiles with work for both warpgroups come first.
+    steps: of the contraction. The tokens after the last group are a group without steps, whose
+    result is 0. The first tile of a group starts up to 7 rows before it, on a multiple of
+    `ALIGNED`. Tiles with work for both warpgroups come first.
     """
     E = len(sizes_E)
-    sizes = jnp.append(jnp.asarray(sizes_E, jnp.int32), jnp.int32(T) - jnp.asarray(sizes_E, jnp.int32).sum())
+    sizes = jnp.append(
+        jnp.asarray(sizes_E, jnp.int32), jnp.int32(T) - jnp.asarray(sizes_E, jnp.int32).sum()
+    )
     ends = jnp.cumsum(sizes)
     begins = ends - sizes
     firsts = begins - begins % ALIGNED
@@ -132,14 +167,20 @@ def row_table(sizes_E: Array | np.ndarray, T: int, steps: int) -> tuple[Array, A
     group = jnp.minimum(jnp.searchsorted(after, number, side="right", method="compare_all"), E)
     first = firsts[group] + ROWS * (number - (after - tiles)[group])
     begin, end = jnp.maximum(first, begins[group]), jnp.minimum(first + ROWS, ends[group])
-    found = jnp.stack([jnp.minimum(group, E - 1), jnp.where(group < E, steps, 0), first, begin, end], 1).astype(jnp.int32)
+    found = jnp.stack(
+        [jnp.minimum(group, E - 1), jnp.where(group < E, steps, 0), first, begin, end], 1
+    ).astype(jnp.int32)
     rank = jnp.where(number < after[-1], (end - first <= WARPGROUP).astype(jnp.int32), 2)
     return found[jnp.argsort(rank, stable=True)], after[-1:].astype(jnp.int32)
 
 
 def group_table(sizes_E: Array | np.ndarray) -> tuple[Array, Array]:
-    """(int32 [E, 3], int32 [1]): group, first token and the one after the last, the largest group first, and E."""
+    """(int32 [E, 3], int32 [1]): group, first token and the one after the last, the largest group
+    first, and E.
+    """
     sizes = jnp.asarray(sizes_E, jnp.int32)
     ends = jnp.cumsum(sizes)
-    found = jnp.stack([jnp.arange(len(sizes), dtype=jnp.int32), ends - sizes, ends], 1).astype(jnp.int32)
+    found = jnp.stack([jnp.arange(len(sizes), dtype=jnp.int32), ends - sizes, ends], 1).astype(
+        jnp.int32
+    )
     return found[jnp.argsort(-sizes, stable=True)], jnp.full(1, len(sizes), jnp.int32)

@@ -1,1 +1,3 @@
-"""Implementations of `stacked_matmul`: XLA's form (`xla.py`), and kernels for Hopper (`hopper.py`) with their plans (`plan.py`)."""
+"""Implementations of `stacked_matmul`: XLA's form (`xla.py`), and kernels for Hopper (`hopper.py`)
+with their plans (`plan.py`).
+"""

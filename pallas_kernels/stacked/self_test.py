@@ -1,4 +1,5 @@
-"""The self-test of our stacked matmul: which calls run the same kernel, and the comparison with XLA's form in fp32 on a GPU.
+"""The self-test of our stacked matmul: which calls run the same kernel, and the comparison with
+XLA's form in fp32 on a GPU.
 
 Shape suffixes: R rows of the stack, T tokens, K and N the widths of a matrix.
 """
@@ -22,42 +23,60 @@ if TYPE_CHECKING:
     from pallas_kernels.stacked_matmul import StackedMatmulProblem
 
 LIMIT = {"bfloat16": 6e-3, "float16": 1e-3}
-"""Largest |ours - reference| as a share of the largest number of the same row: three times the rounding of the result, or twice."""
+"""Largest |ours - reference| as a share of the largest number of the same row: three times the
+rounding of the result, or twice."""
 EXACT = 1e-4
 """The same for sums that are not rounded: fp32 numbers are added in another order."""
 RERUNS = 10
 ROWS = 3
 PERIOD = 3072
-"""A multiple of all widths of tiles, with more tiles than SMs, and a contraction longer than the buffers."""
+"""A multiple of all widths of tiles, with more tiles than SMs, and a contraction longer than the
+buffers."""
 Call = Callable[[Array, Array, Array, Array], Array]
 
 
 def kind_of(problem: StackedMatmulProblem) -> Kind:
-    """The kind of a problem that `mosaic` can serve. Tokens and widths are replaced by smaller ones with the same remainders."""
+    """The kind of a problem that `mosaic` can serve. Tokens and widths are replaced by smaller ones
+    with the same remainders.
+    """
     T, K, N = problem.tokens, problem.K, problem.N
     if problem.form == "add":
         plan = plan_to_add(K, N, T)[0]
     else:
         plan = plan_for(T, *((K, N) if problem.form == "transposed" else (N, K)))[0]
     sizes = [size if size < 2 * PERIOD else PERIOD + size % PERIOD for size in (T, K, N)]
-    facts = {"form": problem.form, "dtype": problem.dtype, "tile": [plan.height, plan.columns], "sizes": sizes, "rounded": problem.rounded}
+    facts = {
+        "form": problem.form,
+        "dtype": problem.dtype,
+        "tile": [plan.height, plan.columns],
+        "sizes": sizes,
+        "rounded": problem.rounded,
+    }
     return Kind.of("stacked_matmul", facts)
 
 
-def faults(facts: dict[str, Any], say: Callable[[str], None], call: Call | None = None) -> list[str]:
-    """What is wrong with our kernel for a kind's facts: each difference from XLA's form in fp32, in other rows, and between reruns.
+def faults(
+    facts: dict[str, Any], say: Callable[[str], None], call: Call | None = None
+) -> list[str]:
+    """What is wrong with our kernel for a kind's facts: each difference from XLA's form in fp32, in
+    other rows, and between reruns.
 
-    say: called with "ready" after the reference is computed and with "compiled" before a kernel runs. call: a function to test instead of
-    the kernel, (stack, row, x, y) -> result, where the stack is weights and y unused, or fp32 sums and y the gradient of the result.
+    say: called with "ready" after the reference is computed and with "compiled" before a kernel
+    runs. call: a function to test instead of the kernel, (stack, row, x, y) -> result, where the
+    stack is weights and y unused, or fp32 sums and y the gradient of the result.
     """
     (T, K, N), rng, form = facts["sizes"], np.random.default_rng(0), facts["form"]
     width, other = (N, K) if form == "transposed" else (K, N)
-    stack, x, y = (rng.standard_normal(size, np.float32) for size in ((ROWS, K, N), (T, width), (T, other)))
+    stack, x, y = (
+        rng.standard_normal(size, np.float32) for size in ((ROWS, K, N), (T, width), (T, other))
+    )
     stack, x, y = (jnp.asarray(a, facts["dtype"]) for a in (stack, x, y))
     if form == "add":
         stack = stack.astype(jnp.float32)
     row, exact = jnp.int32(1), [a.astype(jnp.float32) for a in (x, y)]
-    wanted = jax.block_until_ready(jax.jit(lambda *a: by_xla(form, *a))(stack.astype(jnp.float32), row, *exact))
+    wanted = jax.block_until_ready(
+        jax.jit(lambda *a: by_xla(form, *a))(stack.astype(jnp.float32), row, *exact)
+    )
     say("ready")
     kernel = jax.jit(call or _ours(facts)).lower(stack, row, x, y).compile()
     say("compiled")
@@ -85,11 +104,18 @@ def _ours(facts: dict[str, Any]) -> Call:
     """The kernel with its plan."""
     form, (height, columns) = facts["form"], facts["tile"]
     if form == "add":
-        return lambda stack, row, x, y: hopper.add(AddingPlan(columns, height=height), stack, row, x, y, rounded=facts["rounded"])
-    return lambda stack, row, x, y: hopper.product(Plan(columns, height=height), x, stack, row, transpose=form == "transposed")
+        return lambda stack, row, x, y: hopper.add(
+            AddingPlan(columns, height=height), stack, row, x, y, rounded=facts["rounded"]
+        )
+    return lambda stack, row, x, y: hopper.product(
+        Plan(columns, height=height), x, stack, row, transpose=form == "transposed"
+    )
 
 
 @jax.jit
 def _close(found: Array, wanted: Array, limit: float) -> Array:
     """Whether each row's errors are at most `limit` of its largest number: nan is not close."""
-    return (jnp.abs(found.astype(jnp.float32) - wanted) <= limit * jnp.abs(wanted).max(-1, keepdims=True)).all()
+    return (
+        jnp.abs(found.astype(jnp.float32) - wanted)
+        <= limit * jnp.abs(wanted).max(-1, keepdims=True)
+    ).all()

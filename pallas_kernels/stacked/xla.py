@@ -1,4 +1,5 @@
-"""Stacked matmul as XLA has it: a matrix is taken out of the stack, multiplied, and a gradient is added to its row. Runs anywhere.
+"""Stacked matmul as XLA has it: a matrix is taken out of the stack, multiplied, and a gradient is
+added to its row. Runs anywhere.
 
 Shape suffixes: R rows of the stack, T tokens, K and N the widths of a matrix.
 """
@@ -8,21 +9,27 @@ from jax import Array, lax
 
 
 def product(x: Array, weights_RKN: Array, row: Array, *, transposed: bool) -> Array:
-    """x [T, K] @ weights[row], or x [T, N] @ weights[row]^T. A row outside of the stack counts as the nearest one."""
+    """x [T, K] @ weights[row], or x [T, N] @ weights[row]^T. A row outside of the stack counts as
+    the nearest one.
+    """
     w_1KN = lax.dynamic_slice_in_dim(weights_RKN, _inside(row, weights_RKN), 1)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.einsum("tn,kn->tk" if transposed else "tk,kn->tn", x, w_1KN[0], preferred_element_type=wide).astype(x.dtype)
+    return jnp.einsum(
+        "tn,kn->tk" if transposed else "tk,kn->tn", x, w_1KN[0], preferred_element_type=wide
+    ).astype(x.dtype)
 
 
 def add(sums_RKN: Array, row: Array, x_TK: Array, dy_TN: Array, *, rounded: bool) -> Array:
     """`sums_RKN` with x^T dy added to its row. rounded: the product is first rounded to x's type.
 
-    The addition is one fusion, which reads the row and writes it in place. With the index as a dim that is dropped and put back, XLA makes
-    a copy of the row first.
+    The addition is one fusion, which reads the row and writes it in place. With the index as a dim
+    that is dropped and put back, XLA makes a copy of the row first.
     """
     row = _inside(row, sums_RKN)
     wanted = x_TK.dtype if rounded else sums_RKN.dtype
-    dw_KN = jnp.einsum("tk,tn->kn", x_TK, dy_TN, preferred_element_type=wanted).astype(sums_RKN.dtype)
+    dw_KN = jnp.einsum("tk,tn->kn", x_TK, dy_TN, preferred_element_type=wanted).astype(
+        sums_RKN.dtype
+    )
     if rounded:  # XLA may leave out a conversion to fewer bits and back
         bits = jnp.finfo(wanted)
         dw_KN = lax.reduce_precision(dw_KN, bits.nexp, bits.nmant)

@@ -31,7 +31,9 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a self-test. Only kernels that `passed` are used; `untested`: the test could not be run."""
+    """The result of a self-test. Only kernels that `passed` are used; `untested`: the test could
+    not be run.
+    """
 
     status: Status
     reason: str
@@ -46,5 +48,7 @@ class Verdict:
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:
-    """The worst of several verdicts on one kernel: a failure before a missing test before a success. The list must not be empty."""
+    """The worst of several verdicts on one kernel: a failure before a missing test before a
+    success. The list must not be empty.
+    """
     return min(verdicts, key=lambda verdict: ("failed", "untested", "passed").index(verdict.status))

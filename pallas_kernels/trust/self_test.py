@@ -1,6 +1,8 @@
-"""What runs in the process of a self-test: python -m pallas_kernels.trust.self_test '{"family": ..., "facts": ...}'
+"""What runs in the process of a self-test: python -m pallas_kernels.trust.self_test '{"family":
+..., "facts": ...}'
 
-It prints its phases and its verdict for the parent (`trial.py`), and always exits with status 0 if it has a verdict.
+It prints its phases and its verdict for the parent (`trial.py`), and always exits with status 0 if
+it has a verdict.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ FAMILIES = {
     "grouped_matmul": "pallas_kernels.grouped.self_test",
     "stacked_matmul": "pallas_kernels.stacked.self_test",
 }
-"""Name of a family -> a module with `faults(facts, say)`, which calls say("ready") and say("compiled") and returns a list of faults."""
+"""Name of a family -> a module with `faults(facts, say)`, which calls say("ready") and
+say("compiled") and returns a list of faults."""
 Check = Callable[[dict[str, Any], Callable[[str], None]], list[str]]
 
 
@@ -35,7 +38,9 @@ def say(**line: str) -> None:
 
 
 def judge(kind: Kind, check: Check | None = None) -> Verdict:
-    """Runs the check of a kind, by default its family's. An exception is a failure, unless the GPU had too little memory."""
+    """Runs the check of a kind, by default its family's. An exception is a failure, unless the GPU
+    had too little memory.
+    """
     ready = False
 
     def phase(name: str) -> None:
@@ -46,7 +51,11 @@ def judge(kind: Kind, check: Check | None = None) -> Verdict:
     try:
         if check is None:
             if jax.default_backend() != "gpu":
-                raise RuntimeError(f"JAX uses the platform {jax.default_backend()} in a process of its own, not a GPU")
+                raise RuntimeError(
+                    f"JAX uses the platform {jax.default_backend()} in a process of its own, "
+                    "not a "
+                    "GPU"
+                )
             faults = importlib.import_module(FAMILIES[kind.family]).faults(kind.values, phase)
         else:
             faults = check(kind.values, phase)
@@ -57,11 +66,17 @@ def judge(kind: Kind, check: Check | None = None) -> Verdict:
         if memory or not ready:
             return Verdict("untested", f"its self-test could not be run: {text}")
         return Verdict("failed", text)
-    return Verdict("failed", "; ".join(faults)) if faults else Verdict("passed", "it agrees with XLA, and repeatedly")
+    return (
+        Verdict("failed", "; ".join(faults))
+        if faults
+        else Verdict("passed", "it agrees with XLA, and repeatedly")
+    )
 
 
 def end_with(parent: int) -> None:
-    """Ends this process when its parent has ended: a kernel that hangs would otherwise hold the GPU of a run that was killed."""
+    """Ends this process when its parent has ended: a kernel that hangs would otherwise hold the GPU
+    of a run that was killed.
+    """
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

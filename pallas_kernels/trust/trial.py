@@ -26,10 +26,11 @@ _TAIL = 4000
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """How a self-test is run: its command, to which the kind is appended as JSON, and the seconds that each of its phases may take.
+    """How a self-test is run: its command, to which the kind is appended as JSON, and the seconds
+    that each of its phases may take.
 
-    A test reports "ready" when the GPU has computed the reference, and "compiled" before our kernel runs. Whatever goes wrong earlier than
-    "ready" is not the kernel's fault.
+    A test reports "ready" when the GPU has computed the reference, and "compiled" before our kernel
+    runs. Whatever goes wrong earlier than "ready" is not the kernel's fault.
     """
 
     command: tuple[str, ...] = (sys.executable, "-m", "pallas_kernels.trust.self_test")
@@ -43,12 +44,15 @@ class Trial:
         return self.start + self.compile + self.run
 
     def __call__(self, kind: Kind) -> tuple[Verdict, str]:
-        """(the verdict on a kind, the end of the test's output). Never raises for what the test does."""
+        """(the verdict on a kind, the end of the test's output). Never raises for what the test
+        does.
+        """
         with tempfile.TemporaryFile() as output:
             try:
                 child = subprocess.Popen(
                     [*self.command, json.dumps(dataclasses.asdict(kind))],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output, env=_environment(), start_new_session=True,
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output,
+                    env=_environment(), start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
                 return Verdict("untested", f"its self-test could not be started: {error}"), ""
@@ -61,7 +65,9 @@ class Trial:
             return verdict, output.read().decode(errors="replace")
 
     def _watch(self, child: subprocess.Popen[bytes]) -> Verdict:
-        """Follows the child's lines until it has a verdict, ends, or exceeds the limit of its phase."""
+        """Follows the child's lines until it has a verdict, ends, or exceeds the limit of its
+        phase.
+        """
         limits = {"start": self.start, "ready": self.compile, "compiled": self.run}
         lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
@@ -81,7 +87,9 @@ class Trial:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, with our packages on the path, and without a claim to all of the GPU's memory."""
+    """This process's environment, with our packages on the path, and without a claim to all of the
+    GPU's memory.
+    """
     path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
@@ -107,17 +115,25 @@ def _ended(phase: str, child: subprocess.Popen[bytes], until: float) -> Verdict:
     try:
         status = child.wait(max(1.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return Verdict("failed" if phase != "start" else "untested", "its self-test stopped answering")
+        return Verdict(
+            "failed" if phase != "start" else "untested", "its self-test stopped answering"
+        )
     how = f"exited with status {status}"
     if status < 0:
         with contextlib.suppress(ValueError):
             how = f"was ended by {signal.Signals(-status).name}"
-    when = {"start": "before it used the kernel", "ready": "when the kernel was compiled", "compiled": "when the kernel ran"}[phase]
+    when = {
+        "start": "before it used the kernel",
+        "ready": "when the kernel was compiled",
+        "compiled": "when the kernel ran",
+    }[phase]
     return Verdict("untested" if phase == "start" else "failed", f"its self-test {how} {when}")
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ends the test and the compilers that it may have started. A process that a GPU holds in the kernel is left to the system."""
+    """Ends the test and the compilers that it may have started. A process that a GPU holds in the
+    kernel is left to the system.
+    """
     with contextlib.suppress(OSError):
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,6 @@
-"""What XLA makes of a program for GPUs that you do not have: collectives, memory, timeline; what is wrong, and what would fix it."""
+"""What XLA makes of a program for GPUs that you do not have: collectives, memory, timeline; what is
+wrong, and what would fix it.
+"""
 
 from sharding_rules.lab.budget import assert_budget as assert_budget
 from sharding_rules.lab.budget import assert_exposed as assert_exposed

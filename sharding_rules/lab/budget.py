@@ -1,4 +1,6 @@
-"""Limits for what a step sends, waits for and needs: assertions for tests, on a compiled program's report."""
+"""Limits for what a step sends, waits for and needs: assertions for tests, on a compiled program's
+report.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from sharding_rules.lab.report import Collective, LabError, Report, location_tex
 
 
 def assert_budget(report: Report, *, peak_bytes: int | None = None, **wire_bytes: float) -> None:
-    """Raises LabError where a step sends more bytes along a mesh axis, or needs more memory, than allowed: fsdp=40e9, peak_bytes=72e9.
+    """Raises LabError where a step sends more bytes along a mesh axis, or needs more memory, than
+    allowed: fsdp=40e9, peak_bytes=72e9.
 
     A mesh axis that is not named is not limited.
     """
@@ -15,19 +18,32 @@ def assert_budget(report: Report, *, peak_bytes: int | None = None, **wire_bytes
     for axis, limit in wire_bytes.items():
         if (sent := report.wire_bytes(axis)) > limit:
             largest = sorted(report.select(axis=axis), key=lambda one: -one.times * one.wire)[:3]
-            lines = [f"\n      {one.times} x {one.kind} of {' '.join(one.shapes)} in {location_text(one.where)}" for one in largest]
-            over.append(f"{axis}: {sent:.4g} bytes sent, {limit:.4g} allowed; most of them by{''.join(lines)}")
+            lines = [
+                (
+                    f"\n      {one.times} x {one.kind} of {' '.join(one.shapes)} in "
+                    f"{location_text(one.where)}"
+                )
+                for one in largest
+            ]
+            over.append(
+                f"{axis}: {sent:.4g} bytes sent, {limit:.4g} allowed; most of them "
+                f"by{''.join(lines)}"
+            )
     if peak_bytes is not None and report.peak_bytes > peak_bytes:
         over.append(f"memory: {report.peak_bytes} bytes at the peak, {peak_bytes} allowed")
     if over:
-        raise LabError(f"{report.name} is over its budget\n" + "\n".join(f"  - {line}" for line in over))
+        raise LabError(
+            f"{report.name} is over its budget\n" + "\n".join(f"  - {line}" for line in over)
+        )
 
 
 def assert_exposed(report: Report, *, step: float | None = None, **shares: float) -> None:
-    """Raises LabError where compute waits longer for collectives along a mesh axis than this share of the predicted step.
+    """Raises LabError where compute waits longer for collectives along a mesh axis than this share
+    of the predicted step.
 
-    `assert_exposed(report, data=0.02, tensor=0.1)`. A collective along several axes counts for each of them; an axis that is not named is
-    not limited. The share of bytes that are sent beside a matmul would flatter a program that waits for most of each collective.
+    `assert_exposed(report, data=0.02, tensor=0.1)`. A collective along several axes counts for each
+    of them; an axis that is not named is not limited. The share of bytes that are sent beside a
+    matmul would flatter a program that waits for most of each collective.
 
     Args:
       step: the limit for all collectives together.
@@ -43,16 +59,31 @@ def assert_exposed(report: Report, *, step: float | None = None, **shares: float
     over = []
     for name, (limit, along) in limits.items():
         if waits[name] > limit * line.step:
-            lines = "".join(f"\n      {_waited(one, line.step)}" for one in sorted(along, key=lambda one: -one.exposed)[:3] if one.exposed)
-            over.append(f"{name}: {waits[name] / line.step:.1%} of the step exposed, {limit:.1%} allowed; most of it for{lines}")
+            lines = "".join(
+                f"\n      {_waited(one, line.step)}"
+                for one in sorted(along, key=lambda one: -one.exposed)[:3]
+                if one.exposed
+            )
+            over.append(
+                f"{name}: {waits[name] / line.step:.1%} of the step exposed, {limit:.1%} "
+                "allowed; "
+                f"most of it for{lines}"
+            )
     if over:
-        raise LabError(f"{report.name} waits longer than allowed\n" + "\n".join(f"  - {line}" for line in over))
+        raise LabError(
+            f"{report.name} waits longer than allowed\n" + "\n".join(f"  - {line}" for line in over)
+        )
 
 
 def _waited(one: Collective, step: float) -> str:
-    return f"{one.times} x {one.kind} of {' '.join(one.shapes)}, {one.exposed / step:.1%}, in {location_text(one.where)}"
+    return (
+        f"{one.times} x {one.kind} of {' '.join(one.shapes)}, {one.exposed / step:.1%}, in "
+        f"{location_text(one.where)}"
+    )
 
 
 def _check_axes(report: Report, axes: set[str]) -> None:
     if unknown := axes - report.mesh.keys():
-        raise LabError(f"no mesh axis {', '.join(sorted(unknown))}; the mesh has {', '.join(report.mesh)}")
+        raise LabError(
+            f"no mesh axis {', '.join(sorted(unknown))}; the mesh has {', '.join(report.mesh)}"
+        )

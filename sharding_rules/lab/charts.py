@@ -1,4 +1,6 @@
-"""Charts as inline SVG. Widths are percentages, so they follow the page; colours are variables of page.css, so they follow the reader."""
+"""Charts as inline SVG. Widths are percentages, so they follow the page; colours are variables of
+page.css, so they follow the reader.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,27 @@ class Share:
 
 
 def colours(words: Iterable[str]) -> dict[str, str]:
-    """A colour for each word, in order; the empty word, and those for which none is left, share one."""
+    """A colour for each word, in order; the empty word, and those for which none is left, share
+    one.
+    """
     named = [word for word in dict.fromkeys(words) if word]
-    return {"": "--rest"} | {word: f"--c{i}" if i < PALETTE else "--rest" for i, word in enumerate(named)}
+    return {"": "--rest"} | {
+        word: f"--c{i}" if i < PALETTE else "--rest" for i, word in enumerate(named)
+    }
 
 
-def stack(shares: Sequence[Share], whole: float, *, label: str, height: int = 26, limit: float = 0, limit_label: str = "") -> str:
-    """A stacked bar on a scale of 0 to `whole`, what is large enough labelled below, with a line at `limit`."""
+def stack(
+    shares: Sequence[Share],
+    whole: float,
+    *,
+    label: str,
+    height: int = 26,
+    limit: float = 0,
+    limit_label: str = "",
+) -> str:
+    """A stacked bar on a scale of 0 to `whole`, what is large enough labelled below, with a line at
+    `limit`.
+    """
     drawn, texts, begin, free = [], [], 0.0, 0.0
     for share in shares:
         left, width = 100 * begin / whole, 100 * share.value / whole
@@ -46,10 +62,18 @@ def stack(shares: Sequence[Share], whole: float, *, label: str, height: int = 26
         begin += share.value
     if limit:
         at = 100 * limit / whole
-        drawn.append(f'<line class="limit" x1="{at:.3f}%" x2="{at:.3f}%" y1="-6" y2="{height + 6}"/>')
-        texts.append(f'<text class="limit" x="{at:.3f}%" y="{height + 15}" text-anchor="end">{escape(limit_label)}</text>')
+        drawn.append(
+            f'<line class="limit" x1="{at:.3f}%" x2="{at:.3f}%" y1="-6" y2="{height + 6}"/>'
+        )
+        texts.append(
+            f'<text class="limit" x="{at:.3f}%" y="{height + 15}" '
+            f'text-anchor="end">{escape(limit_label)}</text>'
+        )
     tall = height + (22 if texts else 0)
-    return f'<svg class="stack" height="{tall}" role="img" aria-label="{escape(label)}">{"".join(drawn + texts)}</svg>'
+    return (
+        f'<svg class="stack" height="{tall}" role="img" '
+        f'aria-label="{escape(label)}">{"".join(drawn + texts)}</svg>'
+    )
 
 
 UPPER, AXIS, LOWER, TALL = 34, 38, 42, 92
@@ -57,7 +81,9 @@ UPPER, AXIS, LOWER, TALL = 34, 38, 42, 92
 
 
 def schedule(piece: Piece, colour: Mapping[str, str]) -> str:
-    """One trip of a piece: compute above the axis (matmuls tall), the network below it, on the axis where compute waits."""
+    """One trip of a piece: compute above the axis (matmuls tall), the network below it, on the axis
+    where compute waits.
+    """
 
     def at(time: float) -> float:
         return 100 * (min(max(time, piece.begin), piece.end) - piece.begin) / piece.duration
@@ -68,15 +94,28 @@ def schedule(piece: Piece, colour: Mapping[str, str]) -> str:
         high = 28 if span.kind in ("matmul", "attention") or span.stream == "network" else 14
         top = UPPER - high if span.stream == "compute" else LOWER
         drawn.append(
-            _rect(f"span {span.stream}", left, right - left, top, high, colour.get(span.where.part.split("/")[-1], "--rest"), _of(span))
+            _rect(
+                f"span {span.stream}",
+                left,
+                right - left,
+                top,
+                high,
+                colour.get(span.where.part.split("/")[-1], "--rest"),
+                _of(span),
+            )
         )
     for begin, end in piece.waits:
         tip = f"compute waits {duration(end - begin)} for the network"
         drawn.append(_rect("wait", at(begin), at(end) - at(begin), UPPER + 1, 6, "--wait", tip))
-    marks = "".join(_mark(at(piece.begin + t), duration(t) if t else "0") for t in ticks(piece.duration))
+    marks = "".join(
+        _mark(at(piece.begin + t), duration(t) if t else "0") for t in ticks(piece.duration)
+    )
     axis = f'<line class="axis" x1="0" x2="100%" y1="{AXIS}" y2="{AXIS}"/>'
     label = f"schedule of {piece.name}: {duration(piece.duration)}, {piece.times} times in a step"
-    return f'<svg class="schedule" height="{TALL}" role="img" aria-label="{escape(label)}">{axis}{"".join(drawn)}{marks}</svg>'
+    return (
+        f'<svg class="schedule" height="{TALL}" role="img" '
+        f'aria-label="{escape(label)}">{axis}{"".join(drawn)}{marks}</svg>'
+    )
 
 
 def ticks(length: float, most: int = 8) -> list[float]:
@@ -99,16 +138,25 @@ def legend(colour: Mapping[str, str], none: str) -> str:
     named = [(word, c) for word, c in colour.items() if c != "--rest"]
     others = [word or none for word, c in colour.items() if c == "--rest"]
     items = [f"<li>{swatch(c)} {escape(word)}</li>" for word, c in named]
-    return f'<ul class="legend">{"".join(items)}<li>{swatch("--rest")} {escape(", ".join(others))}</li></ul>'
+    return (
+        f'<ul class="legend">{"".join(items)}<li>{swatch("--rest")} '
+        f"{escape(', '.join(others))}</li></ul>"
+    )
 
 
 def _of(span: Span) -> str:
     often = " x ".join(f"{n:,}" for n in span.loops)
-    lines = [span.name, f"{span.kind}, {duration(span.duration)}" + (f", {often} times" if often else ""), location_text(span.where)]
+    lines = [
+        span.name,
+        f"{span.kind}, {duration(span.duration)}" + (f", {often} times" if often else ""),
+        location_text(span.where),
+    ]
     return "\n".join(lines)
 
 
-def _rect(cls: str, left: float, width: float, top: float, height: float, colour: str, tip: str) -> str:
+def _rect(
+    cls: str, left: float, width: float, top: float, height: float, colour: str, tip: str
+) -> str:
     """Left and width in percent. `tip`: lines that hovering shows."""
     box = f'x="{left:.3f}%" y="{top}" width="{width:.3f}%" height="{height}"'
     return f'<rect class="{cls}" {box} style="fill:var({colour})" data-tip="{escape(tip)}"/>'
@@ -118,4 +166,7 @@ def _mark(at: float, text: str) -> str:
     """A tick of the time axis, at a percentage of its length."""
     anchor = "end" if at > 97 else "middle" if at > 2 else "start"
     line = f'<line class="tick" x1="{at:.3f}%" x2="{at:.3f}%" y1="{LOWER + 28}" y2="{LOWER + 33}"/>'
-    return f'{line}<text class="tick" x="{at:.3f}%" y="{LOWER + 46}" text-anchor="{anchor}">{text}</text>'
+    return (
+        f'{line}<text class="tick" x="{at:.3f}%" y="{LOWER + 46}" '
+        f'text-anchor="{anchor}">{text}</text>'
+    )

@@ -1,7 +1,9 @@
-"""Compiles a lowered program in a process of its own, so that XLA's abort becomes an error and several programs compile at once.
+"""Compiles a lowered program in a process of its own, so that XLA's abort becomes an error and
+several programs compile at once.
 
-XLA ends the whole process where one of its own checks fails (`F0000 ... Check failed`). So the program, its compile options and the
-numbers of its devices are written into a folder, and a child that `lab.server` forks compiles it and writes what a report needs.
+XLA ends the whole process where one of its own checks fails (`F0000 ... Check failed`). So the
+program, its compile options and the numbers of its devices are written into a folder, and a child
+that `lab.server` forks compiles it and writes what a report needs.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from jax._src import compiler as jax_compiler  # no public way leads to the compile options that JAX makes of a program's shardings
+# no public way leads to the compile options that JAX makes of a program's shardings
+from jax._src import compiler as jax_compiler
 
 from sharding_rules.lab.report import LabError
 from sharding_rules.lab.server import MEMORY
 from sharding_rules.lab.targets import TopologyRequest
 
-_SINGLE_THREADED = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""numpy's libraries start threads when they are imported, and a process that forks must have none."""
+_SINGLE_THREADED = dict.fromkeys(
+    ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+)
+"""numpy's libraries start threads when they are imported, and a process that forks must have
+none."""
 
 Memory = dataclasses.make_dataclass("Memory", [(name, int) for name in MEMORY], frozen=True)
 """The fields of `compiled.memory_analysis()` that a report needs."""
@@ -41,16 +47,22 @@ class Aborted(LabError):
         self.log = log
 
 
-def compile_in_child(lowered: Any, options: dict[str, Any], topology: TopologyRequest, folder: Path) -> tuple[str, Any, list[str]]:
+def compile_in_child(
+    lowered: Any, options: dict[str, Any], topology: TopologyRequest, folder: Path
+) -> tuple[str, Any, list[str]]:
     """The text of the compiled program, its Memory, and the lines that XLA logged.
 
-    folder: an empty directory, which must exist for as long as this runs.
-    Raises LabError with XLA's own message where XLA refuses the program, and Aborted where it ends its process.
+    folder: an empty directory, which must exist for as long as this runs. Raises LabError with
+    XLA's own message where XLA refuses the program, and Aborted where it ends its process.
     """
     captured = _capture(lowered, options)
     (folder / "program.mlirbc").write_bytes(captured.module)
     (folder / "options.pb").write_bytes(captured.options)
-    about = {"topology": dataclasses.asdict(topology), "devices": captured.devices, "environment": dict(os.environ)}
+    about = {
+        "topology": dataclasses.asdict(topology),
+        "devices": captured.devices,
+        "environment": dict(os.environ),
+    }
     (folder / "request.json").write_text(json.dumps(about), encoding="utf-8")
     status = server().compile(folder)
     log = (folder / "log.txt").read_text(errors="replace", encoding="utf-8").splitlines()
@@ -58,7 +70,9 @@ def compile_in_child(lowered: Any, options: dict[str, Any], topology: TopologyRe
         raise Aborted(f"XLA's process ended with {_signal_name(-status)}", log)
     if status > 0:
         error = folder / "error.txt"
-        raise LabError(error.read_text(encoding="utf-8") if error.exists() else "\n".join(log[-20:]))
+        raise LabError(
+            error.read_text(encoding="utf-8") if error.exists() else "\n".join(log[-20:])
+        )
     return (
         (folder / "program.txt").read_text(encoding="utf-8"),
         Memory(**json.loads((folder / "memory.json").read_text(encoding="utf-8"))),
@@ -89,7 +103,9 @@ _PATCH = threading.Lock()
 
 
 def _capture(lowered: Any, options: dict[str, Any]) -> _Captured:
-    """The program as MLIR with its locations, and all compile options, those among them that follow from the program's shardings."""
+    """The program as MLIR with its locations, and all compile options, those among them that follow
+    from the program's shardings.
+    """
     with _captured_here():
         try:
             lowered.compile(compiler_options=options)
@@ -112,12 +128,24 @@ def _captured_here() -> Iterator[None]:
 
 
 def _catching(compile: Callable[..., Any]) -> Callable[..., Any]:
-    def caught(backend: Any, module: Any, devices: Any, options: Any, callbacks: Any, executable_devices: Any, *more: Any) -> Any:
+    def caught(
+        backend: Any,
+        module: Any,
+        devices: Any,
+        options: Any,
+        callbacks: Any,
+        executable_devices: Any,
+        *more: Any,
+    ) -> Any:
         if not getattr(_capturing, "on", False):
             return compile(backend, module, devices, options, callbacks, executable_devices, *more)
         code = io.BytesIO()
         module.operation.write_bytecode(code)
-        raise _Captured(code.getvalue(), options.SerializeAsString(), [device.id for device in executable_devices])
+        raise _Captured(
+            code.getvalue(),
+            options.SerializeAsString(),
+            [device.id for device in executable_devices],
+        )
 
     caught.captures = True  # pyright: ignore[reportFunctionMemberAccess]
     return caught
@@ -127,7 +155,8 @@ def _catching(compile: Callable[..., Any]) -> Callable[..., Any]:
 
 
 TURN = threading.RLock()
-"""Held by a thread that traces, where several threads compile: JAX is not made to trace in two. A wait for a child gives it up."""
+"""Held by a thread that traces, where several threads compile: JAX is not made to trace in two. A
+wait for a child gives it up."""
 
 
 class _Server:
@@ -135,11 +164,15 @@ class _Server:
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", "from sharding_rules.lab.server import serve; serve()"]
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
+        path = os.pathsep.join(
+            filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        )
         environment = os.environ | _SINGLE_THREADED | {"PYTHONPATH": path}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True,
-            encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors(),  # the lines are names of folders
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+            start_new_session=True,
+            # the lines are names of folders
+            encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors(),
         )  # fmt: skip
         assert self._process.stdin and self._process.stdout
         self._requests: IO[str] = self._process.stdin
@@ -155,14 +188,18 @@ class _Server:
         return not self._ended and self.owner == os.getpid()
 
     def compile(self, folder: Path) -> int:
-        """The status of the child: 0, positive where it failed, minus the signal that ended it. Raises LabError without a server."""
+        """The status of the child: 0, positive where it failed, minus the signal that ended it.
+        Raises LabError without a server.
+        """
         with self._lock:
             self._requests.write(f"{folder}\n")
             self._requests.flush()
         with self._changed:
             self._changed.wait_for(lambda: str(folder) in self._done or self._ended)
             if str(folder) not in self._done:
-                raise LabError(f"the process that starts compilations ended with status {self._process.poll()}")
+                raise LabError(
+                    f"the process that starts compilations ended with status {self._process.poll()}"
+                )
             return self._done.pop(str(folder))
 
     def _read(self, answers: IO[str]) -> None:
@@ -187,7 +224,9 @@ _START = threading.Lock()
 
 
 def server() -> _Server:
-    """This process's server, started where there is none. Starting it takes half a second, during which other threads may run."""
+    """This process's server, started where there is none. Starting it takes half a second, during
+    which other threads may run.
+    """
     global _server
     with _START:
         if _server is None or not _server.alive:

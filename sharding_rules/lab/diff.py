@@ -1,4 +1,6 @@
-"""What changed from one report to another, and golden ledgers: a program's collectives as text that changes only when its meaning does."""
+"""What changed from one report to another, and golden ledgers: a program's collectives as text that
+changes only when its meaning does.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,26 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from sharding_rules.lab.report import LabError, Location, Report, location_text
-from sharding_rules.lab.summary import PREDICTED, SCALAR, by_meaning, duration, flop, mesh_words, over, rows, signed, size, wire_by_axes
+from sharding_rules.lab.summary import (
+    PREDICTED,
+    SCALAR,
+    by_meaning,
+    duration,
+    flop,
+    mesh_words,
+    over,
+    rows,
+    signed,
+    size,
+    wire_by_axes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Collectives of one meaning in a step; two lines are about the same thing where `meaning` is equal."""
+    """Collectives of one meaning in a step; two lines are about the same thing where `meaning` is
+    equal.
+    """
 
     kind: str
     over: str
@@ -31,10 +47,16 @@ class Line:
         return (self.over, self.where, self.kind, self.shapes)
 
     def __str__(self) -> str:
-        return f"{self.kind} over {self.over} of {self.shapes} in {self.where}: {self.times} x, {self.wire} bytes"
+        return (
+            f"{self.kind} over {self.over} of {self.shapes} in {self.where}: {self.times} x, "
+            f"{self.wire} bytes"
+        )
 
 
-_LINE = re.compile(r"(?P<kind>\S+) over (?P<over>\S+) of (?P<shapes>.+) in (?P<where>.+): (?P<times>\d+) x, (?P<wire>\d+) bytes")
+_LINE = re.compile(
+    r"(?P<kind>\S+) over (?P<over>\S+) of (?P<shapes>.+) in (?P<where>.+): (?P<times>\d+) x, "
+    r"(?P<wire>\d+) bytes"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,22 +72,39 @@ class Change:
         return (self.after.wire if self.after else 0) - (self.before.wire if self.before else 0)
 
     def __str__(self) -> str:
-        """+ all-gather of bf16[12288,6144] over tensor, 96 x, in recompute of layers/mlp: + 4.20 GiB."""
+        """+ all-gather of bf16[12288,6144] over tensor, 96 x, in recompute of layers/mlp: + 4.20
+        GiB.
+        """
         old, new = self.before, self.after
         bytes_ = signed(self.wire, size) if self.wire else "as many bytes"
         if old and new and old.meaning == new.meaning:
-            return f"~ {new.kind} of {new.shapes} over {new.over} in {new.where}: {old.times} x -> {new.times} x, {bytes_}"
+            return (
+                f"~ {new.kind} of {new.shapes} over {new.over} in {new.where}: {old.times} x -> "
+                f"{new.times} x, {bytes_}"
+            )
         if old and new:
-            became = [f"{a} -> {b}" for a, b in ((old.kind, new.kind), (old.shapes, new.shapes), (old.over, new.over)) if a != b]
-            return f"~ {old.kind} of {old.shapes} over {old.over}, {old.times} x, in {old.where}: {', '.join(became)}, {bytes_}"
+            became = [
+                f"{a} -> {b}"
+                for a, b in ((old.kind, new.kind), (old.shapes, new.shapes), (old.over, new.over))
+                if a != b
+            ]
+            return (
+                f"~ {old.kind} of {old.shapes} over {old.over}, {old.times} x, in {old.where}: "
+                f"{', '.join(became)}, {bytes_}"
+            )
         sign, one = ("+", new) if new else ("-", old)
         assert one
-        return f"{sign} {one.kind} of {one.shapes} over {one.over}, {one.times} x, in {one.where}: {bytes_}"
+        return (
+            f"{sign} {one.kind} of {one.shapes} over {one.over}, {one.times} x, in {one.where}: "
+            f"{bytes_}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """From one report to another. Every table holds (before, after) of what is not equal; `str` is the text for a pull request."""
+    """From one report to another. Every table holds (before, after) of what is not equal; `str` is
+    the text for a pull request.
+    """
 
     names: tuple[str, str]
     meshes: tuple[str, str]
@@ -82,7 +121,14 @@ class Difference:
     """Predicted microseconds during which compute waits for the network; None as for `step`."""
 
     def __bool__(self) -> bool:
-        return bool(self.meshes[0] != self.meshes[1] or self.memory or self.wire or self.collectives or self.flops or self.step)
+        return bool(
+            self.meshes[0] != self.meshes[1]
+            or self.memory
+            or self.wire
+            or self.collectives
+            or self.flops
+            or self.step
+        )
 
     def __str__(self) -> str:
         a, b = self.names
@@ -91,7 +137,9 @@ class Difference:
         lines = [f"{a} -> {b}"]
         if self.meshes[0] != self.meshes[1]:
             lines.append(f"mesh: {self.meshes[0]} -> {self.meshes[1]}")
-        lines += _table("memory at the peak", self.memory, size) + _table("sent in a step over", self.wire, size)
+        lines += _table("memory at the peak", self.memory, size) + _table(
+            "sent in a step over", self.wire, size
+        )
         if self.collectives:
             lines += ["collectives", *(f"  {change}" for change in self.collectives)]
         lines += _table("matmuls", self.flops, flop)
@@ -101,32 +149,42 @@ class Difference:
 
 
 def diff(a: Report, b: Report) -> Difference:
-    """Returns what changed from `a` to `b`. Collectives are the same if kind, axes, shapes, part and phase are; scalars do not count."""
+    """Returns what changed from `a` to `b`. Collectives are the same if kind, axes, shapes, part
+    and phase are; scalars do not count.
+    """
     steps = (a.timeline.step, b.timeline.step) if a.timeline and b.timeline else None
     waits = (a.timeline.exposed, b.timeline.exposed) if a.timeline and b.timeline else None
     return Difference(
         names=(a.name, b.name),
         meshes=(mesh_words(a), mesh_words(b)),
-        memory=_unequal({**a.memory.by_kind, "peak": a.peak_bytes}, {**b.memory.by_kind, "peak": b.peak_bytes}),
+        memory=_unequal(
+            {**a.memory.by_kind, "peak": a.peak_bytes}, {**b.memory.by_kind, "peak": b.peak_bytes}
+        ),
         wire=_unequal(_wire(a), _wire(b), least=SCALAR),
         collectives=_changes(_ledger(a), _ledger(b)),
         flops=_unequal(_flops(a), _flops(b)),
         step=steps if steps and steps[0] != steps[1] else None,
-        exposed=waits if waits and steps and steps[0] != steps[1] and waits[0] != waits[1] else None,
+        exposed=waits
+        if waits and steps and steps[0] != steps[1] and waits[0] != waits[1]
+        else None,
     )
 
 
 def ledger_text(report: Report) -> str:
-    """The collectives of a program for a golden file: what a device sends, how often and for which part of the model, scalars left out.
+    """The collectives of a program for a golden file: what a device sends, how often and for which
+    part of the model, scalars left out.
 
-    Neither names of instructions nor lines of source: only a change of meaning changes it. `explain` says what such a change is.
+    Neither names of instructions nor lines of source: only a change of meaning changes it.
+    `explain` says what such a change is.
     """
     lines = sorted(_ledger(report), key=lambda line: line.meaning)
     return "\n".join([f"mesh {mesh_words(report)}", *map(str, lines)]) + "\n"
 
 
 def explain(golden: str, now: str) -> str:
-    """Returns what changed between two texts of `ledger_text`, in words; empty if nothing did. Raises LabError for any other text."""
+    """Returns what changed between two texts of `ledger_text`, in words; empty if nothing did.
+    Raises LabError for any other text.
+    """
     (mesh_a, a), (mesh_b, b) = _parse(golden), _parse(now)
     said = [f"mesh: {mesh_a} -> {mesh_b}"] if mesh_a != mesh_b else []
     changes = _changes(a, b)
@@ -139,7 +197,16 @@ def _ledger(report: Report) -> list[Line]:
     result = []
     for row in rows(report, by_meaning):
         where = location_text(Location(row.one.where.part, row.one.where.phase))
-        result.append(Line(row.one.kind, over(row.one.axes), " ".join(sorted(row.one.shapes)), where, row.times, round(row.wire)))
+        result.append(
+            Line(
+                row.one.kind,
+                over(row.one.axes),
+                " ".join(sorted(row.one.shapes)),
+                where,
+                row.times,
+                round(row.wire),
+            )
+        )
     return result
 
 
@@ -151,14 +218,20 @@ def _parse(text: str) -> tuple[str, list[Line]]:
     for line in lines:
         if not (match := _LINE.fullmatch(line)):
             raise LabError(f"{line!r} is no line of a ledger")
-        result.append(Line(**{**match.groupdict(), "times": int(match["times"]), "wire": int(match["wire"])}))
+        result.append(
+            Line(**{**match.groupdict(), "times": int(match["times"]), "wire": int(match["wire"])})
+        )
     return mesh.removeprefix("mesh "), result
 
 
 def _changes(a: Iterable[Line], b: Iterable[Line]) -> tuple[Change, ...]:
-    """The most bytes first. A line that vanished while one appeared that differs in a single word became that."""
+    """The most bytes first. A line that vanished while one appeared that differs in a single word
+    became that.
+    """
     before, after = ({line.meaning: line for line in lines} for lines in (a, b))
-    changes = [Change(before[m], after[m]) for m in before.keys() & after.keys() if before[m] != after[m]]
+    changes = [
+        Change(before[m], after[m]) for m in before.keys() & after.keys() if before[m] != after[m]
+    ]
     gone = sorted((before[m] for m in before.keys() - after.keys()), key=str)
     for new in sorted((after[m] for m in after.keys() - before.keys()), key=str):
         was = next((old for old in gone if _became(old, new)), None)
@@ -190,13 +263,21 @@ def _sent(lines: Iterable[Line]) -> dict[str, int]:
 
 
 def _unequal(a: Mapping, b: Mapping, least: float = 1) -> dict:
-    both = {key: (a.get(key, 0), b.get(key, 0)) for key in (*a, *(key for key in b if key not in a))}
+    both = {
+        key: (a.get(key, 0), b.get(key, 0)) for key in (*a, *(key for key in b if key not in a))
+    }
     return {key: (x, y) for key, (x, y) in both.items() if abs(x - y) >= least}
 
 
-def _table(title: str, rows: Mapping[str, tuple[float, float]], words: Callable[[float], str]) -> list[str]:
+def _table(
+    title: str, rows: Mapping[str, tuple[float, float]], words: Callable[[float], str]
+) -> list[str]:
     """Before, after and the change, in columns."""
-    cells = [(f"  {name}", words(a), words(b), signed(b - a, words)) for name, (a, b) in rows.items()]
+    cells = [
+        (f"  {name}", words(a), words(b), signed(b - a, words)) for name, (a, b) in rows.items()
+    ]
     wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [f"{n:<{wide[0]}}  {a:>{wide[1]}} -> {b:>{wide[2]}}  {c:>{wide[3]}}" for n, a, b, c in cells]
+    lines = [
+        f"{n:<{wide[0]}}  {a:>{wide[1]}} -> {b:>{wide[2]}}  {c:>{wide[3]}}" for n, a, b, c in cells
+    ]
     return [title, *lines] if lines else []

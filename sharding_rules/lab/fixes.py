@@ -1,4 +1,6 @@
-"""What would make a program fit: changes and pairs of them are compiled, several at once, and ranked by their predicted step time."""
+"""What would make a program fit: changes and pairs of them are compiled, several at once, and
+ranked by their predicted step time.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from sharding_rules.lab.child import TURN, server
 from sharding_rules.lab.report import LabError, Report
 
 GOOD = 1.1
-"""Predicted step time over that of the program as it is: once a change or pair that costs no more fits, the search ends."""
+"""Predicted step time over that of the program as it is: once a change or pair that costs no more
+fits, the search ends."""
 MOST = 12
 """Programs that a search compiles at most."""
 _MARGIN = 1.02
 """Share of the memory by which an estimate may exceed it and still be worth compiling."""
 _CHILD = 3 * 2**30
-"""Bytes of this machine's memory that are left for each program that compiles; gpt_175b on 1,024 takes 0.6 GiB."""
+"""Bytes of this machine's memory that are left for each program that compiles; gpt_175b on 1,024
+takes 0.6 GiB."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,17 +64,26 @@ class Fix:
     def __str__(self) -> str:
         time = f", step time x {self.cost:.2f} (predicted)" if self.cost else ""
         end = "it fits" if self.fits else "not enough by itself"
-        return f"{self.text}: {self.report.peak_bytes / 2**30:.1f} GiB, {self.saves / 2**30:.1f} less{time}; {end}"
+        return (
+            f"{self.text}: {self.report.peak_bytes / 2**30:.1f} GiB, {self.saves / 2**30:.1f} "
+            f"less{time}; {end}"
+        )
 
 
 def rank(
-    report: Report, candidates: Iterable[Candidate], *, say: Callable[[str], None] = lambda text: None, workers: int = 0
+    report: Report,
+    candidates: Iterable[Candidate],
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    workers: int = 0,
 ) -> tuple[Fix, ...]:
-    """The changes that help: those that fit first, the cheapest in predicted step time before; then those that save most.
+    """The changes that help: those that fit first, the cheapest in predicted step time before; then
+    those that save most.
 
-    Single changes are compiled first. From them the memory and time of pairs, and of microbatches in between, are estimated; the cheapest
-    that should fit are compiled. The search ends with one that fits at GOOD, with MOST programs, or when it is interrupted (control-C).
-    A change that does not compile, or saves nothing, is left out.
+    Single changes are compiled first. From them the memory and time of pairs, and of microbatches
+    in between, are estimated; the cheapest that should fit are compiled. The search ends with one
+    that fits at GOOD, with MOST programs, or when it is interrupted (control-C). A change that does
+    not compile, or saves nothing, is left out.
 
     Args:
       say: told what is being compiled, and why the search ends.
@@ -81,21 +94,36 @@ def rank(
         search.run()
     except KeyboardInterrupt:
         say(f"interrupted: {search.left} changes and pairs were not tried")
-    return tuple(sorted(search.fixes.values(), key=lambda fix: (not fix.fits, (fix.cost or 1.0) if fix.fits else -fix.saves, -fix.saves)))
+    return tuple(
+        sorted(
+            search.fixes.values(),
+            key=lambda fix: (
+                not fix.fits,
+                (fix.cost or 1.0) if fix.fits else -fix.saves,
+                -fix.saves,
+            ),
+        )
+    )
 
 
 def parallel() -> int:
-    """How many programs may compile at once here: by the cores and the memory that is free, at least one."""
+    """How many programs may compile at once here: by the cores and the memory that is free, at
+    least one.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = next(
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
+        )
     except (OSError, StopIteration, ValueError):  # not Linux
         free = _CHILD * (os.cpu_count() or 1)
     return max(1, min(os.cpu_count() or 1, free // _CHILD))
 
 
 class _Search:
-    def __init__(self, report: Report, candidates: list[Candidate], say: Callable[[str], None], workers: int) -> None:
+    def __init__(
+        self, report: Report, candidates: list[Candidate], say: Callable[[str], None], workers: int
+    ) -> None:
         self.report, self.say, self.workers = report, say, workers
         self.candidates = candidates
         self.fixes: dict[str, Fix] = {}
@@ -111,17 +139,29 @@ class _Search:
             mine = [one for one in self.candidates if one.first or not first]
             singles = [one for one in mine if not one.parts]
             ends = _ends([one for one in singles if one.scale != 1])
-            self._compile([one for one in singles if (one.scale == 1 or one in ends) and one.text not in self.tried])
+            self._compile(
+                [
+                    one
+                    for one in singles
+                    if (one.scale == 1 or one in ends) and one.text not in self.tried
+                ]
+            )
             while len(self.tried) < MOST and (promising := self._promising(mine)):
                 self._compile(promising[: self.workers])
             if self._best() <= GOOD or len(self.tried) >= MOST:
                 break
         if self.left:
-            self.say(f"the search ends: {self.left} more changes and pairs are estimated to be dearer, or not to fit, or were not tried")
+            self.say(
+                f"the search ends: {self.left} more changes and pairs are estimated to be "
+                "dearer, "
+                "or not to fit, or were not tried"
+            )
 
     def _best(self) -> float:
         """The least cost of what fits."""
-        return min((fix.cost or 1.0 for fix in self.fixes.values() if fix.fits), default=float("inf"))
+        return min(
+            (fix.cost or 1.0 for fix in self.fixes.values() if fix.fits), default=float("inf")
+        )
 
     def _compile(self, candidates: Sequence[Candidate]) -> None:
         candidates = candidates[: max(0, MOST - len(self.tried))]
@@ -137,7 +177,8 @@ class _Search:
         threads.shutdown()
 
     def _try(self, candidate: Candidate) -> Report | LabError:
-        with TURN:  # tracing is one thread's at a time; while its child compiles, another has its turn
+        # tracing is one thread's at a time; while its child compiles, another has its turn
+        with TURN:
             self.say(f"trying {candidate.text}")
             try:
                 return candidate.compile()
@@ -178,8 +219,11 @@ class _Search:
                 continue
             if (known := self.tried.get(part)) is None:
                 return None
-            # What a change saves is of what grows with the batch, where there is such a line, else of everything.
-            peak = rest + (peak - rest) * (known.peak_bytes - rest) / (self.report.peak_bytes - rest)
+            # What a change saves is of what grows with the batch, where there is such a line, else
+            # of everything.
+            peak = rest + (peak - rest) * (known.peak_bytes - rest) / (
+                self.report.peak_bytes - rest
+            )
             cost *= self._cost(known)
         return peak, cost
 
@@ -188,12 +232,18 @@ class _Search:
         return after.step / before.step if before and after and before.step else 1.0
 
     def _scaled(self, scale: float) -> tuple[float, float, float] | None:
-        """Peak, cost and the part of the peak that does not grow with the batch, of the program with so much of the batch at once.
+        """Peak, cost and the part of the peak that does not grow with the batch, of the program
+        with so much of the batch at once.
 
-        The peak is a line. The cost has what does not change, what grows with a microbatch (a pipeline's bubble), and what grows with the
-        number of microbatches (weights that are gathered in each, kernels that get small).
+        The peak is a line. The cost has what does not change, what grows with a microbatch (a
+        pipeline's bubble), and what grows with the number of microbatches (weights that are
+        gathered in each, kernels that get small).
         """
-        points = {one.scale: made for one in self.candidates if not one.parts and one.scale != 1 and (made := self.tried.get(one.text))}
+        points = {
+            one.scale: made
+            for one in self.candidates
+            if not one.parts and one.scale != 1 and (made := self.tried.get(one.text))
+        }
         if not points:
             return (float(self.report.peak_bytes), 1.0, 0.0) if scale == 1 else None
         points[1.0] = self.report
@@ -205,7 +255,11 @@ class _Search:
         terms = [np.ones_like(x), 1 / x, x][: len(x)]
         weights = np.linalg.lstsq(np.stack(terms, 1), costs, rcond=None)[0]
         cost = weights @ np.array([1, 1 / scale, scale][: len(x)])
-        return (float(self.report.peak_bytes) if scale == 1 else rest + slope * scale), float(cost), rest
+        return (
+            (float(self.report.peak_bytes) if scale == 1 else rest + slope * scale),
+            float(cost),
+            rest,
+        )
 
 
 def _ends(scaled: Sequence[Candidate]) -> list[Candidate]:

@@ -1,8 +1,10 @@
-"""Who takes part in a collective: every spelling of groups in HLO, as positions in the mesh, and the mesh axes along which they vary.
+"""Who takes part in a collective: every spelling of groups in HLO, as positions in the mesh, and
+the mesh axes along which they vary.
 
-Numbers in HLO are positions in the program's device assignment, which is the mesh's own order (mesh.devices.flat), never device ids.
-Spellings: explicit lists `{{0,1},{2,3}}`, tilings of an iota `[2,4]<=[4,2]T(1,0)`, named axes `mesh['a'=2,'b'=4] {'b'}` with parts of
-axes `'b':(2)2` (xla/hlo/ir/replica_group.h), and `source_target_pairs`.
+Numbers in HLO are positions in the program's device assignment, which is the mesh's own order
+(mesh.devices.flat), never device ids. Spellings: explicit lists `{{0,1},{2,3}}`, tilings of an iota
+`[2,4]<=[4,2]T(1,0)`, named axes `mesh['a'=2,'b'=4] {'b'}` with parts of axes `'b':(2)2`
+(xla/hlo/ir/replica_group.h), and `source_target_pairs`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)+)\}")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Groups:
-    """Positions of devices in the mesh, [groups, members]; of a permute the pairs (from, to), those to itself left out."""
+    """Positions of devices in the mesh, [groups, members]; of a permute the pairs (from, to), those
+    to itself left out.
+    """
 
     members: np.ndarray
     pairs: bool = False
@@ -43,10 +47,14 @@ class Groups:
 
     def partial(self, mesh: Mesh) -> bool:
         """A group is only a part of its axes. Never so of pairs."""
-        return not self.pairs and self.size < math.prod(mesh.shape[axis] for axis in self.axes(mesh))
+        return not self.pairs and self.size < math.prod(
+            mesh.shape[axis] for axis in self.axes(mesh)
+        )
 
     def nodes(self, mesh: Mesh) -> int:
-        """NVLink domains that one group spans, the most of all groups: devices of one process share one."""
+        """NVLink domains that one group spans, the most of all groups: devices of one process share
+        one.
+        """
         if not self.members.size:
             return 1
         domains: dict[tuple[int, int], int] = {}
@@ -56,9 +64,13 @@ class Groups:
 
 
 def parse(attributes: str, n_devices: int) -> Groups:
-    """The groups in the attributes of a collective; without any, or with an empty list, all devices are one."""
+    """The groups in the attributes of a collective; without any, or with an empty list, all devices
+    are one.
+    """
     if match := _PAIRS.search(attributes):
-        pairs = np.array([_numbers(pair) for pair in re.findall(r"\{(.*?)\}", match[1])], int).reshape(-1, 2)
+        pairs = np.array(
+            [_numbers(pair) for pair in re.findall(r"\{(.*?)\}", match[1])], int
+        ).reshape(-1, 2)
         return Groups(pairs[pairs[:, 0] != pairs[:, 1]], pairs=True)
     if match := _NAMED.search(attributes):
         return Groups(_named(match[1], match[2] or "", match[3]))
@@ -90,14 +102,23 @@ def _named(axes: str, devices: str, chosen: str) -> np.ndarray:
     `'b':(2)3` is the middle part of an axis that is split into 2 x 3 x the rest, outermost first.
     """
     sizes = [(name, int(size)) for name, size in re.findall(r"([^'\",=\s]+)['\"]?=(\d+)", axes)]
-    uses = [(name, int(before or 1), int(size or 0)) for name, before, size in re.findall(r"([\w.\-]+)['\"]?(?::\((\d+)\)(\d+))?", chosen)]
+    uses = [
+        (name, int(before or 1), int(size or 0))
+        for name, before, size in re.findall(r"([\w.\-]+)['\"]?(?::\((\d+)\)(\d+))?", chosen)
+    ]
     shape: list[int] = []
     kept: list[tuple[int, int]] = []
     for name, whole in sizes:
-        parts = [(turn, low, low * (size or whole)) for turn, (used, low, size) in enumerate(uses) if used == name]
+        parts = [
+            (turn, low, low * (size or whole))
+            for turn, (used, low, size) in enumerate(uses)
+            if used == name
+        ]
         cuts = sorted({1, whole}.union(*((low, high) for _, low, high in parts)))
         for low, high in itertools.pairwise(cuts):
-            kept += [(turn, len(shape)) for turn, first, last in parts if first <= low and high <= last]
+            kept += [
+                (turn, len(shape)) for turn, first, last in parts if first <= low and high <= last
+            ]
             shape.append(high // low)
     inner = [dim for _, dim in sorted(kept)]
     outer = [dim for dim in range(len(shape)) if dim not in inner]

@@ -1,6 +1,8 @@
-"""The text of a compiled program (HLO after optimisation and scheduling) as data. Knows nothing of meshes or models.
+"""The text of a compiled program (HLO after optimisation and scheduling) as data. Knows nothing of
+meshes or models.
 
-Format: openxla.org/xla/operation_semantics and the printer's own output, as jax 0.10.2, 0.11.2 and 0.12.0.1 write it.
+Format: openxla.org/xla/operation_semantics and the printer's own output, as jax 0.10.2, 0.11.2 and
+0.12.0.1 write it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from sharding_rules.lab.report import Slot
 from sharding_rules.lab.ticks import Window, windows
 
 _BITS = {
-    "pred": 8, "token": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
+    "pred": 8, "token": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s8": 8, "u8": 8,
+    "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
     "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128,
 }  # fmt: skip
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -26,7 +29,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SCOPE = re.compile(r"[\w.\-]+(?=\)*(?:/|$))")
 _INSIDE = re.compile(r"body|branch_\d+_fun")
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
-FUSIONS = ("fusion", "fusion-start")  # with jax 0.12 some kernels start in one instruction, and end in a `fusion-done`
+# with jax 0.12 some kernels start in one instruction, and end in a `fusion-done`
+FUSIONS = ("fusion", "fusion-start")
 CALLS = (*FUSIONS, "call", "async-start")  # what runs the computations that it calls, once each
 _CALLED = re.compile(r"(?:calls|to_apply|called_computations)=\{?%([\w.\-]+)")
 
@@ -49,7 +53,10 @@ class Array:
 
 def arrays(shape: str) -> tuple[Array, ...]:
     """Every array in the text of a shape, in order, nested tuples flattened."""
-    return tuple(Array(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in _ARRAY.findall(shape))
+    return tuple(
+        Array(dtype, tuple(int(d) for d in dims.split(",") if d))
+        for dtype, dims in _ARRAY.findall(shape)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +104,17 @@ class Instruction:
 
     @property
     def attributes(self) -> dict[str, str]:
-        """Attributes that the author of the program attached to it (`jax.experimental.xla_metadata.set_xla_metadata`)."""
+        """Attributes that the author of the program attached to it
+        (`jax.experimental.xla_metadata.set_xla_metadata`).
+        """
         match = re.search(r"frontend_attributes=\{(.*?)\}", self.text)
         return dict(_ATTRIBUTE.findall(match[1])) if match else {}
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that run once each time this runs: of fusions, calls and asynchronous wrappers."""
+        """Computations that run once each time this runs: of fusions, calls and asynchronous
+        wrappers.
+        """
         return tuple(_CALLED.findall(self.text))
 
     @property
@@ -121,7 +132,9 @@ class Instruction:
 
     @property
     def condition(self) -> str:
-        """The computation that decides whether a while loop continues; it runs once more than the body. Empty for other instructions."""
+        """The computation that decides whether a while loop continues; it runs once more than the
+        body. Empty for other instructions.
+        """
         match = re.search(r"condition=%([\w.\-]+)", self.text)
         return match[1] if match else ""
 
@@ -138,7 +151,8 @@ class Visit:
 
     computation: str
     stages: tuple[tuple[int, ...], ...]
-    """By stage, the trip counts of the loops around it, outermost first. An unknown count is 1; in a branch with a slot, its runs."""
+    """By stage, the trip counts of the loops around it, outermost first. An unknown count is 1; in
+    a branch with a slot, its runs."""
     conditional: bool = False
     """Inside a branch that may not be taken."""
     fused: bool = False
@@ -171,7 +185,9 @@ class Module:
         return max((len(slot.stages) for slot in self.slots), default=1)
 
     def visits(self) -> Iterator[Visit]:
-        """Every computation in the order in which the entry runs them, once for each place that it is called from."""
+        """Every computation in the order in which the entry runs them, once for each place that it
+        is called from.
+        """
         yield from self._visit(Visit(self.entry, ((),) * self.n_stages))
 
     def _visit(self, visit: Visit) -> Iterator[Visit]:
@@ -179,16 +195,27 @@ class Module:
         for one in self.computations.get(visit.computation, ()):
             if one.opcode == "while":
                 if one.condition in self.computations:
-                    tests = tuple((*loops, one.trips + 1 if one.trips is not None else 1) for loops in visit.stages)
-                    yield from self._visit(dataclasses.replace(visit, computation=one.condition, stages=tests))
+                    tests = tuple(
+                        (*loops, one.trips + 1 if one.trips is not None else 1)
+                        for loops in visit.stages
+                    )
+                    yield from self._visit(
+                        dataclasses.replace(visit, computation=one.condition, stages=tests)
+                    )
                 stages = tuple((*loops, one.trips or 1) for loops in visit.stages)
-                yield from self._visit(dataclasses.replace(visit, computation=one.body, stages=stages))
+                yield from self._visit(
+                    dataclasses.replace(visit, computation=one.body, stages=stages)
+                )
             elif one.opcode == "conditional":
                 for branch in one.branches:
                     yield from self._visit(self._branch(visit, one, branch))
             elif one.opcode in (*CALLS, "custom-call"):
                 for called in one.called:
-                    yield from self._visit(dataclasses.replace(visit, computation=called, fused=visit.fused or one.opcode in FUSIONS))
+                    yield from self._visit(
+                        dataclasses.replace(
+                            visit, computation=called, fused=visit.fused or one.opcode in FUSIONS
+                        )
+                    )
 
     def _branch(self, visit: Visit, one: Instruction, branch: str) -> Visit:
         inside = dataclasses.replace(visit, computation=branch, conditional=True)
@@ -203,24 +230,36 @@ class Module:
         return dataclasses.replace(inside, stages=tuple(stages))
 
     def slot(self, conditional: Instruction) -> Slot | None:
-        """Returns the slot of a conditional, for the trips of the loop that it is in; None if there is none."""
+        """Returns the slot of a conditional, for the trips of the loop that it is in; None if there
+        is none.
+        """
         slot, window = self.named_slot(conditional), self.windows.get(conditional.name)
         return slot.within(window.begin, window.end) if slot and window else slot
 
     @cached_property
     def windows(self) -> dict[str, Window]:
-        """The ticks that the loop around each conditional with a slot runs, by the conditional's name."""
+        """The ticks that the loop around each conditional with a slot runs, by the conditional's
+        name.
+        """
         return windows(self)
 
     def named_slot(self, conditional: Instruction) -> Slot | None:
-        """Returns the slot, of all ticks, whose scope a conditional was traced in directly, not within another branch or loop."""
+        """Returns the slot, of all ticks, whose scope a conditional was traced in directly, not
+        within another branch or loop.
+        """
         path = _SCOPE.findall(conditional.op_name)[:-1]
         begin = max((at + 1 for at, word in enumerate(path) if _INSIDE.fullmatch(word)), default=0)
-        result = [(at, len(slot.scope), slot) for slot in self.slots if (at := _innermost(slot.scope.split("/"), path)) >= begin]
+        result = [
+            (at, len(slot.scope), slot)
+            for slot in self.slots
+            if (at := _innermost(slot.scope.split("/"), path)) >= begin
+        ]
         return max(result, key=lambda each: each[:2])[2] if result else None
 
     def slots_in(self, computation: str) -> Iterator[tuple[str, Slot]]:
-        """Conditionals with a slot in a computation and its branches, those in loops of their own left out."""
+        """Conditionals with a slot in a computation and its branches, those in loops of their own
+        left out.
+        """
         for name, _ in self.named_slots_in(computation):
             if slot := self.slot(self.by_name[name]):
                 yield name, slot
@@ -234,14 +273,25 @@ class Module:
                 yield from self.named_slots_in(inside)
 
     def dearest(self, conditional: Instruction) -> str:
-        """The branch with the most FLOPs, then with the most instructions; of a slot the one that runs."""
-        return max(conditional.branches, key=lambda branch: (self.total_flops(branch), self._lines(branch)), default="")
+        """The branch with the most FLOPs, then with the most instructions; of a slot the one that
+        runs.
+        """
+        return max(
+            conditional.branches,
+            key=lambda branch: (self.total_flops(branch), self._lines(branch)),
+            default="",
+        )
 
     def _lines(self, computation: str) -> int:
         """Returns how many instructions a computation has, with those of what it calls."""
         if computation not in self._sizes:
             lines = self.computations.get(computation, ())
-            inside = sum(self._lines(name) for one in lines for name in (*one.called, *one.branches, one.body) if name)
+            inside = sum(
+                self._lines(name)
+                for one in lines
+                for name in (*one.called, *one.branches, one.body)
+                if name
+            )
             self._sizes[computation] = len(lines) + inside
         return self._sizes[computation]
 
@@ -255,7 +305,9 @@ class Module:
         return {one.name: one for computation in self.computations.values() for one in computation}
 
     def stack(self, instruction: Instruction) -> Iterator[str]:
-        """file:line of each stack frame, innermost first; none where XLA made the instruction itself."""
+        """file:line of each stack frame, innermost first; none where XLA made the instruction
+        itself.
+        """
         frame = instruction.frame
         for _ in range(len(self._frames) + 1):
             if frame not in self._frames:
@@ -274,19 +326,33 @@ class Module:
     def callers(self) -> dict[str, Instruction]:
         """The instruction that runs each computation; the last one where there are several."""
         everything = (one for lines in self.computations.values() for one in lines)
-        return {name: one for one in everything for name in {*one.called, *one.branches, one.body, one.condition} if name}
+        return {
+            name: one
+            for one in everything
+            for name in {*one.called, *one.branches, one.body, one.condition}
+            if name
+        }
 
     def flops(self, instruction: Instruction) -> int:
-        """Returns the FLOPs of the matmuls in one instruction and in what it calls, run once. Loops inside count with their trips, and of
-        branches the one with the most.
+        """Returns the FLOPs of the matmuls in one instruction and in what it calls, run once. Loops
+        inside count with their trips, and of branches the one with the most.
 
-        XLA cannot look into a kernel. Any kernel can say its FLOPs in the attribute `kernel_flops` of its call (before jax 0.12, Pallas's
-        `cost_estimate` is dropped on Mosaic GPU). Fused attention that says nothing, such as cuDNN's, is known by its operands.
+        XLA cannot look into a kernel. Any kernel can say its FLOPs in the attribute `kernel_flops`
+        of its call (before jax 0.12, Pallas's `cost_estimate` is dropped on Mosaic GPU). Fused
+        attention that says nothing, such as cuDNN's, is known by its operands.
         """
         if instruction.opcode == "dot":
-            return 2 * math.prod(instruction.arrays[0].dims) * self._contracted(instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
+            return (
+                2
+                * math.prod(instruction.arrays[0].dims)
+                * self._contracted(instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
+            )
         if instruction.opcode == "custom-call" and instruction.target.startswith("__cublas$"):
-            return 2 * math.prod(instruction.arrays[0].dims) * self._contracted(instruction, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+            return (
+                2
+                * math.prod(instruction.arrays[0].dims)
+                * self._contracted(instruction, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+            )
         if instruction.opcode == "custom-call":
             said = instruction.attributes.get("kernel_flops", "")
             return int(said) if said.isdecimal() else self._attention(instruction)
@@ -301,7 +367,9 @@ class Module:
     def total_flops(self, computation: str) -> int:
         """Returns the FLOPs of the matmuls of one run of a computation."""
         if computation not in self._flops:
-            self._flops[computation] = sum(self.flops(one) for one in self.computations.get(computation, ()))
+            self._flops[computation] = sum(
+                self.flops(one) for one in self.computations.get(computation, ())
+            )
         return self._flops[computation]
 
     @cached_property
@@ -309,12 +377,23 @@ class Module:
         return {}
 
     def _attention(self, call: Instruction) -> int:
-        """FLOPs of fused attention: the first operands are queries, keys and values of four axes, the last one the head's width."""
+        """FLOPs of fused attention: the first operands are queries, keys and values of four axes,
+        the last one the head's width.
+        """
         known = self.by_name
-        operands = [known[name].arrays[0].dims for name in call.operands if name in known and known[name].arrays]
-        if len(operands) < 3 or any(len(dims) != 4 for dims in operands[:3]) or operands[0][-1] != operands[1][-1]:
+        operands = [
+            known[name].arrays[0].dims
+            for name in call.operands
+            if name in known and known[name].arrays
+        ]
+        if (
+            len(operands) < 3
+            or any(len(dims) != 4 for dims in operands[:3])
+            or operands[0][-1] != operands[1][-1]
+        ):
             return 0
-        # Forward: scores and output. Backward, which gets the output's gradient: scores, theirs, and one for each gradient that it returns.
+        # Forward: scores and output. Backward, which gets the output's gradient: scores, theirs,
+        # and one for each gradient that it returns.
         backward = operands[0] in operands[3:]
         matmuls = 2 + sum(len(array.dims) == 4 for array in call.arrays) if backward else 2
         keys = max(operands[1][1:3])  # Longer than there are heads, whichever comes first.
@@ -328,7 +407,9 @@ class Module:
 
 
 def _innermost(scopes: list[str], path: list[str]) -> int:
-    """Returns the position in a path of the last of these scopes, if the path has them in this order; else -1."""
+    """Returns the position in a path of the last of these scopes, if the path has them in this
+    order; else -1.
+    """
     result = []
     for scope in reversed(scopes):
         before = path[: result[-1]] if result else path
@@ -356,7 +437,9 @@ def parse(text: str, slots: tuple[Slot, ...] = ()) -> Module:
             entry = head[2] if head[1] else entry
     if not entry:
         raise ValueError("no ENTRY computation in this text: it is not an HLO module")
-    return Module({name: tuple(lines) for name, lines in computations.items()}, entry, *_tables(text), slots)
+    return Module(
+        {name: tuple(lines) for name, lines in computations.items()}, entry, *_tables(text), slots
+    )
 
 
 def _instruction(name: str, text: str, index: int) -> Instruction:
@@ -366,7 +449,15 @@ def _instruction(name: str, text: str, index: int) -> Instruction:
     closing = _closing(rest, opening)
     inside = rest[opening + 1 : closing]
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(name, shape, rest[:opening], operands, rest[closing + 1 :], index, "" if operands else inside)
+    return Instruction(
+        name,
+        shape,
+        rest[:opening],
+        operands,
+        rest[closing + 1 :],
+        index,
+        "" if operands else inside,
+    )
 
 
 def _closing(text: str, opening: int) -> int:
@@ -379,15 +470,28 @@ def _closing(text: str, opening: int) -> int:
     return len(text) - 1
 
 
-def _tables(text: str) -> tuple[dict[int, str], dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
+def _tables(
+    text: str,
+) -> tuple[dict[int, str], dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
     """Files, locations (file, line) and frames (location, parent) of the stack traces, by number.
 
     XLA writes a parent one too high: 1 is none.
     """
     head = text[: text.find("\n}")]
-    files = {int(n): path for n, path in re.findall(r'^(\d+) "([^"]*/[^"]*|[^"]*\.py)"$', _section(head, "FileNames"), re.M)}
-    lines = re.findall(r"^(\d+) \{file_name_id=(\d+).*?line=(\d+)", _section(head, "FileLocations"), re.M)
-    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _section(head, "StackFrames"), re.M)
+    files = {
+        int(n): path
+        for n, path in re.findall(
+            r'^(\d+) "([^"]*/[^"]*|[^"]*\.py)"$', _section(head, "FileNames"), re.M
+        )
+    }
+    lines = re.findall(
+        r"^(\d+) \{file_name_id=(\d+).*?line=(\d+)", _section(head, "FileLocations"), re.M
+    )
+    frames = re.findall(
+        r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?",
+        _section(head, "StackFrames"),
+        re.M,
+    )
     return (
         files,
         {int(n): (int(file), int(line)) for n, file, line in lines},

@@ -1,4 +1,6 @@
-"""Where a value of a program comes from: through tuples, loops and copies to the instruction that computes it, and on to the parameters."""
+"""Where a value of a program comes from: through tuples, loops and copies to the instruction that
+computes it, and on to the parameters.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +12,71 @@ from sharding_rules.lab.hlo import CALLS, Instruction, Module
 
 _MOVES = frozenset({
     *CALLS, "copy", "copy-start", "convert", "transpose", "bitcast", "bitcast-convert", "reshape",
-    "broadcast", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "all-gather", "all-gather-start",
+    "broadcast", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad",
+    "all-gather", "all-gather-start",
     "collective-permute", "collective-permute-start",
 })  # fmt: skip
-_MAKES = frozenset(["dot", "convolution", "custom-call", "gather", "scatter", "reduce", "reduce-window", "sort", "rng-bit-generator"])
+_MAKES = frozenset(
+    [
+        "dot",
+        "convolution",
+        "custom-call",
+        "gather",
+        "scatter",
+        "reduce",
+        "reduce-window",
+        "sort",
+        "rng-bit-generator",
+    ]
+)
 _FLOATS = ("f", "bf", "c")
 
 
 class Lineage:
-    """Where the values of one program come from. weights: names (op_name) of the parameters that hold a model's weights."""
+    """Where the values of one program come from. weights: names (op_name) of the parameters that
+    hold a model's weights.
+    """
 
     def __init__(self, module: Module, weights: Iterable[str]) -> None:
         self._module, self._names = module, frozenset(weights)
-        self._loops = {one.body: one for lines in module.computations.values() for one in lines if one.opcode == "while"}
+        self._loops = {
+            one.body: one
+            for lines in module.computations.values()
+            for one in lines
+            if one.opcode == "while"
+        }
         everything = [one for lines in module.computations.values() for one in lines]
-        self._given = {branch: name for one in everything for branch, name in zip(one.branches, one.operands[1:], strict=False)}
+        self._given = {
+            branch: name
+            for one in everything
+            for branch, name in zip(one.branches, one.operands[1:], strict=False)
+        }
         """The arguments that each branch of a conditional is called with."""
         self._known: dict[tuple[str, tuple[int, ...]], frozenset[str] | None] = {}
 
     def writer(self, name: str, index: tuple[int, ...] = ()) -> tuple[Instruction, tuple[int, ...]]:
         """The instruction that computes an element of `name`, and which of its elements that is.
 
-        For a value that a loop carries, this is what the body writes; if the body passes it on unchanged, what enters the loop.
+        For a value that a loop carries, this is what the body writes; if the body passes it on
+        unchanged, what enters the loop.
         """
         passed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         while True:
             one = self._module.by_name[name]
-            loop = one if one.opcode == "while" else self._loops.get(self._module.home[name]) if one.opcode == "parameter" else None
+            loop = (
+                one
+                if one.opcode == "while"
+                else self._loops.get(self._module.home[name])
+                if one.opcode == "parameter"
+                else None
+            )
             if loop and index and passed[loop.name, index] < 2:
                 passed[loop.name, index] += 1
-                name = self._module.computations[loop.body][-1].name if passed[loop.name, index] == 1 else loop.operands[0]
+                name = (
+                    self._module.computations[loop.body][-1].name
+                    if passed[loop.name, index] == 1
+                    else loop.operands[0]
+                )
             elif one.opcode == "get-tuple-element":
                 match = re.search(r"index=(\d+)", one.text)
                 name, index = one.operands[0], (int(match[1]) if match else 0, *index)
@@ -49,13 +86,18 @@ class Lineage:
                 name = self._module.computations[self._module.dearest(one)][-1].name
             elif one.opcode == "parameter" and (given := self._given.get(self._module.home[name])):
                 name = given
-            elif one.operands and (one.opcode == "optimization-barrier" or one.opcode.endswith("-done") or _unnamed_copy(one)):
+            elif one.operands and (
+                one.opcode == "optimization-barrier"
+                or one.opcode.endswith("-done")
+                or _unnamed_copy(one)
+            ):
                 name = one.operands[0]
             else:
                 return one, index
 
     def weights(self, name: str, index: tuple[int, ...] = ()) -> frozenset[str] | None:
-        """The weights that the value consists of, gathered, cast, sliced or in another layout. A constant consists of none.
+        """The weights that the value consists of, gathered, cast, sliced or in another layout. A
+        constant consists of none.
 
         Returns None where anything else goes into the value.
         """
@@ -77,15 +119,23 @@ class Lineage:
             return None
         operands = [self._module.by_name[name] for name in self._inputs(one, index, inside)]
         # Positions to slice at and other scalars do not count.
-        result = [self.weights(each.name) for each in operands if each.bytes > 8 and each.arrays[0].dtype.startswith(_FLOATS)]
+        result = [
+            self.weights(each.name)
+            for each in operands
+            if each.bytes > 8 and each.arrays[0].dtype.startswith(_FLOATS)
+        ]
         return None if None in result else frozenset().union(*filter(None, result))
 
     def _inside(self, one: Instruction, index: tuple[int, ...]) -> Sequence[Instruction]:
-        """The lines of what an instruction calls that an element of its result depends on; all of them where it has no elements.
+        """The lines of what an instruction calls that an element of its result depends on; all of
+        them where it has no elements.
 
-        XLA fuses what has nothing in common but its operands: one element may be a cast weight, and the next the result of a matmul.
+        XLA fuses what has nothing in common but its operands: one element may be a cast weight, and
+        the next the result of a matmul.
         """
-        lines = [line for called in one.called for line in self._module.computations.get(called, ())]
+        lines = [
+            line for called in one.called for line in self._module.computations.get(called, ())
+        ]
         if not index or not lines or lines[-1].opcode != "tuple":
             return lines
         found = [lines[-1].operands[index[0]]]
@@ -93,8 +143,12 @@ class Lineage:
             found += [each for each in self._module.by_name[name].operands if each not in found]
         return [self._module.by_name[name] for name in found]
 
-    def _inputs(self, one: Instruction, index: tuple[int, ...], inside: Sequence[Instruction]) -> Iterable[str]:
-        """The operands that an element of what an instruction makes depends on, given the lines inside that it depends on."""
+    def _inputs(
+        self, one: Instruction, index: tuple[int, ...], inside: Sequence[Instruction]
+    ) -> Iterable[str]:
+        """The operands that an element of what an instruction makes depends on, given the lines
+        inside that it depends on.
+        """
         if one.opcode.startswith("all-gather") and index and len(one.operands) > 1:
             return (one.operands[index[-1]],)
         if not index or not inside:

@@ -1,4 +1,6 @@
-"""HTML for the pages: the whole document, sections, and tables whose numbers align and sort. Everything given as text is escaped."""
+"""HTML for the pages: the whole document, sections, and tables whose numbers align and sort.
+Everything given as text is escaped.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,13 @@ _WHOLE = """<!doctype html>
 
 def document(title: str, head: str, main: str, foot: str) -> str:
     """The whole page, with its style and script in it. `title` is text, the rest is HTML."""
-    style, script = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    return _WHOLE.format(title=escape(title), style=style, script=script, head=head, main=main, foot=foot)
+    style, script = (
+        Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
+        for kind in ("css", "js")
+    )
+    return _WHOLE.format(
+        title=escape(title), style=style, script=script, head=head, main=main, foot=foot
+    )
 
 
 def section(name: str, title: str, body: str) -> str:
@@ -53,7 +60,14 @@ class Number(str):
     value: float
     bar: float | None
 
-    def __new__(cls, value: float, digits: int = 0, before: str = "", bar: float | None = None, show: str | None = None) -> Number:
+    def __new__(
+        cls,
+        value: float,
+        digits: int = 0,
+        before: str = "",
+        bar: float | None = None,
+        show: str | None = None,
+    ) -> Number:
         """The value with `digits` decimals after `before`, or the text `show`."""
         self = super().__new__(cls, f"{before}{value:,.{digits}f}" if show is None else show)
         self.value, self.bar = value, bar
@@ -66,22 +80,39 @@ def amount(n: float, unit: Unit, bar: float | None = None) -> Number:
 
 
 def table(
-    names: Sequence[str], lines: Sequence[Sequence[str]], *, tags: Iterable[str] = (), foot: Sequence[str] | None = None, cls: str = ""
+    names: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    *,
+    tags: Iterable[str] = (),
+    foot: Sequence[str] | None = None,
+    cls: str = "",
 ) -> str:
     """Cells are HTML already."""
-    numeric = [bool(lines) and all(isinstance(line[i], Number) for line in lines) for i in range(len(names))]
-    head = "".join(f'<th scope="col"{_class(n)}>{name}</th>' for name, n in zip(names, numeric, strict=True))
+    numeric = [
+        bool(lines) and all(isinstance(line[i], Number) for line in lines)
+        for i in range(len(names))
+    ]
+    head = "".join(
+        f'<th scope="col"{_class(n)}>{name}</th>' for name, n in zip(names, numeric, strict=True)
+    )
     tags = list(tags) or [""] * len(lines)
-    body = "".join(f"<tr {tag}>{''.join(map(_cell, line))}</tr>" for line, tag in zip(lines, tags, strict=True))
+    body = "".join(
+        f"<tr {tag}>{''.join(map(_cell, line))}</tr>" for line, tag in zip(lines, tags, strict=True)
+    )
     last = f"<tfoot><tr>{''.join(map(_cell, foot))}</tr></tfoot>" if foot else ""
-    return f'<div class="scroll"><table class="{cls}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{last}</table></div>'
+    return (
+        '<div class="scroll"><table '
+        f'class="{cls}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{last}</table></div>'
+    )
 
 
 def _cell(text: str) -> str:
     if not isinstance(text, Number):
         return f"<td>{text}</td>"
     behind = f' style="--bar:{100 * text.bar:.1f}%"' if text.bar is not None else ""
-    return f'<td class="n{" behind" * bool(behind)}" data-value="{text.value!r}"{behind}>{text}</td>'
+    return (
+        f'<td class="n{" behind" * bool(behind)}" data-value="{text.value!r}"{behind}>{text}</td>'
+    )
 
 
 def _class(numeric: bool) -> str:

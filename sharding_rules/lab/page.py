@@ -1,4 +1,6 @@
-"""A report as one HTML file: tables and charts, nothing fetched from anywhere, readable without JavaScript and on paper."""
+"""A report as one HTML file: tables and charts, nothing fetched from anywhere, readable without
+JavaScript and on paper.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,21 @@ from sharding_rules.lab.summary import (
 _BUFFERS = 16
 _PIECES = 0.004
 """Share of the step below which a piece of the schedule is not drawn."""
-_PHASES = {"forward": "--p0", "recompute": "--p1", "backward": "--p2", "optimizer": "--p3", "": "--rest"}
+_PHASES = {
+    "forward": "--p0",
+    "recompute": "--p1",
+    "backward": "--p2",
+    "optimizer": "--p3",
+    "": "--rest",
+}
 
 
-def page(report: Report, findings: Sequence[Finding] = (), fixes: Sequence[Fix] = (), facts: Sequence[tuple[str, str]] = ()) -> str:
+def page(
+    report: Report,
+    findings: Sequence[Finding] = (),
+    fixes: Sequence[Fix] = (),
+    facts: Sequence[tuple[str, str]] = (),
+) -> str:
     """The whole page. Everything from the report is escaped.
 
     Args:
@@ -67,25 +80,42 @@ def page(report: Report, findings: Sequence[Finding] = (), fixes: Sequence[Fix] 
         section("fixes", "What would help", _fixes(fixes)) if fixes else "",
         section("arguments", "Arguments", _arguments(report)),
     ]
-    return document(f"{report.name}: {verdict(report)}", _head(report, findings, facts), "".join(sections), _foot(report))
+    return document(
+        f"{report.name}: {verdict(report)}",
+        _head(report, findings, facts),
+        "".join(sections),
+        _foot(report),
+    )
 
 
 def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str, str]]) -> str:
     of = f" of {size(report.hbm)}" if report.hbm else ""
     fits = verdict(report)
-    told = [f"<strong class={'good' if report.fits else 'bad'}>{escape(fits[0].upper() + fits[1:])}.</strong>"]
+    told = [
+        f"<strong class={'good' if report.fits else 'bad'}>{escape(fits[0].upper() + fits[1:])}.</strong>"
+    ]
     told.append(f"The peak is {size(report.peak_bytes)}{of} on each device.")
     if line := report.timeline:
         rates = efficiency(report), ratio(report)
         told.append(
             f"A step takes {duration(line.step)} ({PREDICTED}), of which {duration(line.exposed)} "
-            f"({percent(line.exposed, line.step)}) wait for the network{': ' * any(rates)}{', '.join(filter(None, rates))}."
+            f"({percent(line.exposed, line.step)}) wait for the "
+            f"network{': ' * any(rates)}{', '.join(filter(None, rates))}."
         )
     n = len(findings)
     told.append(f'<a href="#findings">{n} finding{"s" * (n > 1)}</a>.' if n else "No findings.")
-    known = [("devices", f"{report.n_devices:,} x {report.target.upper() or 'as they are'}"), ("mesh", mesh_words(report)), *facts]
-    items = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in known)
-    return f'<header>\n<h1>{escape(report.name)}</h1>\n<p class="verdict">{" ".join(told)}</p>\n<dl>{items}</dl>\n</header>'
+    known = [
+        ("devices", f"{report.n_devices:,} x {report.target.upper() or 'as they are'}"),
+        ("mesh", mesh_words(report)),
+        *facts,
+    ]
+    items = "".join(
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in known
+    )
+    return (
+        f"<header>\n<h1>{escape(report.name)}</h1>\n<p "
+        f'class="verdict">{" ".join(told)}</p>\n<dl>{items}</dl>\n</header>'
+    )
 
 
 def _memory(report: Report) -> str:
@@ -103,9 +133,17 @@ def _memory(report: Report) -> str:
     ]
     scale = max(whole, report.peak_bytes) or 1
     chart = stack(
-        shares, scale, label=f"memory by class: {verdict(report)}", height=34, limit=report.hbm, limit_label=f"{size(report.hbm)} of HBM"
+        shares,
+        scale,
+        label=f"memory by class: {verdict(report)}",
+        height=34,
+        limit=report.hbm,
+        limit_label=f"{size(report.hbm)} of HBM",
     )
-    lines = [(swatch(colour.get(kind, "--rest")) + f" {kind}", amount(n, unit), percent(n, whole)) for kind, n in kinds.items()]
+    lines = [
+        (swatch(colour.get(kind, "--rest")) + f" {kind}", amount(n, unit), percent(n, whole))
+        for kind, n in kinds.items()
+    ]
     classes = table(
         ["class", unit.name, ""],
         lines,
@@ -122,9 +160,21 @@ def _memory(report: Report) -> str:
         for n, b in merged[:_BUFFERS]
     ]
     rest = merged[_BUFFERS:]
-    foot = ("", amount(sum(n * b.bytes for n, b in rest), unit), f"{sum(n for n, _ in rest):,} more", "") if rest else None
+    foot = (
+        (
+            "",
+            amount(sum(n * b.bytes for n, b in rest), unit),
+            f"{sum(n for n, _ in rest):,} more",
+            "",
+        )
+        if rest
+        else None
+    )
     buffers = table(["", unit.name, "array", "live for"], lines, foot=foot)
-    return f'<figure>{chart}</figure>\n<div class="beside"><div>{classes}</div><div class="wide">{buffers}</div></div>'
+    return (
+        f'<figure>{chart}</figure>\n<div class="beside"><div>{classes}</div><div '
+        f'class="wide">{buffers}</div></div>'
+    )
 
 
 def _network(report: Report, parts: dict[str, str]) -> str:
@@ -141,7 +191,12 @@ def _network(report: Report, parts: dict[str, str]) -> str:
             by_part[_scope(row.one.where.part)] += round(row.wire)
         where = link(max(row.nodes for row in mine))
         shares = [
-            Share("", by_part[part], parts.get(part, "--rest"), f"{part or 'unnamed'}\n{size(by_part[part])} over {over(axes)}")
+            Share(
+                "",
+                by_part[part],
+                parts.get(part, "--rest"),
+                f"{part or 'unnamed'}\n{size(by_part[part])} over {over(axes)}",
+            )
             for part in sorted(by_part, key=list(parts).index)
         ]
         chart = stack(shares, widest, label=f"{size(sent[axes])} over {over(axes)}", height=18)
@@ -154,13 +209,18 @@ def _network(report: Report, parts: dict[str, str]) -> str:
         for axes in sent
         if any(r.one.axes == axes for r in listed)
     )
-    filters = f'<p class="chips" hidden>over <button type="button" data-axis="" aria-pressed="true">all</button>{chips}</p>'
+    filters = (
+        '<p class="chips" hidden>over <button type="button" data-axis="" '
+        f'aria-pressed="true">all</button>{chips}</p>'
+    )
     chart = f"<figure>{''.join(bars)}{legend(parts, 'unnamed')}</figure>"
     return f"{lead}{chart}\n{_matrix(report)}<h3>Collectives</h3>\n{filters}{_collectives(listed)}"
 
 
 def _matrix(report: Report) -> str:
-    """Bytes by mesh axes and part, with a column for each phase, and their time; that of each cell shows under the pointer."""
+    """Bytes by mesh axes and part, with a column for each phase, and their time; that of each cell
+    shows under the pointer.
+    """
     cells = matrix(report)
     phases = [phase for phase in _PHASES if any(phase in row for row in cells.values())]
     unit = Unit.of(max(row.wire for each in cells.values() for row in each.values()))
@@ -168,26 +228,63 @@ def _matrix(report: Report) -> str:
     for (axes, part), by_phase in cells.items():
         every = [by_phase.get(phase) for phase in phases]
         sent = (amount(row.wire, unit) if row else Number(0, show="") for row in every)
-        busy, exposed = (sum(getattr(row, name) for row in by_phase.values()) / 1e3 for name in ("busy", "exposed"))
-        lines.append((escape(over(axes)), escape(part or "unnamed"), *sent, Number(busy, 1), Number(exposed, 1)))
-        told = (f"{name or 'no phase'}: {size(row.wire)}, {duration(row.exposed)} exposed" for name, row in by_phase.items())
+        busy, exposed = (
+            sum(getattr(row, name) for row in by_phase.values()) / 1e3
+            for name in ("busy", "exposed")
+        )
+        lines.append(
+            (
+                escape(over(axes)),
+                escape(part or "unnamed"),
+                *sent,
+                Number(busy, 1),
+                Number(exposed, 1),
+            )
+        )
+        told = (
+            f"{name or 'no phase'}: {size(row.wire)}, {duration(row.exposed)} exposed"
+            for name, row in by_phase.items()
+        )
         tags.append(f'data-tip="{escape(chr(10).join([f"{over(axes)}, {part}", *told]))}"')
-    names = ["over", "part", *(f"{phase or 'no phase'}, {unit.name}" for phase in phases), "ms", "ms exposed"]
+    names = [
+        "over",
+        "part",
+        *(f"{phase or 'no phase'}, {unit.name}" for phase in phases),
+        "ms",
+        "ms exposed",
+    ]
     return f"<h3>By axis, part and phase</h3>\n{table(names, lines, tags=tags, cls='sortable')}"
 
 
 def _collectives(listed: Sequence[Row]) -> str:
     most = max(row.wire for row in listed) or 1
     unit = Unit.of(most)
-    names = ["over", "by", "collective", "array", "part", "phase", "times", "payload MiB", f"{unit.name} sent", "ms", "ms exposed"]
+    names = [
+        "over",
+        "by",
+        "collective",
+        "array",
+        "part",
+        "phase",
+        "times",
+        "payload MiB",
+        f"{unit.name} sent",
+        "ms",
+        "ms exposed",
+    ]
     lines, tags = [], []
     for row in listed:
         one = row.one
-        every = "\n".join(f"{c.name}: {' x '.join(map(str, c.loops)) or 1} times, {location_text(c.where)}" for c in row.collectives[:12])
+        every = "\n".join(
+            f"{c.name}: {' x '.join(map(str, c.loops)) or 1} times, {location_text(c.where)}"
+            for c in row.collectives[:12]
+        )
         lines.append(
             (
-                escape(over(one.axes)), link(row.nodes), escape(one.kind) + (" (part of the axis)" if one.partial else ""),
-                code(shapes(one.shapes)), escape(one.where.part), escape(one.where.phase), Number(row.times, before="≤ " * row.bounded),
+                escape(over(one.axes)), link(row.nodes),
+                escape(one.kind) + (" (part of the axis)" if one.partial else ""),
+                code(shapes(one.shapes)), escape(one.where.part), escape(one.where.phase),
+                Number(row.times, before="≤ " * row.bounded),
                 Number(one.payload / 2**20, 1),
                 amount(row.wire, unit, bar=row.wire / most),
                 Number(row.busy / 1e3, 1), Number(row.exposed / 1e3, 1),
@@ -207,14 +304,18 @@ def _collectives(listed: Sequence[Row]) -> str:
 
 _NOTE = (
     '<p class="note">Payload: the whole array, once. Sent: by one device in a step, in a ring. '
-    f"The milliseconds are {PREDICTED}: those of the network, and those of them during which compute waits. {UPPER_BOUND.capitalize()}.</p>"
+    f"The milliseconds are {PREDICTED}: those of the network, and those of them during which "
+    f"compute waits. {UPPER_BOUND.capitalize()}.</p>"
 )
 
 
 def _segments(report: Report) -> str:
     cells = ([Number(0, show=cell) for cell in row] for row in segment_table(report))
     header, *lines, step = ([escape(row[0]), *row[1:]] for row in cells)
-    note = f"Times are {PREDICTED}. The rest: embedding, loss and optimizer, and what XLA has merged from several segments, "
+    note = (
+        f"Times are {PREDICTED}. The rest: embedding, loss and optimizer, and what XLA has merged "
+        "from several segments, "
+    )
     note += "such as the sum of all gradients."
     return f'{table(header, lines, foot=step)}<p class="note">{note}</p>'
 
@@ -226,27 +327,59 @@ def _schedule(report: Report, found: Sequence[Piece], parts: dict[str, str]) -> 
     drawn = [piece for piece in found if piece.total >= _PIECES * line.step]
     shares = []
     for i, piece in enumerate(drawn):
-        tip = f"{piece.name}\n{piece.times:,} x {duration(piece.duration)} = {duration(piece.total)}"
-        shares.append(
-            Share(f"{'abcdefghijklmnopqrstuvwxyz'[i % 26]}", max(piece.total - piece.waiting, 0), f"--s{i % 2}", f"{tip}\ncompute")
+        tip = (
+            f"{piece.name}\n{piece.times:,} x {duration(piece.duration)} = {duration(piece.total)}"
         )
-        shares.append(Share("", piece.waiting, "--wait", f"{tip}\nof it {duration(piece.waiting)} waiting for the network"))
+        shares.append(
+            Share(
+                f"{'abcdefghijklmnopqrstuvwxyz'[i % 26]}",
+                max(piece.total - piece.waiting, 0),
+                f"--s{i % 2}",
+                f"{tip}\ncompute",
+            )
+        )
+        shares.append(
+            Share(
+                "",
+                piece.waiting,
+                "--wait",
+                f"{tip}\nof it {duration(piece.waiting)} waiting for the network",
+            )
+        )
     whole = max(sum(share.value for share in shares), 1e-9)
-    waits = f" By mesh axes and by phase: {exposed_words(report)} of the step." if exposed_words(report) else ""
+    waits = (
+        f" By mesh axes and by phase: {exposed_words(report)} of the step."
+        if exposed_words(report)
+        else ""
+    )
     lead = (
         f"<p>The schedule replayed with estimates, XLA's and the data sheets', {PREDICTED}: "
         f"{duration(line.step)} a step, compute {duration(line.compute)}, "
-        f"network {duration(line.network)}, of which {duration(line.exposed)} are exposed: compute waits for them "
-        f"({swatch('--wait')}).{waits} Below, one trip of each piece at its own scale: compute above the axis, matmuls tall; "
+        f"network {duration(line.network)}, of which {duration(line.exposed)} are exposed: compute "
+        "waits for them "
+        f"({swatch('--wait')}).{waits} Below, one trip of each piece at its own scale: compute "
+        "above the axis, matmuls tall; "
         f"the network below it.</p>"
     )
     chart = f"<figure>{stack(shares, whole, label='the step, piece by piece', height=18)}</figure>"
     panels = []
     for i, piece in enumerate(drawn):
-        often = f"{piece.times:,} x {duration(piece.duration)} = {duration(piece.total)}" if piece.times > 1 else duration(piece.total)
-        share = f"{percent(piece.total, line.step)} of the step, {percent(piece.waiting, piece.total)} of it waiting"
-        caption = f"<b>{'abcdefghijklmnopqrstuvwxyz'[i % 26]}</b> {escape(piece.name)} <small>{often}, {share}</small>"
-        panels.append(f'<figure class="piece"><figcaption>{caption}</figcaption>{schedule(piece, parts)}</figure>')
+        often = (
+            f"{piece.times:,} x {duration(piece.duration)} = {duration(piece.total)}"
+            if piece.times > 1
+            else duration(piece.total)
+        )
+        share = (
+            f"{percent(piece.total, line.step)} of the step, {percent(piece.waiting, piece.total)} "
+            "of it waiting"
+        )
+        caption = (
+            f"<b>{'abcdefghijklmnopqrstuvwxyz'[i % 26]}</b> {escape(piece.name)} <small>{often}, "
+            f"{share}</small>"
+        )
+        panels.append(
+            f'<figure class="piece"><figcaption>{caption}</figcaption>{schedule(piece, parts)}</figure>'
+        )
     return lead + chart + legend(parts, "unnamed") + "".join(panels)
 
 
@@ -256,14 +389,28 @@ def _matmuls(report: Report) -> str:
     if not whole:
         return "<p>None.</p>"
     shares = [
-        Share(f"{phase or 'no phase'} {flop(n)}", n, _PHASES.get(phase, "--rest"), f"{phase or 'no phase'}\n{flop(n)}, {percent(n, whole)}")
+        Share(
+            f"{phase or 'no phase'} {flop(n)}",
+            n,
+            _PHASES.get(phase, "--rest"),
+            f"{phase or 'no phase'}\n{flop(n)}, {percent(n, whole)}",
+        )
         for phase, n in known.items()
     ]
     chart = f"<figure>{stack(shares, whole, label='FLOPs of matmuls by phase', height=18)}</figure>"
     kernels = Counter((target, where.part, where.phase) for target, _, where in report.kernels)
-    lines = [(Number(n), code(target), escape(part), escape(phase)) for (target, part, phase), n in kernels.most_common()]
-    listed = f"<details><summary>{len(report.kernels)} custom calls</summary>{table(['', 'kernel', 'part', 'phase'], lines)}</details>"
-    return f"<p>{flop(whole)} on each device in a step{stages_words(report)}.</p>{chart}{listed if lines else ''}"
+    lines = [
+        (Number(n), code(target), escape(part), escape(phase))
+        for (target, part, phase), n in kernels.most_common()
+    ]
+    listed = (
+        f"<details><summary>{len(report.kernels)} custom "
+        f"calls</summary>{table(['', 'kernel', 'part', 'phase'], lines)}</details>"
+    )
+    return (
+        f"<p>{flop(whole)} on each device in a "
+        f"step{stages_words(report)}.</p>{chart}{listed if lines else ''}"
+    )
 
 
 def _findings(report: Report, findings: Sequence[Finding]) -> str:
@@ -274,9 +421,18 @@ def _findings(report: Report, findings: Sequence[Finding]) -> str:
         cost = f"<b>{size(one.bytes)}</b>" if one.bytes else ""
         fix = f'<p class="fix">{escape(one.fix)}</p>' if one.fix else ""
         at = f"<small>{escape(where)}</small>" if where else ""
-        items.append(f'<li{cls}><div class="check">{escape(one.check)}{cost}</div><div><p>{escape(one.text)} {at}</p>{fix}</div></li>')
+        items.append(
+            f'<li{cls}><div class="check">{escape(one.check)}{cost}</div><div><p>{escape(one.text)} {at}</p>{fix}</div></li>'
+        )
     said = "".join(f"<li>{code(line)}</li>" for line in report.warnings)
-    warned = f"<details><summary>{len(report.warnings)} warnings of XLA's partitioner</summary><ul>{said}</ul></details>" if said else ""
+    warned = (
+        (
+            f"<details><summary>{len(report.warnings)} warnings of XLA's "
+            f"partitioner</summary><ul>{said}</ul></details>"
+        )
+        if said
+        else ""
+    )
     return (f'<ol class="findings">{"".join(items)}</ol>' if items else "<p>None.</p>") + warned
 
 
@@ -284,9 +440,25 @@ def _fixes(fixes: Sequence[Fix]) -> str:
     lines = []
     for fix in fixes:
         step = f"x {fix.cost:.2f}" if fix.cost is not None else "not known"
-        fits = '<span class="good">fits</span>' if fix.fits else '<span class="bad">does not fit</span>'
-        lines.append((code(fix.text), escape(fix.kind), Number(fix.saves / GIB, 2), Number(fix.report.peak_bytes / GIB, 2), step, fits))
-    lead = "<p>Each was compiled. The step is the predicted time divided by that of the program as it is.</p>"
+        fits = (
+            '<span class="good">fits</span>'
+            if fix.fits
+            else '<span class="bad">does not fit</span>'
+        )
+        lines.append(
+            (
+                code(fix.text),
+                escape(fix.kind),
+                Number(fix.saves / GIB, 2),
+                Number(fix.report.peak_bytes / GIB, 2),
+                step,
+                fits,
+            )
+        )
+    lead = (
+        "<p>Each was compiled. The step is the predicted time divided by that of the program as it "
+        "is.</p>"
+    )
     return lead + table(["change", "kind", "GiB less", "GiB at the peak", "step", ""], lines)
 
 
@@ -315,12 +487,16 @@ def _foot(report: Report) -> str:
 
 
 def _colours_of_parts(report: Report, found: Sequence[Piece]) -> dict[str, str]:
-    """Innermost scopes: those with most predicted time and traffic first, so that they get the colours."""
+    """Innermost scopes: those with most predicted time and traffic first, so that they get the
+    colours.
+    """
     weight = Counter[str]()
     step = report.timeline.step if report.timeline else 1
     for piece in found:
         for span in piece.spans:
-            weight[_scope(span.where.part)] += round(1e9 * span.duration * piece.times / max(step, 1e-9))
+            weight[_scope(span.where.part)] += round(
+                1e9 * span.duration * piece.times / max(step, 1e-9)
+            )
     sent = sum(wire_by_axes(report).values()) or 1
     for one in report.collectives:
         weight[_scope(one.where.part)] += round(1e9 * one.times * one.wire / sent)

@@ -1,8 +1,10 @@
-"""From an instruction of the compiled program back to the model: named scopes, phase of the training step, source line.
+"""From an instruction of the compiled program back to the model: named scopes, phase of the
+training step, source line.
 
-JAX writes the path of scopes and transformations into op_name: `jit(step)/transpose(jvp(layers))/while/body/checkpoint/mlp/dot_general`.
-XLA keeps it for most instructions, joins it for combined ones, `.../(attention/add:mlp/add)`, and loses it for those that it makes itself;
-their place follows from what they work on.
+JAX writes the path of scopes and transformations into op_name:
+`jit(step)/transpose(jvp(layers))/while/body/checkpoint/mlp/dot_general`. XLA keeps it for most
+instructions, joins it for combined ones, `.../(attention/add:mlp/add)`, and loses it for those that
+it makes itself; their place follows from what they work on.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from sharding_rules.lab.report import Location, Phase
 from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 
 COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast",
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
 )  # fmt: skip
 _PHASES: tuple[Phase, ...] = ("", "forward", "recompute", "backward", "optimizer")
 """In the order of a step."""
@@ -30,7 +33,8 @@ _KERNEL = "mpmd_map"
 """The primitive of a Pallas kernel for Mosaic GPU, as jax 0.10 to 0.12 have it."""
 _WRAPPED = re.compile(r"^([\w.\-]+)\((.*)\)$")
 _MOVES = {
-    "get-tuple-element", "tuple", "bitcast", "copy", "copy-start", "copy-done", "concatenate", "async-start", "async-update",
+    "get-tuple-element", "tuple", "bitcast", "copy", "copy-start", "copy-done", "concatenate",
+    "async-start", "async-update",
     "async-done",
 }  # fmt: skip
 _MOVES |= {kind + end for kind in COLLECTIVES for end in ("", "-start", "-done")}
@@ -61,29 +65,49 @@ class Provenance:
         if own and own.phase and own.part:
             return own
         if (own is None or (not own.part and one.opcode in _MOVES)) and (near := self._near(one)):
-            own = dataclasses.replace(own, part=near.part, phase=own.phase or near.phase) if own else near
+            own = (
+                dataclasses.replace(own, part=near.part, phase=own.phase or near.phase)
+                if own
+                else near
+            )
         own = own or Location(source=self._source(one))
-        return own if own.phase else dataclasses.replace(own, phase=self._phase_by_position(one, own))
+        return (
+            own if own.phase else dataclasses.replace(own, phase=self._phase_by_position(one, own))
+        )
 
     def _own(self, one: Instruction) -> Location | None:
-        """Returns the location that the instruction's own op_name gives; None if there is no path in it."""
+        """Returns the location that the instruction's own op_name gives; None if there is no path
+        in it.
+        """
         if one.name not in self._read:
             path = one.op_name
             if one.opcode == "parameter" or "/" not in path:
                 self._read[one.name] = None
             else:
                 locations = [read(each, self.vocabulary) for each in alternatives(path)]
-                self._read[one.name] = dataclasses.replace(merged(locations), source=self._source(one))
+                self._read[one.name] = dataclasses.replace(
+                    merged(locations), source=self._source(one)
+                )
         return self._read[one.name]
 
     def _source(self, one: Instruction) -> str:
-        """The innermost frame outside installed packages and outside the helpers of Shard, from the root of its source folder on."""
-        frames = [frame for frame in self.module.stack(one) if not any(folder in frame for folder in INSTALLED)]
-        frame = next((frame for frame in frames if not any(helper in frame for helper in _HELPERS)), frames[0] if frames else "")
+        """The innermost frame outside installed packages and outside the helpers of Shard, from the
+        root of its source folder on.
+        """
+        frames = [
+            frame
+            for frame in self.module.stack(one)
+            if not any(folder in frame for folder in INSTALLED)
+        ]
+        frame = next(
+            (frame for frame in frames if not any(helper in frame for helper in _HELPERS)),
+            frames[0] if frames else "",
+        )
         begin = max(frame.rfind("/" + root) for root in (_OWN_ROOT, *self.vocabulary.source_roots))
         return frame[begin + 1 :] if begin >= 0 else "/".join(frame.split("/")[-2:])
 
-    # What XLA made itself: the place of what it works on, of what works on its result, of the loop it is in.
+    # What XLA made itself: the place of what it works on, of what works on its result, of the loop
+    # it is in.
 
     def _near(self, one: Instruction) -> Location | None:
         for step in (self._upstream, self._downstream):
@@ -96,7 +120,9 @@ class Provenance:
             caller = self.module.callers.get(self.module.home[caller.name])
         return None
 
-    def _search(self, start: Instruction, step: Callable[[Instruction], Iterator[str]]) -> list[tuple[int, Location]]:
+    def _search(
+        self, start: Instruction, step: Callable[[Instruction], Iterator[str]]
+    ) -> list[tuple[int, Location]]:
         """The nearest places on each way from `start`, with the bytes of the arrays there."""
         result: list[tuple[int, Location]] = []
         seen, todo = {start.name}, [start]
@@ -116,13 +142,21 @@ class Provenance:
         return result
 
     def _upstream(self, one: Instruction) -> Iterator[str]:
-        """Names of what an instruction's value is made from: through fusions, and from one trip of a loop into the trip before."""
+        """Names of what an instruction's value is made from: through fusions, and from one trip of
+        a loop into the trip before.
+        """
         if one.opcode == "get-tuple-element":
             match = re.search(r"index=(\d+)", one.text)
-            yield from self._element(self.module.by_name.get(one.operands[0]), int(match[1]) if match else 0)
+            yield from self._element(
+                self.module.by_name.get(one.operands[0]), int(match[1]) if match else 0
+            )
         elif one.opcode == "parameter":
             caller = self.module.callers.get(self.module.home[one.name])
-            if caller is not None and caller.opcode not in ("while", "conditional") and one.arguments.strip().isdigit():
+            if (
+                caller is not None
+                and caller.opcode not in ("while", "conditional")
+                and one.arguments.strip().isdigit()
+            ):
                 yield from caller.operands[int(one.arguments) : int(one.arguments) + 1]
         elif one.opcode in CALLS and (inside := self._roots(one.called)):
             yield from inside
@@ -139,7 +173,11 @@ class Provenance:
             for root in self._roots((whole.body,) if whole.body else whole.called):
                 inside = self.module.by_name[root]
                 yield from self._element(inside, index) if inside.opcode == "tuple" else (root,)
-        elif whole.opcode == "parameter" and (caller := self.module.callers.get(self.module.home[whole.name])) and caller.opcode == "while":
+        elif (
+            whole.opcode == "parameter"
+            and (caller := self.module.callers.get(self.module.home[whole.name]))
+            and caller.opcode == "while"
+        ):
             yield from self._element(self.module.by_name.get(caller.operands[0]), index)
         else:
             yield whole.name
@@ -148,22 +186,26 @@ class Provenance:
         yield from self._users[one.name]
 
     def _roots(self, computations: Iterable[str]) -> list[str]:
-        return [lines[-1].name for name in computations if (lines := self.module.computations.get(name))]
+        return [
+            lines[-1].name for name in computations if (lines := self.module.computations.get(name))
+        ]
 
     # Code outside of what is differentiated: before it, or after it.
 
     def _phase_by_position(self, one: Instruction, own: Location) -> Phase:
         """Returns the phase of an instruction outside the differentiated code.
 
-        An instruction that depends on a backward pass belongs to the optimizer. In the same loop as that pass, where gradients are summed,
-        it belongs to the backward pass.
+        An instruction that depends on a backward pass belongs to the optimizer. In the same loop as
+        that pass, where gradients are summed, it belongs to the backward pass.
         """
         if self.vocabulary.optimizer_part in re.split(r"[/+]", own.part):
             return "optimizer"
         home, looped = self.module.home[one.name], False
         if (slot := self._slot(home)) and (around := self._own(slot)):
             return around.phase
-        while (caller := self.module.callers.get(home)) is not None and home not in self._differentiated:
+        while (
+            caller := self.module.callers.get(home)
+        ) is not None and home not in self._differentiated:
             one, home = caller, self.module.home[caller.name]
         if home not in self._differentiated:
             return ""
@@ -178,7 +220,9 @@ class Provenance:
     def _slot(self, computation: str | None) -> Instruction | None:
         """The pipeline's slot that a computation is in."""
         while computation and (caller := self.module.callers.get(computation)):
-            if caller.opcode == "conditional" and any(scope in caller.op_name for scope in self.vocabulary.slots):
+            if caller.opcode == "conditional" and any(
+                scope in caller.op_name for scope in self.vocabulary.slots
+            ):
                 return caller
             computation = self.module.home[caller.name]
         return None
@@ -188,7 +232,9 @@ class Provenance:
         """Computations that run any of a backward pass, themselves or in what they call."""
         result: set[str] = set()
         for name, lines in self.module.computations.items():
-            if any((own := self._own(one)) and own.phase in ("backward", "recompute") for one in lines):
+            if any(
+                (own := self._own(one)) and own.phase in ("backward", "recompute") for one in lines
+            ):
                 while name and name not in result:
                     result.add(name)
                     caller = self.module.callers.get(name)
@@ -203,7 +249,11 @@ class Provenance:
             result = after[name] = set()
             for one in self.module.computations[name]:
                 own = self._own(one)
-                begins = own.phase in ("backward", "recompute") if own and own.phase else bool(self._inside(one) & self._differentiated)
+                begins = (
+                    own.phase in ("backward", "recompute")
+                    if own and own.phase
+                    else bool(self._inside(one) & self._differentiated)
+                )
                 if begins or any(operand in result for operand in one.operands):
                     result.add(one.name)
         return after
@@ -225,10 +275,11 @@ class Provenance:
 
 
 def read(path: str, vocabulary: Vocabulary = NEUTRAL) -> Location:
-    """A path of scopes as part, phase and op: `jit(f)/transpose(jvp(layers))/while/body/mlp/dot_general` is the backward of layers/mlp.
+    """A path of scopes as part, phase and op:
+    `jit(f)/transpose(jvp(layers))/while/body/mlp/dot_general` is the backward of layers/mlp.
 
-    The forward computation in a pipeline's backward slot repeats that of the forward slot, so that its phase is recompute, except for the
-    loss, which is computed only there.
+    The forward computation in a pipeline's backward slot repeats that of the forward slot, so that
+    its phase is recompute, except for the loss, which is computed only there.
     """
     *scopes, op = _split(path, "/")
     if op == _KERNEL:
@@ -244,8 +295,13 @@ def read(path: str, vocabulary: Vocabulary = NEUTRAL) -> Location:
             phase = "forward"
         if scope == "rematted_computation":
             phase = "recompute"
-        known = [part for part in inner if part not in vocabulary.slots and not _NOT_SCOPES.fullmatch(part)]
-        parts += known if known != parts[-1:] else []  # around a conditional, and again in its branch
+        known = [
+            part
+            for part in inner
+            if part not in vocabulary.slots and not _NOT_SCOPES.fullmatch(part)
+        ]
+        # around a conditional, and again in its branch
+        parts += known if known != parts[-1:] else []
     forward = bool(slot) and slot == vocabulary.forward_slot
     if forward or (slot and parts and phase in ("", "forward")):
         phase = "forward" if forward or set(vocabulary.loss_parts) & set(parts) else "recompute"
@@ -263,34 +319,54 @@ def alternatives(path: str) -> list[str]:
         return [path]
     opening = match.start(1)
     closing = next(
-        (at for at in range(opening, len(path)) if path[opening : at + 1].count("(") == path[opening : at + 1].count(")")), len(path)
+        (
+            at
+            for at in range(opening, len(path))
+            if path[opening : at + 1].count("(") == path[opening : at + 1].count(")")
+        ),
+        len(path),
     )
     choices = _split(path[opening + 1 : closing], ":")
-    return [each for choice in choices for each in alternatives(path[:opening] + choice + path[closing + 1 :])]
+    return [
+        each
+        for choice in choices
+        for each in alternatives(path[:opening] + choice + path[closing + 1 :])
+    ]
 
 
 def merged(places: list[Location]) -> Location:
-    """One for several: the scopes that they share and where they part, `layers/attention+mlp`; the latest phase; source of the first."""
+    """One for several: the scopes that they share and where they part, `layers/attention+mlp`; the
+    latest phase; source of the first.
+    """
     parts = [place.part.split("/") for place in places if place.part]
     shared: list[str] = []
     for level in zip(*parts, strict=False):
         if len(set(level)) > 1:
             break
         shared.append(level[0])
-    ends = {end for part in parts for end in "".join(part[len(shared) : len(shared) + 1]).split("+") if end}
+    ends = {
+        end
+        for part in parts
+        for end in "".join(part[len(shared) : len(shared) + 1]).split("+")
+        if end
+    }
     part = "/".join([*shared, *(["+".join(sorted(ends))] if ends else [])])
     phase = _PHASES[max(_PHASES.index(place.phase) for place in places)]
     return Location(part, phase, places[0].source, places[0].op)
 
 
 def _heaviest(found: list[tuple[int, Location]]) -> Location:
-    """One place for several: those of few bytes (scalars that are reduced along) left out, and the phase of most bytes."""
+    """One place for several: those of few bytes (scalars that are reduced along) left out, and the
+    phase of most bytes.
+    """
     found = sorted(found, key=lambda each: -each[0])
     places = [where for size, where in found if size * 64 >= found[0][0]]
     bytes_of: dict[Phase, int] = {}
     for size, where in found:
         bytes_of[where.phase] = bytes_of.get(where.phase, 0) + size
-    return dataclasses.replace(merged(places), phase=max(bytes_of, key=lambda phase: bytes_of[phase]))
+    return dataclasses.replace(
+        merged(places), phase=max(bytes_of, key=lambda phase: bytes_of[phase])
+    )
 
 
 def _unwrap(scope: str) -> tuple[set[str], list[str]]:

@@ -1,6 +1,8 @@
-"""What a compiled program does, as data: collectives, memory, matmuls, timeline. Everything else in the lab makes it or reads it.
+"""What a compiled program does, as data: collectives, memory, matmuls, timeline. Everything else in
+the lab makes it or reads it.
 
-A report is for one device of the mesh (all run the same program) and one run of the program, in bytes and microseconds.
+A report is for one device of the mesh (all run the same program) and one run of the program, in
+bytes and microseconds.
 """
 
 from __future__ import annotations
@@ -20,15 +22,20 @@ Phase = Literal["forward", "recompute", "backward", "optimizer", ""]
 
 
 SCALAR = 1024
-"""Bytes: collectives with less payload are norms, counts and losses, which no count and no table lists."""
+"""Bytes: collectives with less payload are norms, counts and losses, which no count and no table
+lists."""
 
 
 class LabError(ValueError):
-    """A program that cannot be compiled or does not keep its budget. The text is the whole message."""
+    """A program that cannot be compiled or does not keep its budget. The text is the whole
+    message.
+    """
 
 
 class CompilerMissing(LabError):
-    """XLA's compiler for CUDA is not installed. `what` is missing; the message adds what to install."""
+    """XLA's compiler for CUDA is not installed. `what` is missing; the message adds what to
+    install.
+    """
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(f"{what}; {fix}")
@@ -37,25 +44,38 @@ class CompilerMissing(LabError):
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """When a conditional in a loop runs, which XLA does not know: a pipeline's forward slot is idle while the pipeline fills and drains.
+    """When a conditional in a loop runs, which XLA does not know: a pipeline's forward slot is idle
+    while the pipeline fills and drains.
 
     Raises LabError where it is no table.
     """
 
     scope: str
-    """The named scope around the conditional, `forward_slot`, or several, `backward_slot/head`; the innermost that fits counts."""
+    """The named scope around the conditional, `forward_slot`, or several, `backward_slot/head`; the
+    innermost that fits counts."""
     stages: tuple[str, ...]
-    """By stage (devices that take the same branches), a letter for each trip of the loop, or of the loops that run the same table one
-    after another: "1" it runs, "0" it is skipped."""
+    """By stage (devices that take the same branches), a letter for each trip of the loop, or of the
+    loops that run the same table one after another: "1" it runs, "0" it is skipped."""
 
     def __post_init__(self) -> None:
         if len(set(map(len, self.stages))) != 1 or set("".join(self.stages)) - {"0", "1"}:
-            raise LabError(f"slot {self.scope!r} needs for each stage a text of equal length, of 0 and 1, not {self.stages}")
+            raise LabError(
+                f"slot {self.scope!r} needs for each stage a text of equal length, of 0 and 1, "
+                "not "
+                f"{self.stages}"
+            )
 
     @staticmethod
     def of(scope: str, active: Any) -> Slot:
-        """From a table [trips, stages] of what is true where it runs: `Slot.of("forward_slot", microbatch >= 0)`."""
-        return Slot(scope, tuple("".join("01"[bool(runs)] for runs in stage) for stage in zip(*active, strict=True)))
+        """From a table [trips, stages] of what is true where it runs: `Slot.of("forward_slot",
+        microbatch >= 0)`.
+        """
+        return Slot(
+            scope,
+            tuple(
+                "".join("01"[bool(runs)] for runs in stage) for stage in zip(*active, strict=True)
+            ),
+        )
 
     @property
     def trips(self) -> int:
@@ -64,7 +84,11 @@ class Slot:
 
     def within(self, begin: int, end: int) -> Slot:
         """The slot of a loop that runs only the trips from `begin` to before `end`."""
-        return self if (begin, end) == (0, self.trips) else Slot(self.scope, tuple(stage[begin:end] for stage in self.stages))
+        return (
+            self
+            if (begin, end) == (0, self.trips)
+            else Slot(self.scope, tuple(stage[begin:end] for stage in self.stages))
+        )
 
     def runs(self, stage: int) -> int:
         """How often it runs there in one execution of the loop."""
@@ -94,7 +118,8 @@ class Collective:
     axes: tuple[str, ...]
     """Mesh axes along which its groups lie, in mesh order."""
     group: int
-    """Devices in a group; less than the product of `axes` where the group is only a part of them."""
+    """Devices in a group; less than the product of `axes` where the group is only a part of
+    them."""
     nodes: int
     """NVLink domains that one group spans."""
     shapes: tuple[str, ...]
@@ -103,9 +128,11 @@ class Collective:
     payload: int
     """Bytes of the whole arrays."""
     wire: float
-    """Bytes that a device sends in a ring: (n-1)/n of the payload, twice that for an all-reduce, all of it for a permute."""
+    """Bytes that a device sends in a ring: (n-1)/n of the payload, twice that for an all-reduce,
+    all of it for a permute."""
     loops: tuple[int, ...]
-    """Trip counts of the loops around it, outermost first; in a branch with a Slot, its runs there on the stage that has the most."""
+    """Trip counts of the loops around it, outermost first; in a branch with a Slot, its runs there
+    on the stage that has the most."""
     conditional: bool
     """In a branch that may not be taken."""
     where: Location
@@ -115,13 +142,17 @@ class Collective:
     partial: bool = False
     """The group is a part of its axes."""
     by_hand: bool = False
-    """The program's author called it (lax.psum and its like); the others are those that XLA's partitioner inserts."""
+    """The program's author called it (lax.psum and its like); the others are those that XLA's
+    partitioner inserts."""
     made_of: tuple[str, ...] = ()
-    """By array, the arguments whose values it holds, gathered, cast or sliced, with a space between; "" where anything else goes in."""
+    """By array, the arguments whose values it holds, gathered, cast or sliced, with a space
+    between; "" where anything else goes in."""
     beside: tuple[str, ...] = ()
-    """Parameters that the matmuls next to it multiply with: those that make what it sends, and those that take what it returns."""
+    """Parameters that the matmuls next to it multiply with: those that make what it sends, and
+    those that take what it returns."""
     bounded: bool = False
-    """In a branch without a Slot: it counts as if the branch were always taken, so that `times` is an upper bound."""
+    """In a branch without a Slot: it counts as if the branch were always taken, so that `times` is
+    an upper bound."""
     duration: float = 0.0
     """Predicted microseconds of one run alone; 0 where the target is not known."""
     exposed: float = 0.0
@@ -166,7 +197,8 @@ class Argument:
     axes: tuple[str, ...]
     """Mesh axes that shard it."""
     used_ways: int = 1
-    """For a replicated array, how many different slices of it are used, one on each device. 1: each device uses all of it."""
+    """For a replicated array, how many different slices of it are used, one on each device. 1: each
+    device uses all of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +215,21 @@ class Buffer:
     """Mesh axes that shard it, if that is known (arguments)."""
 
 
-KINDS = ("params", "moments", "gradients", "weights in use", "residuals", "activations", "logits", "batch", "other", "fragmentation")
-"""Classes of memory. `weights in use`: gathered, cast or in another layout. `residuals`: what the forward pass stores for the
-backward pass, row by row of a loop over layers, or in a pipeline's stash. `fragmentation`: the heap's holes at the peak."""
+KINDS = (
+    "params",
+    "moments",
+    "gradients",
+    "weights in use",
+    "residuals",
+    "activations",
+    "logits",
+    "batch",
+    "other",
+    "fragmentation",
+)
+"""Classes of memory. `weights in use`: gathered, cast or in another layout. `residuals`: what the
+forward pass stores for the backward pass, row by row of a loop over layers, or in a pipeline's
+stash. `fragmentation`: the heap's holes at the peak."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +248,11 @@ class Memory:
     @cached_property
     def by_kind(self) -> dict[str, int]:
         """Bytes at the peak, in the order of KINDS."""
-        return {kind: total for kind in KINDS if (total := sum(b.bytes for b in self.buffers if b.kind == kind))}
+        return {
+            kind: total
+            for kind in KINDS
+            if (total := sum(b.bytes for b in self.buffers if b.kind == kind))
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,15 +267,18 @@ class Span:
     duration: float
     """Microseconds, one time."""
     loops: tuple[int, ...]
-    """The timeline shows one trip of each loop; these are the trip counts around the span, in a Slot those in which it is waited for."""
+    """The timeline shows one trip of each loop; these are the trip counts around the span, in a
+    Slot those in which it is waited for."""
     where: Location
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The schedule replayed with XLA's own estimates: one compute stream, and those of the network. A second opinion, not a measurement.
+    """The schedule replayed with XLA's own estimates: one compute stream, and those of the network.
+    A second opinion, not a measurement.
 
-    In a program with Slots each trip of the loop lasts as long as on its slowest stage, and the streams are those of that stage.
+    In a program with Slots each trip of the loop lasts as long as on its slowest stage, and the
+    streams are those of that stage.
     """
 
     step: float
@@ -245,7 +296,9 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the compiler made of a program for one mesh. `report.count("reduce-scatter", "tensor")`, `report.wire_bytes("fsdp")`."""
+    """What the compiler made of a program for one mesh. `report.count("reduce-scatter", "tensor")`,
+    `report.wire_bytes("fsdp")`.
+    """
 
     name: str
     target: str
@@ -260,7 +313,8 @@ class Report:
     memory: Memory
     arguments: tuple[Argument, ...]
     flops: dict[str, int]
-    """FLOPs of matmuls by phase on the mean device, those in kernels included; the phase is "" where XLA does not name it."""
+    """FLOPs of matmuls by phase on the mean device, those in kernels included; the phase is ""
+    where XLA does not name it."""
     kernels: tuple[tuple[str, tuple[str, ...], Location], ...]
     """Custom calls (attention kernels, cuDNN, Pallas): target, operand shapes, place."""
     warnings: tuple[str, ...]
@@ -275,25 +329,30 @@ class Report:
     options: dict[str, Any]
     slots: tuple[Slot, ...] = ()
     tick_loops: tuple[int, ...] = ()
-    """Trips of the loops that run the table of the slots, one after another; empty without slots."""
+    """Trips of the loops that run the table of the slots, one after another; empty without
+    slots."""
     """When the conditionals run, as far as it is known."""
     stage_flops: tuple[int, ...] = ()
     """FLOPs of matmuls on a device of each stage; one number if there are no slots."""
     copies: tuple[Copy, ...] = ()
     model_flops: float = 0.0
-    """FLOPs that the model itself needs of one device in a step, without what the program computes twice; 0 where unknown."""
+    """FLOPs that the model itself needs of one device in a step, without what the program computes
+    twice; 0 where unknown."""
     attention_flops: float = 0.0
     """Those of `model_flops` that are attention's."""
     model_us: float = 0.0
-    """Predicted microseconds of `model_flops` alone, at the timeline's rates of matmuls and attention; 0 where unknown."""
+    """Predicted microseconds of `model_flops` alone, at the timeline's rates of matmuls and
+    attention; 0 where unknown."""
     peak_flops: float = 0.0
     """FLOP/s of the target's tensor cores in bf16, by its data sheet; 0 where unknown."""
     vocabulary: Vocabulary = NEUTRAL
     """The names that the program's trainer uses."""
     logical: dict[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
-    """The logical axes of each parameter by name, for lint; empty where the trainer did not give them."""
+    """The logical axes of each parameter by name, for lint; empty where the trainer did not give
+    them."""
     segments: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Layers of each segment of the model, by the named scope around them; empty where they are not known."""
+    """Layers of each segment of the model, by the named scope around them; empty where they are not
+    known."""
 
     @property
     def n_devices(self) -> int:
@@ -306,30 +365,54 @@ class Report:
         return self.memory.peak
 
     def select(
-        self, kind: str | None = None, axis: str | Collection[str] | None = None, *, phase: str | None = None, part: str | None = None
+        self,
+        kind: str | None = None,
+        axis: str | Collection[str] | None = None,
+        *,
+        phase: str | None = None,
+        part: str | None = None,
     ) -> Iterator[Collective]:
-        """Collectives of a kind, whose groups vary along `axis` (a name: that axis among others; several names: exactly those)."""
+        """Collectives of a kind, whose groups vary along `axis` (a name: that axis among others;
+        several names: exactly those).
+        """
         for one in self.collectives:
-            along = axis is None or (axis in one.axes if isinstance(axis, str) else set(axis) == set(one.axes))
+            along = axis is None or (
+                axis in one.axes if isinstance(axis, str) else set(axis) == set(one.axes)
+            )
             in_part = part is None or part in re.split(r"[/+]", one.where.part)
             if along and in_part and kind in (None, one.kind) and phase in (None, one.where.phase):
                 yield one
 
-    def count(self, kind: str | None = None, axis: str | Collection[str] | None = None, *, at_least: int = SCALAR, **where: str) -> int:
-        """How many times they run in a step, those with less than `at_least` bytes of payload (scalars) left out."""
+    def count(
+        self,
+        kind: str | None = None,
+        axis: str | Collection[str] | None = None,
+        *,
+        at_least: int = SCALAR,
+        **where: str,
+    ) -> int:
+        """How many times they run in a step, those with less than `at_least` bytes of payload
+        (scalars) left out.
+        """
         return sum(one.times for one in self.select(kind, axis, **where) if one.payload >= at_least)
 
-    def wire_bytes(self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str) -> float:
+    def wire_bytes(
+        self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str
+    ) -> float:
         """Bytes that one device sends in a step."""
         return sum(one.times * one.wire for one in self.select(kind, axis, **where))
 
-    def payload_bytes(self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str) -> int:
+    def payload_bytes(
+        self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str
+    ) -> int:
         """Bytes of the whole arrays that collectives work on in a step."""
         return sum(one.times * one.payload for one in self.select(kind, axis, **where))
 
     @property
     def mfu(self) -> float | None:
-        """Predicted model FLOP utilisation, 0 to 1: the model's FLOPs over what the tensor cores could do in the predicted step."""
+        """Predicted model FLOP utilisation, 0 to 1: the model's FLOPs over what the tensor cores
+        could do in the predicted step.
+        """
         return self._utilisation(self.model_flops)
 
     @property
@@ -345,12 +428,22 @@ class Report:
     @property
     def exposed_share(self) -> float | None:
         """Share, 0 to 1, of the predicted step during which compute waits for the network."""
-        return self.timeline.exposed / self.timeline.step if self.timeline and self.timeline.step > 0 else None
+        return (
+            self.timeline.exposed / self.timeline.step
+            if self.timeline and self.timeline.step > 0
+            else None
+        )
 
     @property
     def model_ratio(self) -> float | None:
-        """The predicted step over the time of the model's own matmuls and attention: 1 is a step without recomputation, bubble, traffic."""
-        return self.timeline.step / self.model_us if self.timeline and self.timeline.step > 0 and self.model_us > 0 else None
+        """The predicted step over the time of the model's own matmuls and attention: 1 is a step
+        without recomputation, bubble, traffic.
+        """
+        return (
+            self.timeline.step / self.model_us
+            if self.timeline and self.timeline.step > 0 and self.model_us > 0
+            else None
+        )
 
     @property
     def fits(self) -> bool:
@@ -376,10 +469,20 @@ def location_text(where: Location) -> str:
 def _build(cls: type, data: dict[str, Any]) -> Any:
     """A dataclass of this file from its asdict."""
     nested = {"where": Location, "memory": Memory, "timeline": Timeline, "vocabulary": Vocabulary}
-    items = {"collectives": Collective, "arguments": Argument, "buffers": Buffer, "spans": Span, "slots": Slot, "copies": Copy}
+    items = {
+        "collectives": Collective,
+        "arguments": Argument,
+        "buffers": Buffer,
+        "spans": Span,
+        "slots": Slot,
+        "copies": Copy,
+    }
     values = {}
     for field in dataclasses.fields(cls):
-        if field.name not in data and (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING):
+        if field.name not in data and (field.default, field.default_factory) != (
+            dataclasses.MISSING,
+            dataclasses.MISSING,
+        ):
             continue  # kept before the field existed
         value = data[field.name]
         if field.name == "logical":
@@ -391,7 +494,9 @@ def _build(cls: type, data: dict[str, Any]) -> Any:
             if element and not (cls is Memory and field.name == "arguments"):
                 value = tuple(_build(element, each) for each in value)
             elif field.name == "kernels":
-                value = tuple((name, tuple(shapes), _build(Location, where)) for name, shapes, where in value)
+                value = tuple(
+                    (name, tuple(shapes), _build(Location, where)) for name, shapes, where in value
+                )
             else:
                 value = tuple(value)
         values[field.name] = value

@@ -1,4 +1,6 @@
-"""A timeline divided into the pieces that a person looks at: one trip of each loop that matters, at its own scale."""
+"""A timeline divided into the pieces that a person looks at: one trip of each loop that matters, at
+its own scale.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ class Piece:
     @property
     def total(self) -> float:
         """Microseconds in a step, with all trips of the small loops inside."""
-        again = sum(span.duration * (math.prod(span.loops) - self.times) for span in self.spans if span.stream == "compute")
+        again = sum(
+            span.duration * (math.prod(span.loops) - self.times)
+            for span in self.spans
+            if span.stream == "compute"
+        )
         return self.times * self.duration + again
 
     @property
@@ -62,7 +68,9 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """The phases and parts that most of its compute time belongs to: recompute and backward of layers."""
+        """The phases and parts that most of its compute time belongs to: recompute and backward of
+        layers.
+        """
         phases, parts = Counter[str](), Counter[str]()
         for span in self.spans:
             if span.stream == "compute":
@@ -78,7 +86,9 @@ class Piece:
 
 
 def pieces(line: Timeline) -> list[Piece]:
-    """Returns the timeline in pieces, divided where a loop begins or ends that takes _HEAVY or more of the time of the one around it."""
+    """Returns the timeline in pieces, divided where a loop begins or ends that takes _HEAVY or more
+    of the time of the one around it.
+    """
     spans = sorted(line.spans, key=lambda span: (span.start, span.stream))
     weight = Counter[tuple[int, ...]]()
     for span in spans:
@@ -87,13 +97,21 @@ def pieces(line: Timeline) -> list[Piece]:
     cuts: list[tuple[float, tuple[int, ...]]] = []
     for span in spans:
         depths = range(1, len(span.loops) + 1)
-        light = (depth - 1 for depth in depths if weight[span.loops[:depth]] < _HEAVY * weight[span.loops[: depth - 1]])
+        light = (
+            depth - 1
+            for depth in depths
+            if weight[span.loops[:depth]] < _HEAVY * weight[span.loops[: depth - 1]]
+        )
         key = span.loops[: next(light, len(span.loops))]
         if not cuts or cuts[-1][1] != key:
             cuts.append((span.start, key))
     end = max((span.start + span.duration for span in spans), default=0.0)
     ends = [*(begin for begin, _ in cuts), end][1:]
-    return [Piece(begin, to, key, _inside(spans, begin, to)) for (begin, key), to in zip(cuts, ends, strict=True) if to > begin]
+    return [
+        Piece(begin, to, key, _inside(spans, begin, to))
+        for (begin, key), to in zip(cuts, ends, strict=True)
+        if to > begin
+    ]
 
 
 def _inside(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...]:
@@ -111,6 +129,8 @@ def _union(intervals: Iterator[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _most(counted: Counter[str]) -> list[str]:
-    """The words with a quarter or more of the whole, the largest first; unnamed ones do not count."""
+    """The words with a quarter or more of the whole, the largest first; unnamed ones do not
+    count.
+    """
     named = [(word, n) for word, n in counted.most_common() if word]
     return [word for word, n in named if 4 * n >= sum(n for _, n in named)]

@@ -1,6 +1,8 @@
-"""What each segment of a model costs: its layers' share of the step, of the bytes that are sent, and of the state.
+"""What each segment of a model costs: its layers' share of the step, of the bytes that are sent,
+and of the state.
 
-A trainer says which segments there are (`compile_report(segments=...)`), and runs each in a named scope of that name.
+A trainer says which segments there are (`compile_report(segments=...)`), and runs each in a named
+scope of that name.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from sharding_rules.lab.report import SCALAR, Argument, Location, Report
 from sharding_rules.lab.summary import Unit, duration, over, percent, wire_by_axes
 
 REST = "rest"
-"""The row of what is in no segment: embedding, loss and optimizer, and what XLA has merged from several segments."""
+"""The row of what is in no segment: embedding, loss and optimizer, and what XLA has merged from
+several segments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,8 @@ class SegmentCost:
     params: int
     """Bytes of the parameters that a device stores."""
     state: int
-    """The same with the optimizer's state, where some trainers keep the only full copy of the parameters."""
+    """The same with the optimizer's state, where some trainers keep the only full copy of the
+    parameters."""
 
     @property
     def time(self) -> float:
@@ -41,21 +45,27 @@ class SegmentCost:
 
 
 def segment_of(report: Report, where: Location) -> str:
-    """The segment of layers that a place is in; empty outside of segments, and where XLA has merged several of them."""
+    """The segment of layers that a place is in; empty outside of segments, and where XLA has merged
+    several of them.
+    """
     return next((word for word in where.part.split("/") if word in report.segments), "")
 
 
 def segment_of_argument(report: Report, argument: Argument) -> str:
-    """The segment that holds a parameter, by the first word of its own name: first.mlp.up.weight; empty for those outside of segments."""
+    """The segment that holds a parameter, by the first word of its own name: first.mlp.up.weight;
+    empty for those outside of segments.
+    """
     keys = re.findall(r"\['([^']*)'\]|\.(\w+)$", argument.name)
     words = (word for key in keys for own in key for word in re.split(r"[./]", own))
     return next((word for word in words if word in report.segments), "")
 
 
 def by_segment(report: Report) -> tuple[SegmentCost, ...]:
-    """What each segment costs, in model order, and then the rest, so that each column sums to the step's; () for fewer than two segments.
+    """What each segment costs, in model order, and then the rest, so that each column sums to the
+    step's; () for fewer than two segments.
 
-    Without a timeline all times are 0. In a pipeline they are those of the slowest stage in each tick, like the step's.
+    Without a timeline all times are 0. In a pipeline they are those of the slowest stage in each
+    tick, like the step's.
     """
     if len(report.segments) < 2:
         return ()
@@ -73,17 +83,28 @@ def by_segment(report: Report) -> tuple[SegmentCost, ...]:
     for argument in report.arguments:
         for kind, held in (("params", params), ("moments", moments)):
             held[segment_of_argument(report, argument)] += argument.bytes * (argument.kind == kind)
-    if line:  # a wait for what is no collective of the report, such as a copy between devices, is in no segment
+    # a wait for what is no collective of the report, such as a copy between devices, is in no
+    # segment
+    if line:
         exposed[""] += line.exposed - sum(exposed.values())
     layers = report.segments.get
     return tuple(
-        SegmentCost(name or REST, layers(name, 0), compute[name], exposed[name], wire[name], params[name], params[name] + moments[name])
+        SegmentCost(
+            name or REST,
+            layers(name, 0),
+            compute[name],
+            exposed[name],
+            wire[name],
+            params[name],
+            params[name] + moments[name],
+        )
         for name in names
     )
 
 
 def segment_table(report: Report, most: int = 99) -> list[tuple[str, ...]]:
-    """The costs as text: the header, a row for each segment, one for the rest, and the step's; [] for fewer than two segments.
+    """The costs as text: the header, a row for each segment, one for the rest, and the step's; []
+    for fewer than two segments.
 
     most: how many columns of mesh axes, those that carry most first.
     """
@@ -95,10 +116,30 @@ def segment_table(report: Report, most: int = 99) -> list[tuple[str, ...]]:
     step = sum(cost.time for cost in costs)
 
     def row(name: str, *of: SegmentCost) -> tuple[str, ...]:
-        layers, compute, exposed = (sum(getattr(cost, field) for cost in of) for field in ("n_layers", "compute", "exposed"))
-        times = (duration(compute), duration(exposed), percent(compute + exposed, step)) if report.timeline else ("", "", "")
+        layers, compute, exposed = (
+            sum(getattr(cost, field) for cost in of) for field in ("n_layers", "compute", "exposed")
+        )
+        times = (
+            (duration(compute), duration(exposed), percent(compute + exposed, step))
+            if report.timeline
+            else ("", "", "")
+        )
         over_axes = (wire(sum(cost.wire.get(axes, 0.0) for cost in of)) for axes in sent)
-        return (name, f"{layers:,}" if layers else "", *times, *over_axes, held(sum(cost.state for cost in of)))
+        return (
+            name,
+            f"{layers:,}" if layers else "",
+            *times,
+            *over_axes,
+            held(sum(cost.state for cost in of)),
+        )
 
-    header = ("segment", "layers", "compute", "exposed", "share", *(f"{over(axes)}, {wire.name}" for axes in sent), f"state, {held.name}")
+    header = (
+        "segment",
+        "layers",
+        "compute",
+        "exposed",
+        "share",
+        *(f"{over(axes)}, {wire.name}" for axes in sent),
+        f"state, {held.name}",
+    )
     return [header, *(row(cost.name, cost) for cost in costs), row("step", *costs)]

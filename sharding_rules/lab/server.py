@@ -1,7 +1,9 @@
-"""A process that forks a child for each folder on its standard input, which compiles the program in it.
+"""A process that forks a child for each folder on its standard input, which compiles the program in
+it.
 
-The process has imported JAX and has one thread, so that a fork is safe and a child begins without an import. Each line of the input is a
-folder; each line of the output is a status and a folder. Status: 0, 1 for an error in error.txt, -N for signal N. It ends with its input.
+The process has imported JAX and has one thread, so that a fork is safe and a child begins without
+an import. Each line of the input is a folder; each line of the output is a status and a folder.
+Status: 0, 1 for an error in error.txt, -N for signal N. It ends with its input.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from pathlib import Path
 
 from sharding_rules.lab.targets import TopologyRequest, topology_of
 
-MEMORY = ("peak_memory_in_bytes", "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes")
+MEMORY = (
+    "peak_memory_in_bytes",
+    "argument_size_in_bytes",
+    "output_size_in_bytes",
+    "alias_size_in_bytes",
+    "temp_size_in_bytes",
+)
 
 
 def serve() -> None:
@@ -22,7 +30,8 @@ def serve() -> None:
     from jax._src.interpreters import mlir  # noqa: F401 (imported once, before the forks)
     from jax.experimental import topologies  # noqa: F401
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # control-C is for the one who asks, whose end closes the input
+    # control-C is for the one who asks, whose end closes the input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     waiting = selectors.DefaultSelector()
     waiting.register(0, selectors.EVENT_READ, None)
     children: dict[int, tuple[int, str]] = {}
@@ -68,7 +77,9 @@ def _fork(folder: Path) -> tuple[int, int]:
 
 
 def compile_folder(folder: Path) -> None:
-    """Reads program.mlirbc, options.pb and request.json; writes program.txt (scheduled HLO) and memory.json. Raises what XLA raises."""
+    """Reads program.mlirbc, options.pb and request.json; writes program.txt (scheduled HLO) and
+    memory.json. Raises what XLA raises.
+    """
     from jax._src.interpreters import mlir
     from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
     from jaxlib.mlir import ir
@@ -83,6 +94,10 @@ def compile_folder(folder: Path) -> None:
         executable_devices=_jax.DeviceList(tuple(devices[number] for number in request["devices"])),
         compile_options=_jax.CompileOptions.ParseFromString((folder / "options.pb").read_bytes()),
     )
-    (folder / "program.txt").write_text("\n\n".join(module.to_string() for module in compiled.hlo_modules()), encoding="utf-8")
+    (folder / "program.txt").write_text(
+        "\n\n".join(module.to_string() for module in compiled.hlo_modules()), encoding="utf-8"
+    )
     stats = compiled.get_compiled_memory_stats()
-    (folder / "memory.json").write_text(json.dumps({name: int(getattr(stats, name)) for name in MEMORY}), encoding="utf-8")
+    (folder / "memory.json").write_text(
+        json.dumps({name: int(getattr(stats, name)) for name in MEMORY}), encoding="utf-8"
+    )

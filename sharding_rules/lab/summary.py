@@ -1,4 +1,6 @@
-"""What the screen, the page and the difference share: numbers that a person reads, and collectives added up."""
+"""What the screen, the page and the difference share: numbers that a person reads, and collectives
+added up.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def size(n: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The unit of a whole table of bytes, so that its rows compare: that which suits the largest of them."""
+    """The unit of a whole table of bytes, so that its rows compare: that which suits the largest of
+    them.
+    """
 
     name: str
     """GiB, MiB or KiB."""
@@ -36,7 +40,9 @@ class Unit:
     @staticmethod
     def of(largest: float) -> Unit:
         """The largest unit in which `largest` is at least 0.1, to show it and smaller numbers."""
-        return next((Unit(*unit) for unit in _UNITS if largest >= 0.0995 * unit[1]), Unit(*_UNITS[-1]))
+        return next(
+            (Unit(*unit) for unit in _UNITS if largest >= 0.0995 * unit[1]), Unit(*_UNITS[-1])
+        )
 
     def __call__(self, n: float) -> str:
         """The number in this unit, without its name."""
@@ -44,7 +50,8 @@ class Unit:
 
 
 PREDICTED = "predicted, never measured"
-"""Said wherever a step's time is first shown, as long as no GPU has confirmed one (benchmarks/gpu_truth.py)."""
+"""Said wherever a step's time is first shown, as long as no GPU has confirmed one
+(benchmarks/gpu_truth.py)."""
 
 
 UPPER_BOUND = "≤: in a branch of a conditional, counted as if it always ran"
@@ -54,7 +61,11 @@ def duration(microseconds: float) -> str:
     """18.4 s, 56.1 ms, 3.2 µs."""
     for unit, scale in (("s", 1e6), ("ms", 1e3)):
         if microseconds >= 0.9995 * scale:
-            return f"{microseconds / scale:,.3g} {unit}" if microseconds < 1e3 * scale else f"{microseconds / scale:,.0f} {unit}"
+            return (
+                f"{microseconds / scale:,.3g} {unit}"
+                if microseconds < 1e3 * scale
+                else f"{microseconds / scale:,.0f} {unit}"
+            )
     return f"{microseconds:.3g} µs"
 
 
@@ -91,7 +102,9 @@ def signed(change: float, words: Callable[[float], str]) -> str:
 
 
 def link(nodes: int) -> str:
-    """Returns the link that carries the bytes of a group that spans `nodes` NVLink domains: network or NVLink."""
+    """Returns the link that carries the bytes of a group that spans `nodes` NVLink domains: network
+    or NVLink.
+    """
     return "network" if nodes > 1 else "NVLink"
 
 
@@ -108,32 +121,53 @@ def mesh_words(report: Report) -> str:
 
 
 def efficiency(report: Report) -> str:
-    """`MFU 37 %`; without the model's FLOPs what share of the tensor cores' peak the program's matmuls reach; empty without estimates."""
+    """`MFU 37 %`; without the model's FLOPs what share of the tensor cores' peak the program's
+    matmuls reach; empty without estimates.
+    """
     if report.mfu is not None:
         return f"MFU {percent(report.mfu, 1)}"
-    return f"matmuls at {percent(report.utilisation, 1)} of the peak" if report.utilisation is not None else ""
+    return (
+        f"matmuls at {percent(report.utilisation, 1)} of the peak"
+        if report.utilisation is not None
+        else ""
+    )
 
 
 def ratio(report: Report) -> str:
     """`1.51 x the model's matmuls and attention`; empty where the model's FLOPs are not known."""
-    return f"{report.model_ratio:.2f} x the model's matmuls and attention" if report.model_ratio is not None else ""
+    return (
+        f"{report.model_ratio:.2f} x the model's matmuls and attention"
+        if report.model_ratio is not None
+        else ""
+    )
 
 
 def headline(report: Report) -> str:
-    """The verdict and the predicted step on one line: fits, 35.9 GiB free; step 3.58 s (predicted), 49 % exposed, MFU 16 %, 2.09 x the
-    model's matmuls and attention.
+    """The verdict and the predicted step on one line: fits, 35.9 GiB free; step 3.58 s (predicted),
+    49 % exposed, MFU 16 %, 2.09 x the model's matmuls and attention.
     """
     line = report.timeline
     if not line:
         return verdict(report)
-    said = [f"step {duration(line.step)} (predicted)", f"{percent(line.exposed, line.step)} exposed", efficiency(report), ratio(report)]
+    said = [
+        f"step {duration(line.step)} (predicted)",
+        f"{percent(line.exposed, line.step)} exposed",
+        efficiency(report),
+        ratio(report),
+    ]
     return f"{verdict(report)}; {', '.join(filter(None, said))}"
 
 
 def stages_words(report: Report) -> str:
-    """Returns `, the mean of stages with 1.2 to 1.6 TFLOP` if stages differ in their matmuls, else nothing."""
+    """Returns `, the mean of stages with 1.2 to 1.6 TFLOP` if stages differ in their matmuls, else
+    nothing.
+    """
     least, most = min(report.stage_flops, default=0), max(report.stage_flops, default=0)
-    return f", the mean of stages with {flop(least)} to {flop(most)}" if flop(least) != flop(most) else ""
+    return (
+        f", the mean of stages with {flop(least)} to {flop(most)}"
+        if flop(least) != flop(most)
+        else ""
+    )
 
 
 def verdict(report: Report) -> str:
@@ -150,9 +184,13 @@ def path(name: str) -> str:
 
 
 def whose(buffer: Buffer) -> str:
-    """Returns who needs a live buffer: the path of an argument and the mesh axes that shard it, else the place in the model."""
+    """Returns who needs a live buffer: the path of an argument and the mesh axes that shard it,
+    else the place in the model.
+    """
     if buffer.axes is not None:
-        return f"{path(buffer.name)}, " + (f"sharded over {over(buffer.axes)}" if buffer.axes else "replicated")
+        return f"{path(buffer.name)}, " + (
+            f"sharded over {over(buffer.axes)}" if buffer.axes else "replicated"
+        )
     known = buffer.where.part or buffer.where.phase or buffer.where.source or buffer.where.op
     return location_text(buffer.where) if known else buffer.name
 
@@ -195,7 +233,9 @@ class Row:
 
     @property
     def bounded(self) -> bool:
-        """Some are in branches of which nothing is known, so that times, bytes and microseconds are upper bounds."""
+        """Some are in branches of which nothing is known, so that times, bytes and microseconds are
+        upper bounds.
+        """
         return any(c.bounded for c in self.collectives)
 
     @property
@@ -210,13 +250,19 @@ class Row:
 
     @property
     def places(self) -> str:
-        """attention, mlp: fwd+recompute+bwd. The innermost scopes, those that send most first; crumbs are left out."""
+        """attention, mlp: fwd+recompute+bwd. The innermost scopes, those that send most first;
+        crumbs are left out.
+        """
         sent = Counter[tuple[str, str]]()
         for c in self.collectives:
             sent[c.where.part.split("/")[-1], c.where.phase] += round(c.times * c.wire)
         large = [meaning for meaning, n in sent.most_common() if n >= _CRUMB * self.wire]
         parts = list(dict.fromkeys(part for part, _ in large if part))
-        phases = [short for phase, short in _SHORT.items() if phase in {phase for _, phase in large} and [phase] != parts]
+        phases = [
+            short
+            for phase, short in _SHORT.items()
+            if phase in {phase for _, phase in large} and [phase] != parts
+        ]
         return ": ".join(filter(None, (", ".join(parts), "+".join(phases))))
 
 
@@ -230,33 +276,65 @@ def by_axes(one: Collective) -> tuple:
 
 
 def by_meaning(one: Collective) -> tuple:
-    """Returns a key that stays the same from one compilation to the next: it has neither names of instructions nor source lines."""
-    return (one.kind, one.axes, one.dtype, tuple(sorted(one.shapes)), one.where.part, one.where.phase)
+    """Returns a key that stays the same from one compilation to the next: it has neither names of
+    instructions nor source lines.
+    """
+    return (
+        one.kind,
+        one.axes,
+        one.dtype,
+        tuple(sorted(one.shapes)),
+        one.where.part,
+        one.where.phase,
+    )
 
 
 def rows(report: Report, key: Callable[[Collective], tuple]) -> list[Row]:
-    """Collectives with the same key added up, scalars left out: the mesh axes that carry most first, then the rows of each."""
+    """Collectives with the same key added up, scalars left out: the mesh axes that carry most
+    first, then the rows of each.
+    """
     groups: dict[tuple, list[Collective]] = {}
     for one in report.collectives:
         if one.payload >= SCALAR:
             groups.setdefault(key(one), []).append(one)
     carried = wire_by_axes(report)
-    return sorted((Row(tuple(g)) for g in groups.values()), key=lambda r: (-carried[r.one.axes], r.one.axes, -r.wire, key(r.one)))
+    return sorted(
+        (Row(tuple(g)) for g in groups.values()),
+        key=lambda r: (-carried[r.one.axes], r.one.axes, -r.wire, key(r.one)),
+    )
 
 
 def matrix(report: Report) -> dict[tuple[tuple[str, ...], str], dict[str, Row]]:
-    """(mesh axes, innermost part of the model) -> phase -> its collectives added up, scalars left out; most bytes first."""
+    """(mesh axes, innermost part of the model) -> phase -> its collectives added up, scalars left
+    out; most bytes first.
+    """
     cells: dict[tuple[tuple[str, ...], str], dict[str, list[Collective]]] = {}
     for one in report.collectives:
         if one.payload >= SCALAR:
-            cells.setdefault((one.axes, one.where.part.split("/")[-1]), {}).setdefault(one.where.phase, []).append(one)
-    table = {key: {phase: Row(tuple(each)) for phase, each in phases.items()} for key, phases in cells.items()}
+            cells.setdefault((one.axes, one.where.part.split("/")[-1]), {}).setdefault(
+                one.where.phase, []
+            ).append(one)
+    table = {
+        key: {phase: Row(tuple(each)) for phase, each in phases.items()}
+        for key, phases in cells.items()
+    }
     carried = wire_by_axes(report)
-    return dict(sorted(table.items(), key=lambda item: (-carried[item[0][0]], item[0][0], -sum(row.wire for row in item[1].values()))))
+    return dict(
+        sorted(
+            table.items(),
+            key=lambda item: (
+                -carried[item[0][0]],
+                item[0][0],
+                -sum(row.wire for row in item[1].values()),
+            ),
+        )
+    )
 
 
 def wire_by_axes(report: Report) -> dict[tuple[str, ...], float]:
-    """Bytes that one device sends in a step over each set of mesh axes (each collective counted once), the largest first."""
+    """Bytes that one device sends in a step over each set of mesh axes (each collective counted
+    once), the largest first.
+    """
     total: dict[tuple[str, ...], float] = {}
     for one in report.collectives:
         total[one.axes] = total.get(one.axes, 0.0) + one.times * one.wire
@@ -264,13 +342,18 @@ def wire_by_axes(report: Report) -> dict[tuple[str, ...], float]:
 
 
 def exposed_by_axes(report: Report) -> dict[str, float]:
-    """Predicted microseconds in a step during which compute waits, by the mesh axes of what it waits for (data+fsdp), the most first."""
+    """Predicted microseconds in a step during which compute waits, by the mesh axes of what it
+    waits for (data+fsdp), the most first.
+    """
     return _exposed(report, lambda one: over(one.axes))
 
 
 def exposed_by_phase(report: Report) -> dict[str, float]:
     """The same by phase: forward, backward (with what it recomputes), optimizer, other."""
-    return _exposed(report, lambda one: "backward" if one.where.phase == "recompute" else one.where.phase or "other")
+    return _exposed(
+        report,
+        lambda one: "backward" if one.where.phase == "recompute" else one.where.phase or "other",
+    )
 
 
 def _exposed(report: Report, key: Callable[[Collective], str]) -> dict[str, float]:
@@ -282,28 +365,41 @@ def _exposed(report: Report, key: Callable[[Collective], str]) -> dict[str, floa
 
 
 def ratios(report: Report) -> dict[str, Any]:
-    """Returns what of the predicted step is lost, as plain data: mfu, exposed_share and model_ratio as in the report, None where unknown;
-    exposed_us by mesh axes and by phase.
+    """Returns what of the predicted step is lost, as plain data: mfu, exposed_share and model_ratio
+    as in the report, None where unknown; exposed_us by mesh axes and by phase.
     """
     shares = {name: getattr(report, name) for name in ("mfu", "exposed_share", "model_ratio")}
-    return shares | {"exposed_us": {"axes": exposed_by_axes(report), "phase": exposed_by_phase(report)}}
+    return shares | {
+        "exposed_us": {"axes": exposed_by_axes(report), "phase": exposed_by_phase(report)}
+    }
 
 
 def exposed_words(report: Report) -> str:
-    """Returns `data 8 %, tensor 3 %; backward 10 %, forward 1 %`, as shares of the step; empty where nothing is exposed."""
+    """Returns `data 8 %, tensor 3 %; backward 10 %, forward 1 %`, as shares of the step; empty
+    where nothing is exposed.
+    """
     if not (report.timeline and report.timeline.step > 0):
         return ""
     step = report.timeline.step
     listed = (
-        ", ".join(f"{name} {percent(us, step)}" for name, us in each.items() if us > _CRUMB / 4 * step)
+        ", ".join(
+            f"{name} {percent(us, step)}" for name, us in each.items() if us > _CRUMB / 4 * step
+        )
         for each in (exposed_by_axes(report), exposed_by_phase(report))
     )
     return "; ".join(filter(None, listed))
 
 
 def alike(buffers: Iterable[Buffer]) -> list[tuple[int, Buffer]]:
-    """Live buffers with the same shape and place once, and how many there are; the most bytes in all first."""
+    """Live buffers with the same shape and place once, and how many there are; the most bytes in
+    all first.
+    """
     counted: dict[tuple, list[Buffer]] = {}
     for b in buffers:
-        counted.setdefault((b.kind, b.shape, b.bytes, b.where, b.axes, b.name if b.axes is not None else ""), []).append(b)
-    return sorted(((len(same), same[0]) for same in counted.values()), key=lambda item: -item[0] * item[1].bytes)
+        counted.setdefault(
+            (b.kind, b.shape, b.bytes, b.where, b.axes, b.name if b.axes is not None else ""), []
+        ).append(b)
+    return sorted(
+        ((len(same), same[0]) for same in counted.values()),
+        key=lambda item: -item[0] * item[1].bytes,
+    )

@@ -1,6 +1,7 @@
 """GPUs to compile for, as data. Units: bytes, FLOP/s, bytes/s in one direction per GPU.
 
-Compute and memory figures are the vendor's data sheets' (dense, without sparsity; NVIDIA H100, H200, A100 and B200 data sheets).
+Compute and memory figures are the vendor's data sheets' (dense, without sparsity; NVIDIA H100,
+H200, A100 and B200 data sheets).
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from sharding_rules.rules import did_you_mean
 
 NODE = 8
 MEMORY_FRACTION = 0.92
-"""Share of a GPU's memory that a run gives to JAX (whose default is 0.75); the rest is for CUDA, NCCL's buffers and cuBLAS."""
+"""Share of a GPU's memory that a run gives to JAX (whose default is 0.75); the rest is for CUDA,
+NCCL's buffers and cuBLAS."""
 
 _PTXAS = ("cu13", "cuda_nvcc")
 """Where the wheels of CUDA 13 and 12 keep it, inside the package nvidia."""
-_PACKAGES = ("jax-cuda13-plugin=={jax}", "nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14", "nvidia-cuda-runtime>=13,<14")
+_PACKAGES = (
+    "jax-cuda13-plugin=={jax}",
+    "nvidia-cuda-nvcc>=13,<14",
+    "nvidia-nvvm>=13,<14",
+    "nvidia-cuda-runtime>=13,<14",
+)
 """The least that compiles for GPUs that you do not have: XLA's plugin, ptxas, libdevice."""
 _DEVICES = Path("/dev")
 
@@ -67,22 +74,31 @@ class Target:
         return int(self.hbm * MEMORY_FRACTION)
 
     def config(self) -> str:
-        """XLA's GpuTargetConfigProto in text format (xla/stream_executor/device_description.proto)."""
+        """XLA's GpuTargetConfigProto in text format
+        (xla/stream_executor/device_description.proto).
+        """
         fields = {
-            "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 49152,
-            "shared_memory_per_core": self.shared_memory + 1024, "threads_per_core_limit": 2048, "core_count": self.cores,
-            "fpus_per_core": 128 if self.capability >= (9, 0) else 64, "block_dim_limit_x": 2147483647, "block_dim_limit_y": 65535,
-            "block_dim_limit_z": 65535, "memory_bandwidth": int(self.hbm_bandwidth), "l2_cache_size": self.l2,
-            "clock_rate_ghz": self.clock_ghz, "device_memory_size": self.hbm, "shared_memory_per_block_optin": self.shared_memory,
+            "threads_per_block_limit": 1024, "threads_per_warp": 32,
+            "shared_memory_per_block": 49152,
+            "shared_memory_per_core": self.shared_memory + 1024, "threads_per_core_limit": 2048,
+            "core_count": self.cores,
+            "fpus_per_core": 128 if self.capability >= (9, 0) else 64,
+            "block_dim_limit_x": 2147483647, "block_dim_limit_y": 65535,
+            "block_dim_limit_z": 65535, "memory_bandwidth": int(self.hbm_bandwidth),
+            "l2_cache_size": self.l2,
+            "clock_rate_ghz": self.clock_ghz, "device_memory_size": self.hbm,
+            "shared_memory_per_block_optin": self.shared_memory,
             "registers_per_core_limit": 65536, "registers_per_block_limit": 65536,
         }  # fmt: skip
         lines = "".join(f"  {name}: {value}\n" for name, value in fields.items())
         major, minor = self.capability
         return (
-            f"gpu_device_info {{\n{lines}  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
+            f"gpu_device_info {{\n{lines}  cuda_compute_capability {{ major: {major} minor: "
+            f"{minor} }}\n}}\n"
             'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 }\n'
             # Without a runtime version XLA silently turns fp8 matmuls into bf16 ones.
-            f'device_description_str: "{self.description}"\nruntime_version {{ major: 13 minor: 0 }}\n'
+            f'device_description_str: "{self.description}"\nruntime_version {{ major: 13 minor: 0 '
+            "}\n"
         )
 
 
@@ -98,23 +114,28 @@ TARGETS = {
         ),
         Target(
             "b200", "NVIDIA B200", (10, 0), 148, 1.965, 191_126_044_672, 8e12,
-            {"bf16": 2250e12, "f16": 2250e12, "f8": 4500e12, "f32": 80e12}, 900e9, 50e9, 126 << 20, 232_448, False,
+            {"bf16": 2250e12, "f16": 2250e12, "f8": 4500e12, "f32": 80e12}, 900e9, 50e9, 126 << 20,
+            232_448, False,
         ),
     )
 }  # fmt: skip
 """By name. h100: SXM 80 GB."""
 
 
-def lower_for(target: Target | str, n_devices: int | None = None, extra: Sequence[str] = (), **axes: int) -> Mesh:
-    """A mesh of GPUs that you do not have: `lower_for("h100", 1024, fsdp=16, tensor=8)`. They can be compiled for, but hold no array.
+def lower_for(
+    target: Target | str, n_devices: int | None = None, extra: Sequence[str] = (), **axes: int
+) -> Mesh:
+    """A mesh of GPUs that you do not have: `lower_for("h100", 1024, fsdp=16, tensor=8)`. They can
+    be compiled for, but hold no array.
 
     Args:
-      n_devices: None: as many as `axes` multiply to. With a number, the axis given as -1, else `data`, takes what is left.
-      extra: sizes of mesh axes that rules declare, as in MeshConfig.extra.
-      axes: sizes of the mesh axes of MeshConfig, outermost first in the mesh; those not named are 1.
+      n_devices: None: as many as `axes` multiply to. With a number, the axis given as -1, else
+      `data`, takes what is left. extra: sizes of mesh axes that rules declare, as in
+      MeshConfig.extra. axes: sizes of the mesh axes of MeshConfig, outermost first in the mesh;
+      those not named are 1.
 
-    Raises LabError where the compiler for CUDA is not installed, the target is unknown, or the devices do not fill whole nodes; MeshError
-    where the sizes do not multiply to n_devices.
+    Raises LabError where the compiler for CUDA is not installed, the target is unknown, or the
+    devices do not fill whole nodes; MeshError where the sizes do not multiply to n_devices.
     """
     if unknown := [axis for axis in axes if axis not in AXES]:
         raise LabError(f"no mesh axis {unknown[0]!r}{did_you_mean(unknown[0], AXES)}")
@@ -129,12 +150,18 @@ def lower_for(target: Target | str, n_devices: int | None = None, extra: Sequenc
 
 
 def require_whole_nodes(target: Target, n_devices: int) -> None:
-    """Raises LabError, which names the nearest numbers, unless the devices fit one node or fill several."""
+    """Raises LabError, which names the nearest numbers, unless the devices fit one node or fill
+    several.
+    """
     node = target.node
     if n_devices < 1 or (n_devices > node and n_devices % node):
-        near = [n for n in (n_devices // node * node, -(-n_devices // node) * node) if n > 0] or [node]
+        near = [n for n in (n_devices // node * node, -(-n_devices // node) * node) if n > 0] or [
+            node
+        ]
         fix = " or ".join(f"{n:,}" for n in near)
-        raise LabError(f"{n_devices} devices do not fill whole nodes of {node} {target.name}; take {fix}")
+        raise LabError(
+            f"{n_devices} devices do not fill whole nodes of {node} {target.name}; take {fix}"
+        )
 
 
 def h100(**axes: int) -> Mesh:
@@ -149,7 +176,9 @@ def devices(target: Target | str, n_devices: int) -> list[Any]:
             raise LabError(f"no target {target!r}{did_you_mean(target, list(TARGETS))}")
         target = TARGETS[target]
     require_whole_nodes(target, n_devices)
-    return list(topology_of(TopologyRequest(target.config(), n_devices, min(n_devices, target.node))))
+    return list(
+        topology_of(TopologyRequest(target.config(), n_devices, min(n_devices, target.node)))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +193,9 @@ class TopologyRequest:
 
 
 def request_of(device: Any) -> TopologyRequest | None:
-    """The request that a device came from; None for a device that is here, or that another library described."""
+    """The request that a device came from; None for a device that is here, or that another library
+    described.
+    """
     return _REQUESTS.get(id(device.client))
 
 
@@ -174,7 +205,9 @@ _REQUESTS: dict[int, TopologyRequest] = {}
 
 @functools.cache
 def topology_of(request: TopologyRequest) -> tuple[Any, ...]:
-    """The devices, where one process is one node, as in a cluster. Kept, because JAX takes equal devices for different ones."""
+    """The devices, where one process is one node, as in a cluster. Kept, because JAX takes equal
+    devices for different ones.
+    """
     made = _describe(request)
     _REQUESTS[id(made[0].client)] = request
     return made
@@ -182,7 +215,9 @@ def topology_of(request: TopologyRequest) -> tuple[Any, ...]:
 
 def _describe(request: TopologyRequest) -> tuple[Any, ...]:
     plugin = _compiler()
-    describe = functools.partial(topologies.get_topology_desc, platform="cuda", target_config=request.config)
+    describe = functools.partial(
+        topologies.get_topology_desc, platform="cuda", target_config=request.config
+    )
     shape = f"1x{request.n_devices // request.node}x{request.node}"
     try:
         _compile_without_cudnn()
@@ -195,8 +230,10 @@ def _describe(request: TopologyRequest) -> tuple[Any, ...]:
         raise LabError(f"XLA does not take this target: {error}") from error
     except RuntimeError as error:
         raise LabError(
-            f"JAX's plugin for CUDA does not start: {error}; on a machine with an NVIDIA GPU it needs CUDA's libraries even where it only "
-            "compiles. Set JAX_PLATFORMS=cpu in the environment to leave the GPU alone, or run: pip install 'jax[cuda13]'"
+            f"JAX's plugin for CUDA does not start: {error}; on a machine with an NVIDIA GPU it "
+            "needs CUDA's libraries even where it only "
+            "compiles. Set JAX_PLATFORMS=cpu in the environment to leave the GPU alone, or run: "
+            "pip install 'jax[cuda13]'"
         ) from error
 
 
@@ -207,31 +244,50 @@ def _install() -> str:
 def _compile_without_cudnn() -> None:
     """Tells JAX's plugin for CUDA, where no NVIDIA GPU is, to start without cuDNN and its like.
 
-    Those libraries run programs; nothing here runs one, and an installation that only compiles does not have them. Without this the plugin
-    prints a traceback when JAX first looks for devices, and offers no GPUs to compile for. The alternative, jax_platforms="cpu", passes
-    the check too, but it is the user's choice for a whole process.
+    Those libraries run programs; nothing here runs one, and an installation that only compiles does
+    not have them. Without this the plugin prints a traceback when JAX first looks for devices, and
+    offers no GPUs to compile for. The alternative, jax_platforms="cpu", passes the check too, but
+    it is the user's choice for a whole process.
     """
     if not any(any(_DEVICES.glob(name)) for name in ("nvidia*", "dxg")):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
-_compile_without_cudnn()  # on import: whatever JAX does first after it, the plugin has nothing to complain of
+# on import: whatever JAX does first after it, the plugin has nothing to complain of
+_compile_without_cudnn()
 
 
 def _compiler() -> str:
     """The module that makes XLA's compiler for CUDA known to JAX.
 
-    Raises LabError with what to install, where JAX would fail deep inside or, worse, in the middle of a compilation.
+    Raises LabError with what to install, where JAX would fail deep inside or, worse, in the middle
+    of a compilation.
     """
-    plugins = [name for name in ("jax_cuda13_plugin", "jax_cuda12_plugin") if importlib.util.find_spec(name)]
+    plugins = [
+        name
+        for name in ("jax_cuda13_plugin", "jax_cuda12_plugin")
+        if importlib.util.find_spec(name)
+    ]
     if not plugins:
-        what = "compiling for absent GPUs needs XLA's compiler for CUDA, which is not installed (it needs no GPU and no driver)"
+        what = (
+            "compiling for absent GPUs needs XLA's compiler for CUDA, which is not installed (it "
+            "needs no GPU and no driver)"
+        )
         raise CompilerMissing(what, _install())
     if (found := version(plugins[0].replace("_", "-"))) != jax.__version__:
         name = plugins[0].replace("_", "-")
-        raise LabError(f"{name} {found} does not go with jax {jax.__version__}; run: pip install '{name}=={jax.__version__}'")
+        raise LabError(
+            f"{name} {found} does not go with jax {jax.__version__}; run: pip install "
+            f"'{name}=={jax.__version__}'"
+        )
     nvidia = importlib.util.find_spec("nvidia")
-    places = [Path(place) / part / "bin/ptxas" for place in (nvidia and nvidia.submodule_search_locations) or () for part in _PTXAS]
+    places = [
+        Path(place) / part / "bin/ptxas"
+        for place in (nvidia and nvidia.submodule_search_locations) or ()
+        for part in _PTXAS
+    ]
     if not (shutil.which("ptxas") or any(place.exists() for place in places)):
-        raise CompilerMissing("XLA's compiler for CUDA needs ptxas and libdevice, which are not installed", _install())
+        raise CompilerMissing(
+            "XLA's compiler for CUDA needs ptxas and libdevice, which are not installed", _install()
+        )
     return plugins[0].replace("jax_", "jax_plugins.xla_").removesuffix("_plugin")

@@ -1,8 +1,11 @@
-"""Which ticks of a pipeline's table each loop of a program runs: one scan over all of them, or several in a row, each with a part.
+"""Which ticks of a pipeline's table each loop of a program runs: one scan over all of them, or
+several in a row, each with a part.
 
-An engine may divide its scan over ticks into several, for example into ticks with only forward passes, with both, and with only backward
-passes. A Slot is about all ticks, and a loop about its own trips, so each conditional needs the window of the table that its loop runs.
-Loops are matched in program order: their trips sum to the table's ticks. XLA removes a loop of one trip; what was in it counts as one tick.
+An engine may divide its scan over ticks into several, for example into ticks with only forward
+passes, with both, and with only backward passes. A Slot is about all ticks, and a loop about its
+own trips, so each conditional needs the window of the table that its loop runs. Loops are matched
+in program order: their trips sum to the table's ticks. XLA removes a loop of one trip; what was in
+it counts as one tick.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ class Window:
     begin: int
     end: int
     loops: tuple[int, ...]
-    """Trips of all the loops that share the table; their sum is the number of ticks, or else the slots do not fit this program."""
+    """Trips of all the loops that share the table; their sum is the number of ticks, or else the
+    slots do not fit this program."""
     alone: bool = False
     """No loop is around it."""
 
@@ -60,7 +64,9 @@ def windows(module: Module) -> dict[str, Window]:
 
 
 def _computations(module: Module, name: str, looped: bool) -> Iterator[tuple[str, bool]]:
-    """Yields the computations that the schedule reaches, and whether what they run directly is in a loop or a branch."""
+    """Yields the computations that the schedule reaches, and whether what they run directly is in a
+    loop or a branch.
+    """
     yield name, looped
     for one in module.computations.get(name, ()):
         if one.opcode == "while":
@@ -73,15 +79,26 @@ def _computations(module: Module, name: str, looped: bool) -> Iterator[tuple[str
 
 
 def _units(module: Module, computation: str, looped: bool, total: int) -> list[_Unit]:
-    """The loops of a computation in program order, and between them the conditionals that are in none."""
+    """The loops of a computation in program order, and between them the conditionals that are in
+    none.
+    """
     units: list[_Unit] = []
     for one in module.computations.get(computation, ()):
         if one.opcode == "while":
             inside = [name for name, slot in module.named_slots_in(one.body) if slot.trips == total]
             units.append(_Unit(one.trips or 1, inside, sends=_sends(module, one)))
-        elif one.opcode == "conditional" and not looped and (slot := module.named_slot(one)) and slot.trips == total:
-            inside = [one.name, *(name for branch in one.branches for name, _ in module.named_slots_in(branch))]
-            # Where XLA removed the loop over ticks, its conditionals are separated by the loops over layers.
+        elif (
+            one.opcode == "conditional"
+            and not looped
+            and (slot := module.named_slot(one))
+            and slot.trips == total
+        ):
+            inside = [
+                one.name,
+                *(name for branch in one.branches for name, _ in module.named_slots_in(branch)),
+            ]
+            # Where XLA removed the loop over ticks, its conditionals are separated by the loops
+            # over layers.
             before = next((unit for unit in reversed(units) if unit.conditionals), None)
             if before and before.alone and slot.scope not in before.scopes:
                 before.conditionals += inside
@@ -92,25 +109,37 @@ def _units(module: Module, computation: str, looped: bool, total: int) -> list[_
 
 
 def _sends(module: Module, loop: Instruction) -> bool:
-    return any(one.opcode.startswith("collective-permute") for one in module.computations.get(loop.body, ()))
+    return any(
+        one.opcode.startswith("collective-permute")
+        for one in module.computations.get(loop.body, ())
+    )
 
 
 def _groups(units: Sequence[_Unit], total: int) -> list[list[_Unit]]:
-    """Units that run one table together. Where no sum is `total`, each is a group of its own, and begins at the first tick."""
+    """Units that run one table together. Where no sum is `total`, each is a group of its own, and
+    begins at the first tick.
+    """
     slotted = [unit for unit in units if unit.conditionals]
     if not slotted:
         return []
-    others = sorted((unit for unit in units if not unit.conditionals and unit.trips < total), key=lambda unit: not unit.sends)
+    others = sorted(
+        (unit for unit in units if not unit.conditionals and unit.trips < total),
+        key=lambda unit: not unit.sends,
+    )
     for n in range(_PASSED_OVER + 1):
         for more in combinations(others, n):
-            chosen = [unit for unit in units if unit.conditionals or any(unit is each for each in more)]
+            chosen = [
+                unit for unit in units if unit.conditionals or any(unit is each for each in more)
+            ]
             if groups := _divided(chosen, total):
                 return groups
     return [[unit] for unit in slotted]
 
 
 def _divided(units: Sequence[_Unit], total: int) -> list[list[_Unit]]:
-    """The units in groups of neighbours, each of `total` trips; empty where they do not divide so."""
+    """The units in groups of neighbours, each of `total` trips; empty where they do not divide
+    so.
+    """
     groups: list[list[_Unit]] = [[]]
     for unit in units:
         groups[-1].append(unit)

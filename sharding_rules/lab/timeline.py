@@ -1,10 +1,14 @@
-"""A compiled program's schedule replayed against estimates: how long a step might take, and what of its network time it waits for.
+"""A compiled program's schedule replayed against estimates: how long a step might take, and what of
+its network time it waits for.
 
-A second opinion, not a measurement: nothing runs. Against an analytic model calibrated on published H100 runs, replays of this kind
-were within 3 % on two of five layouts and 20-35 % off on the others: compare layouts with it, and believe no single number. Left out are
-copies to and from the host, kernels that run side by side, stragglers, congestion, and the tuning of matmuls, which needs a GPU.
+A second opinion, not a measurement: nothing runs. Against an analytic model calibrated on published
+H100 runs, replays of this kind were within 3 % on two of five layouts and 20-35 % off on the
+others: compare layouts with it, and believe no single number. Left out are copies to and from the
+host, kernels that run side by side, stragglers, congestion, and the tuning of matmuls, which needs
+a GPU.
 
-Where `estimates` ask for it, XLA writes its own estimates into the program. What they and collectives cost is in `prices`.
+Where `estimates` ask for it, XLA writes its own estimates into the program. What they and
+collectives cost is in `prices`.
 """
 
 from __future__ import annotations
@@ -30,46 +34,74 @@ _LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 def estimates(target: Target | None) -> dict[str, Any]:
-    """Compiler options that make XLA write its estimates into the program, and change nothing else in it.
+    """Compiler options that make XLA write its estimates into the program, and change nothing else
+    in it.
 
-    None before Hopper: XLA has no table of matmuls for sm_80 and fails (`NOT_FOUND: Cannot find key`). Bytes and FLOPs must do there.
+    None before Hopper: XLA has no table of matmuls for sm_80 and fails (`NOT_FOUND: Cannot find
+    key`). Bytes and FLOPs must do there.
     """
-    return {"xla_gpu_collect_cost_model_stats": True} if target and target.capability >= (9, 0) else {}
+    return (
+        {"xla_gpu_collect_cost_model_stats": True} if target and target.capability >= (9, 0) else {}
+    )
 
 
 def in_parallel(options: Mapping[str, Any]) -> bool:
-    """Whether XLA may run two collectives at once, by these compiler options, or else by the variable XLA_FLAGS."""
+    """Whether XLA may run two collectives at once, by these compiler options, or else by the
+    variable XLA_FLAGS.
+    """
     said = re.findall(rf"--{_LIMIT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return int(options.get(_LIMIT, said[-1] if said else 1)) >= 2
 
 
 def replay(
-    module: Module, provenance: Provenance, sent: Iterable[Collective], target: Target, *, parallel: bool = False
-) -> Timeline:  # fmt: skip
-    """The program's timeline on `target`: one compute stream, one of collectives, in the order they are started, and one of permutes.
+    module: Module,
+    provenance: Provenance,
+    sent: Iterable[Collective],
+    target: Target,
+    *,
+    parallel: bool = False,
+) -> Timeline:
+    """The program's timeline on `target`: one compute stream, one of collectives, in the order they
+    are started, and one of permutes.
 
-    sent: the program's collectives, as `ledger.collectives` finds them. parallel: those within a node have a stream of their own, beside
-    that of those between nodes. That is optimistic: on a GPU both take SMs, and a ring between nodes uses NVLink inside of them.
+    sent: the program's collectives, as `ledger.collectives` finds them. parallel: those within a
+    node have a stream of their own, beside that of those between nodes. That is optimistic: on a
+    GPU both take SMs, and a ring between nodes uses NVLink inside of them.
 
-    Compute continues after a collective's start, and waits at its done; without start and done it blocks. Loops run their known trips
-    (the spans show one, and time as if it were the only one), conditionals their dearest branch. Where slots say which stages run a
-    conditional in which trip, each trip is that of its slowest stage: a ring of sends and receives lets no stage run ahead. The most
-    frequent is shown.
+    Compute continues after a collective's start, and waits at its done; without start and done it
+    blocks. Loops run their known trips (the spans show one, and time as if it were the only one),
+    conditionals their dearest branch. Where slots say which stages run a conditional in which trip,
+    each trip is that of its slowest stage: a ring of sends and receives lets no stage run ahead.
+    The most frequent is shown.
     """
-    run = _Run(_Program(module, provenance, target, {one.name: one for one in sent}, parallel), spans=[])
+    run = _Run(
+        _Program(module, provenance, target, {one.name: one for one in sent}, parallel), spans=[]
+    )
     run.computation(module.entry, ())
     run.wait(max(run.free.values(), default=0.0))
-    return Timeline(run.clock, run.compute, run.network, run.exposed, _at_most(run.spans or [], SPANS), dict(run.waits), dict(run.parts))
+    return Timeline(
+        run.clock,
+        run.compute,
+        run.network,
+        run.exposed,
+        _at_most(run.spans or [], SPANS),
+        dict(run.waits),
+        dict(run.parts),
+    )
 
 
 def priced(sent: Sequence[Collective], line: Timeline, target: Target) -> tuple[Collective, ...]:
-    """The collectives with their predicted durations, and with what compute waits for each: those of one name share it by their runs."""
+    """The collectives with their predicted durations, and with what compute waits for each: those
+    of one name share it by their runs.
+    """
     runs = Counter[str]()
     for one in sent:
         runs[one.name] += one.times
     return tuple(
         dataclasses.replace(
-            one, duration=collective_us(one, target), exposed=line.waits.get(one.name, 0.0) * one.times / max(1, runs[one.name])
+            one,
+            duration=collective_us(one, target),
+            exposed=line.waits.get(one.name, 0.0) * one.times / max(1, runs[one.name]),
         )
         for one in sent
     )
@@ -89,10 +121,16 @@ class _Program(Prices):
         """The collectives that an instruction starts: several where XLA has grouped them."""
         if own := self.collectives.get(one.name):
             return [own]
-        return [self.collectives[inside.name] for inside in started(self.module, one) if inside.name in self.collectives]
+        return [
+            self.collectives[inside.name]
+            for inside in started(self.module, one)
+            if inside.name in self.collectives
+        ]
 
     def stream(self, one: Collective) -> str:
-        """The stream that carries a collective. XLA keeps sends from device to device apart from the others."""
+        """The stream that carries a collective. XLA keeps sends from device to device apart from
+        the others.
+        """
         if one.kind == "collective-permute":
             return "permutes"
         return "within a node" if self.parallel and one.nodes == 1 else "collectives"
@@ -110,12 +148,18 @@ class _Program(Prices):
         return self._alone[computation, taken]
 
     def once(self, conditional: Instruction) -> bool:
-        """Whether a conditional with a slot is in no loop, because XLA has removed the one of its tick, and runs on a stage."""
+        """Whether a conditional with a slot is in no loop, because XLA has removed the one of its
+        tick, and runs on a stage.
+        """
         window, slot = self.module.windows.get(conditional.name), self.module.slot(conditional)
-        return bool(window and window.alone and slot and any(map(slot.runs, range(len(slot.stages)))))
+        return bool(
+            window and window.alone and slot and any(map(slot.runs, range(len(slot.stages))))
+        )
 
     def trips(self, loop: Instruction) -> Counter[frozenset[str]]:
-        """How many trips of a loop are alike: by the conditionals with a slot that run on the slowest stage of each."""
+        """How many trips of a loop are alike: by the conditionals with a slot that run on the
+        slowest stage of each.
+        """
         slots = dict(self.module.slots_in(loop.body))
         count = loop.trips or 1
         if not slots:
@@ -123,10 +167,16 @@ class _Program(Prices):
         result = Counter[frozenset[str]]()
         for trip in range(count):
             taken = [
-                frozenset(name for name, slot in slots.items() if slot.stages[stage][trip : trip + 1] == "1")
+                frozenset(
+                    name
+                    for name, slot in slots.items()
+                    if slot.stages[stage][trip : trip + 1] == "1"
+                )
                 for stage in range(self.module.n_stages)
             ]
-            result[max(dict.fromkeys(taken), key=lambda each: self.alone(loop.body, each).clock)] += 1
+            result[
+                max(dict.fromkeys(taken), key=lambda each: self.alone(loop.body, each).clock)
+            ] += 1
         return result
 
 
@@ -174,9 +224,14 @@ class _Run:
     def _conditional(self, one: Instruction, loops: tuple[int, ...]) -> None:
         module = self.prices.module
         if module.slot(one) is None:
-            self.computation(max(one.branches, key=lambda branch: self.prices.alone(branch, self.taken).clock), loops)
+            self.computation(
+                max(one.branches, key=lambda branch: self.prices.alone(branch, self.taken).clock),
+                loops,
+            )
         elif one.name in self.taken or self.prices.once(one):
-            self.computation(module.dearest(one), (*loops[:-1], self.often.get(one.name, 1)) if loops else ())
+            self.computation(
+                module.dearest(one), (*loops[:-1], self.often.get(one.name, 1)) if loops else ()
+            )
         else:
             for idle in [branch for branch in one.branches if branch != module.dearest(one)][:1]:
                 self.computation(idle, loops)
@@ -185,9 +240,13 @@ class _Run:
         trips = self.prices.trips(one)
         shown = max(trips, key=lambda taken: trips[taken])
         outer = self.taken, self.often
-        self.taken, self.often = shown, {name: sum(n for taken, n in trips.items() if name in taken) for name in shown}
+        self.taken, self.often = (
+            shown,
+            {name: sum(n for taken, n in trips.items() if name in taken) for name in shown},
+        )
         later = [(one.body, taken, n) for taken, n in (trips - Counter([shown])).items()]
-        if self.prices.sends(one.condition):  # else it is a comparison, which takes no time worth a kernel
+        # else it is a comparison, which takes no time worth a kernel
+        if self.prices.sends(one.condition):
             self.computation(one.condition, (*loops, trips.total() + 1))
             later.append((one.condition, frozenset(), trips.total()))
         self.computation(one.body, (*loops, trips.total()))
@@ -228,7 +287,9 @@ class _Run:
         return begin + us
 
     def wait(self, until: float) -> None:
-        """Compute is idle until then: for what the network is busy with, the one that ends first where several of its streams are."""
+        """Compute is idle until then: for what the network is busy with, the one that ends first
+        where several of its streams are.
+        """
         if until <= self.clock:
             return
         self.exposed += until - self.clock
@@ -245,7 +306,9 @@ class _Run:
 
 
 def _at_most(spans: list[Span], limit: int) -> tuple[Span, ...]:
-    """Short compute spans in a row in one place become one, ever longer ones until few enough are left; the longest stay in any case."""
+    """Short compute spans in a row in one place become one, ever longer ones until few enough are
+    left; the longest stay in any case.
+    """
     end = max((span.start + span.duration for span in spans), default=0.0)
     longest = end / 2**12
     while len(spans) > limit and longest < end:
@@ -258,12 +321,17 @@ def _merged(spans: list[Span], longest: float) -> list[Span]:
     network = [span for span in spans if span.stream == "network"]
     compute = [span for span in spans if span.stream == "compute"]
     merged = []
-    for (*_, short), row in groupby(compute, lambda span: (span.where.part, span.where.phase, span.loops, span.duration <= longest)):
+    for (*_, short), row in groupby(
+        compute,
+        lambda span: (span.where.part, span.where.phase, span.loops, span.duration <= longest),
+    ):
         same = list(row)
         for group in _unbroken(same) if short else [[span] for span in same]:
             chief = max(group, key=lambda span: span.duration)
             end = group[-1].start + group[-1].duration
-            merged.append(dataclasses.replace(chief, start=group[0].start, duration=end - group[0].start))
+            merged.append(
+                dataclasses.replace(chief, start=group[0].start, duration=end - group[0].start)
+            )
     return network + merged
 
 

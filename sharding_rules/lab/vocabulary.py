@@ -1,4 +1,6 @@
-"""What a trainer tells the lab about itself. The lab knows JAX and XLA; scopes, folders and options of a trainer come from here."""
+"""What a trainer tells the lab about itself. The lab knows JAX and XLA; scopes, folders and options
+of a trainer come from here.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,16 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The names that one trainer uses. The defaults are right for a plain-JAX program: they name nothing that it would have to have.
+    """The names that one trainer uses. The defaults are right for a plain-JAX program: they name
+    nothing that it would have to have.
 
-    `compile_report(..., vocabulary=...)` puts it into the report, so that lint, the screen and the page read it from there.
+    `compile_report(..., vocabulary=...)` puts it into the report, so that lint, the screen and the
+    page read it from there.
     """
 
     forward_slot: str = ""
-    """Named scope of the conditional that runs a pipeline's forward pass in each tick. It is not a part of the model."""
+    """Named scope of the conditional that runs a pipeline's forward pass in each tick. It is not a
+    part of the model."""
     backward_slot: str = ""
     """Named scope of the conditional that runs a pipeline's backward pass in each tick."""
     loss_parts: tuple[str, ...] = ("loss", "head", "logits")
@@ -26,19 +31,23 @@ class Vocabulary:
     tables: tuple[str, ...] = ("embed", "head", "vocab", "wte", "output")
     """Words in the names of parameters that have the vocabulary as a dimension."""
     source_roots: tuple[str, ...] = ()
-    """Folders from which the path of a source line is shown: "trainer/" turns /home/me/src/trainer/model.py into trainer/model.py."""
+    """Folders from which the path of a source line is shown: "trainer/" turns
+    /home/me/src/trainer/model.py into trainer/model.py."""
     manual_axes: tuple[str, ...] = ()
-    """Mesh axes along which the trainer moves activations by hand (pipeline stages, experts, rings): no rule says when."""
+    """Mesh axes along which the trainer moves activations by hand (pipeline stages, experts,
+    rings): no rule says when."""
     pipeline_axis: str = "pipeline"
     """Mesh axis whose devices run different stages."""
     sequence_axis: str = "sequence"
     """Mesh axis that shards the sequence of every activation."""
     tensor_axis: str = "tensor"
-    """Mesh axis whose collectives are beside every matmul, and which therefore must not leave a node."""
+    """Mesh axis whose collectives are beside every matmul, and which therefore must not leave a
+    node."""
     page_option: str = ""
     """What to type for the whole report as a page: --plan=report.html. Empty: no such option."""
     fixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The trainer's own words for a fix, by the name of a lint check or of a cause of an abort; they may name its options and files."""
+    """The trainer's own words for a fix, by the name of a lint check or of a cause of an abort;
+    they may name its options and files."""
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -46,7 +55,9 @@ class Vocabulary:
         return tuple(filter(None, (self.forward_slot, self.backward_slot)))
 
     def fix(self, name: str, neutral: str, **values: object) -> str:
-        """The trainer's own text of a fix, else the neutral one. `values` are filled in for {name}: fix("idle-axis", ..., axis="data")."""
+        """The trainer's own text of a fix, else the neutral one. `values` are filled in for {name}:
+        fix("idle-axis", ..., axis="data").
+        """
         return self.fixes.get(name, neutral).format(**values)
 
 

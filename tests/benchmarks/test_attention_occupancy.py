@@ -1,4 +1,5 @@
-"""The SMs that the attention kernels leave idle on the published number of devices, config by config."""
+"""The SMs that the attention kernels leave idle on the published number of devices, config by
+config."""
 
 import sys
 from pathlib import Path
@@ -17,13 +18,18 @@ def test_every_config_keeps_the_sms_at_work() -> None:
     """Even those with short sequences, because the long tiles of a causal mask come first."""
     rows = {row["name"]: row for row in table.rows()}
     assert set(rows) == set(table.PUBLISHED)
-    assert not {name: row for name, row in rows.items() if min(row["forward"], row["chosen"]) < ENOUGH}
+    assert not {
+        name: row for name, row in rows.items() if min(row["forward"], row["chosen"]) < ENOUGH
+    }
     assert rows["gpt_175b"]["forward_blocks"] == 768  # fewer than six for each SM
 
 
 def test_grouped_heads_are_split_where_a_kv_head_is_too_little() -> None:
     rows = {row["name"]: row for row in table.rows()}
-    assert {name for name, row in rows.items() if row["chosen"] > row["keys"]} == {"llama3_70b", "llama3_405b"}
+    assert {name for name, row in rows.items() if row["chosen"] > row["keys"]} == {
+        "llama3_70b",
+        "llama3_405b",
+    }
     assert rows["llama3_405b"]["keys_blocks"] == 64 and rows["llama3_405b"]["keys"] < 0.25
 
 

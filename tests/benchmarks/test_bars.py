@@ -1,4 +1,5 @@
-"""benchmarks/bars.py: what counts as met, Megatron's formula, and which earlier results are kept."""
+"""benchmarks/bars.py: what counts as met, Megatron's formula, and which earlier results are
+kept."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from mesh_lm.config import load
 
 ROOT = Path(__file__).parents[2]
 ROW = {
-    "config": "megatron_16b", "GPUs": 192, "pipelined": False, "step_s": 0.7, "peak_gib": 40.0, "tflops": 490.0, "mfu": 0.45,
-    "exposed_share": 0.1, "model_ratio": 1.3, "waits_for": "data 10.0%", "longest": "10.0% all-reduce data",
+    "config": "megatron_16b", "GPUs": 192, "pipelined": False, "step_s": 0.7, "peak_gib": 40.0,
+    "tflops": 490.0, "mfu": 0.45,
+    "exposed_share": 0.1, "model_ratio": 1.3, "waits_for": "data 10.0%",
+    "longest": "10.0% all-reduce data",
 }  # fmt: skip
 
 
@@ -45,16 +48,31 @@ def test_a_bar_is_met_or_its_figure_is_named(bars: ModuleType) -> None:
     assert bars.unmet(one, ROW | {"model_ratio": 1.4, "pipelined": True}) == []
     assert bars.unmet(one, ROW | {"exposed_share": 0.16}) == ["exposed <= 0.15: 0.16"]
     largest = bar(bars, "gpt_175b")
-    assert bars.unmet(largest, ROW | {"step_s": 6.8, "peak_gib": 51.0}) == ["step <= 6.7: 6.8", "GiB <= 50: 51"]
-    assert bars.unmet(largest, ROW | {"step_s": 6.5, "all_on_s": 6.3}) == ["all on <= 6.2: 6.3"], "only where it was compiled"
-    assert bars.unmet(bar(bars, "megatron_70b"), ROW | {"tflops": 378.0}) == [], "nine tenths of 419.7"
+    assert bars.unmet(largest, ROW | {"step_s": 6.8, "peak_gib": 51.0}) == [
+        "step <= 6.7: 6.8",
+        "GiB <= 50: 51",
+    ]
+    assert bars.unmet(largest, ROW | {"step_s": 6.5, "all_on_s": 6.3}) == ["all on <= 6.2: 6.3"], (
+        "only where it was compiled"
+    )
+    assert bars.unmet(bar(bars, "megatron_70b"), ROW | {"tflops": 378.0}) == [], (
+        "nine tenths of 419.7"
+    )
 
 
 def test_the_base_is_beside(bars: ModuleType) -> None:
     line = bars.compared(bar(bars, "megatron_16b"), ROW, ROW | {"step_s": 1.05, "model_ratio": 2.0})
-    assert (line["step, s"], line["base step"], line["base ratio"], line["published"]) == (0.7, 1.05, 2.0, 489.1)
+    assert (line["step, s"], line["base step"], line["base ratio"], line["published"]) == (
+        0.7,
+        1.05,
+        2.0,
+        489.1,
+    )
     assert line["waits for"] == "data 10.0%", "of more than the bar each collective"
-    assert bars.compared(bar(bars, "megatron_16b"), ROW | {"exposed_share": 0.2}, None)["waits for"] == "10.0% all-reduce data"
+    assert (
+        bars.compared(bar(bars, "megatron_16b"), ROW | {"exposed_share": 0.2}, None)["waits for"]
+        == "10.0% all-reduce data"
+    )
 
 
 @pytest.mark.parametrize("name", ["megatron_1_7b", "megatron_462b"])
@@ -70,14 +88,20 @@ def test_the_formula_is_megatrons(bars: ModuleType, name: str) -> None:
 def test_rows_that_are_not_asked_for_are_kept(bars: ModuleType, tmp_path: Path) -> None:
     def write(name: str, *configs: str) -> None:
         rows = [ROW | {"config": config} for config in configs]
-        (tmp_path / name).write_text(json.dumps({"tables": {"Compiled": {"rows": rows}}}), encoding="utf-8")
+        (tmp_path / name).write_text(
+            json.dumps({"tables": {"Compiled": {"rows": rows}}}), encoding="utf-8"
+        )
 
-    record = SimpleNamespace(directory=tmp_path, stem="bars_2026-11-24_h100-jax-0", data={"date": "2026-11-24"})
+    record = SimpleNamespace(
+        directory=tmp_path, stem="bars_2026-11-24_h100-jax-0", data={"date": "2026-11-24"}
+    )
     assert bars.kept(record) == {}
     write("bars_base_h100-jax-0.json", "gpt_175b")
     write("bars_2026-11-20_h100-jax-0.json", "megatron_16b")
     assert set(bars.kept(record)) == {"megatron_16b"}, "of the newest results, and not of the base"
     write("bars_2026-11-24_h100-jax-0.json", "megatron_16b", "gpt_1_3b")
     assert set(bars.kept(record)) == {"megatron_16b", "gpt_1_3b"}
-    base = SimpleNamespace(directory=tmp_path, stem="bars_base_h100-jax-0", data={"date": "2026-11-24"})
+    base = SimpleNamespace(
+        directory=tmp_path, stem="bars_base_h100-jax-0", data={"date": "2026-11-24"}
+    )
     assert set(bars.kept(base)) == {"gpt_175b"}

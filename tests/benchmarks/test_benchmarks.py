@@ -1,4 +1,5 @@
-"""Each benchmark's quick form runs and writes its tables as JSON and Markdown, without anything that identifies the machine's owner."""
+"""Each benchmark's quick form runs and writes its tables as JSON and Markdown, without anything
+that identifies the machine's owner."""
 
 import json
 import os
@@ -13,11 +14,20 @@ from processes import PATIENCE, ROOT, environment
 def run(name: str, output: Path) -> dict[str, list[dict]]:
     """Returns table title -> rows of `python benchmarks/<name>.py --quick`."""
     command = [sys.executable, f"benchmarks/{name}.py", "--quick", f"--output={output}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), timeout=PATIENCE)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=environment(), timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     (results,) = output.glob(f"{name}-quick_*.json")
-    record, text = json.loads(results.read_text(encoding="utf-8")), results.with_suffix(".md").read_text(encoding="utf-8")
-    assert record["command"] == f"python benchmarks/{name}.py --quick" and record["versions"]["jax"] and record["machine"]["cores"]
+    record, text = (
+        json.loads(results.read_text(encoding="utf-8")),
+        results.with_suffix(".md").read_text(encoding="utf-8"),
+    )
+    assert (
+        record["command"] == f"python benchmarks/{name}.py --quick"
+        and record["versions"]["jax"]
+        and record["machine"]["cores"]
+    )
     for private in (str(ROOT), str(output), os.uname().nodename):
         assert private not in text and private not in results.read_text(encoding="utf-8")
     assert all(f"## {title}" in text for title in record["tables"])
@@ -42,7 +52,9 @@ def test_host_cost(tmp_path: Path) -> None:
 def test_loss_memory(tmp_path: Path) -> None:
     tables = run("loss_memory", tmp_path)
     few, many = tables["Temp memory of loss and gradients"]
-    assert many["chunked_bytes"] == few["chunked_bytes"], "the chunked loss's memory must not grow with the tokens"
+    assert many["chunked_bytes"] == few["chunked_bytes"], (
+        "the chunked loss's memory must not grow with the tokens"
+    )
     assert many["naive_bytes"] > 1.9 * few["naive_bytes"] and many["ratio"] > 2
     assert tables["Time"][0]["gradients_rel_difference"] < 1e-5
 
@@ -50,34 +62,44 @@ def test_loss_memory(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_loader(tmp_path: Path) -> None:
     rows = run("loader", tmp_path)["Loader against model"]
-    assert [(row["documents"], row["threads"]) for row in rows] == [(d, n) for d in ("joined", "separate") for n in (0, 1, 2)]
+    assert [(row["documents"], row["threads"]) for row in rows] == [
+        (d, n) for d in ("joined", "separate") for n in (0, 1, 2)
+    ]
     assert all(row["loader_tokens_per_s"] > 0 and row["model_tokens_per_s"] > 0 for row in rows)
 
 
 @pytest.mark.exhaustive
 def test_verified_data(tmp_path: Path) -> None:
     tables = run("verified_data", tmp_path)
-    assert len(rows := tables["Loader"]) == 3 * 3 and all(row["verified_s"] > 0 and row["without_s"] > 0 for row in rows)
+    assert len(rows := tables["Loader"]) == 3 * 3 and all(
+        row["verified_s"] > 0 and row["without_s"] > 0 for row in rows
+    )
     assert all(row["gb_per_s"] > 0 for row in tables["Digests"])
 
 
 def test_prepare(tmp_path: Path) -> None:
     rows = run("prepare", tmp_path)["Text to .bin/.idx"]
-    assert [row["workers"] for row in rows] == [1, 1, 1, 2] and len({row["tokens"] for row in rows}) == 1
+    assert [row["workers"] for row in rows] == [1, 1, 1, 2] and len(
+        {row["tokens"] for row in rows}
+    ) == 1
     assert all(row["mb_per_s"] > 0 and row["cpu_s"] > 0 for row in rows)
 
 
 @pytest.mark.exhaustive
 def test_huggingface(tmp_path: Path) -> None:
     rows = run("huggingface", tmp_path)["Import and export"]
-    assert len(rows) == 3 and len({row["read_MiB"] for row in rows}) == 1, "replicas must not be read again"
+    assert len(rows) == 3 and len({row["read_MiB"] for row in rows}) == 1, (
+        "replicas must not be read again"
+    )
     assert all(row["import_beside_MiB"] < row["arrays_MiB"] for row in rows)
 
 
 @pytest.mark.exhaustive
 def test_generate(tmp_path: Path) -> None:
     rows = run("generate", tmp_path)["Tokens a second"]
-    assert [(row["batch"], row["way"]) for row in rows] == [(b, w) for b in (1, 2) for w in ("cache", "cache, streamed", "no cache")]
+    assert [(row["batch"], row["way"]) for row in rows] == [
+        (b, w) for b in (1, 2) for w in ("cache", "cache, streamed", "no cache")
+    ]
     assert all(row["tokens_per_s"] > 0 and row["tokens_as_with_cache"] == 1 for row in rows)
 
 
@@ -87,7 +109,9 @@ def test_start_time(tmp_path: Path) -> None:
     rows = {row["case"]: row for row in tables["Command to first step"]}
     assert rows["all cold"]["cache_hits"] == 0 and rows["all warm"]["cache_hits"] > 0
     assert rows["all warm"]["data_s"] < rows["all cold"]["data_s"]
-    assert rows["warm, resumed"]["programs"] < rows["all warm"]["programs"], "a resumed run has no state to initialise"
+    assert rows["warm, resumed"]["programs"] < rows["all warm"]["programs"], (
+        "a resumed run has no state to initialise"
+    )
     assert {row["status"] for row in rows.values()} == {99}
     assert tables["train.py itself, from outside"][0]["first_step_printed_s"] > 0
     assert {"train", "jax"} <= {row["package"] for row in tables["Imports"]}
@@ -102,7 +126,10 @@ def test_save_cost(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_local_copies(tmp_path: Path) -> None:
     (row,) = run("local_copies", tmp_path)["Cost of a local save and of its copy"]
-    assert row["saved_s"] > row["blocked_saving_ms"] / 1e3 > 0 and row["copied_s"] > row["blocked_copying_ms"] / 1e3 > 0
+    assert (
+        row["saved_s"] > row["blocked_saving_ms"] / 1e3 > 0
+        and row["copied_s"] > row["blocked_copying_ms"] / 1e3 > 0
+    )
 
 
 @pytest.mark.exhaustive
@@ -115,8 +142,13 @@ def test_replay_cost(tmp_path: Path) -> None:
 def test_extend_context(tmp_path: Path) -> None:
     """The run with long sequences starts from the short one's weights, on 8 devices."""
     rows = {row["model"]: row for row in run("extend_context", tmp_path)["Loss on long texts"]}
-    assert [*rows] == ["short", "short, continued", "long"] and len({row["scored_tokens"] for row in rows.values()}) == 1
-    assert rows["long"]["nats_per_token"] < rows["short"]["nats_per_token"] and "--rules=ring" in rows["long"]["command"]
+    assert [*rows] == ["short", "short, continued", "long"] and len(
+        {row["scored_tokens"] for row in rows.values()}
+    ) == 1
+    assert (
+        rows["long"]["nats_per_token"] < rows["short"]["nats_per_token"]
+        and "--rules=ring" in rows["long"]["command"]
+    )
 
 
 @pytest.mark.exhaustive

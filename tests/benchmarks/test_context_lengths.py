@@ -1,4 +1,5 @@
-"""The benchmark of context lengths: crossovers are where they should be, and its quick form runs."""
+"""The benchmark of context lengths: crossovers are where they should be, and its quick form
+runs."""
 
 import importlib
 import sys
@@ -28,9 +29,12 @@ def rows(**by_form: list[float | None]) -> list[dict]:
 
 
 def test_crossovers(context_lengths: ModuleType) -> None:
-    """Halfway between 2k and 4k in logarithms; none where a form is missing at either length, and none between equals."""
+    """Halfway between 2k and 4k in logarithms; none where a form is missing at either length, and
+    none between equals."""
     found = context_lengths.crossovers(rows(ring=[3, 3, 3], ulysses=[1, 2, 4]), "step_s")
-    assert found == [{"of": "step_s", "from": "ulysses", "to": "ring", "tokens": round(1024 * 2**1.5)}]
+    assert found == [
+        {"of": "step_s", "from": "ulysses", "to": "ring", "tokens": round(1024 * 2**1.5)}
+    ]
     assert not context_lengths.crossovers(rows(ring=[3, 3], ulysses=[1, None]), "step_s")
     assert not context_lengths.crossovers(rows(ring=[3, 3], ulysses=[3, 3]), "step_s")
 

@@ -1,4 +1,5 @@
-"""The GPU suite's parts about our kernels: hangs by name, resumed runs, and NVIDIA's tools, of which stand-ins write the output."""
+"""The GPU suite's parts about our kernels: hangs by name, resumed runs, and NVIDIA's tools, of
+which stand-ins write the output."""
 
 import importlib
 import itertools
@@ -22,7 +23,9 @@ COMPILE_BUDGET = 0
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The suite's files that do not import JAX."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return {name: importlib.import_module(name) for name in ("gpu_kernels", "gpu_lab", "gpu_resume")}
+    return {
+        name: importlib.import_module(name) for name in ("gpu_kernels", "gpu_lab", "gpu_resume")
+    }
 
 
 WORKER = """
@@ -37,7 +40,9 @@ for variant in arguments.get("variants", ()):
 """
 
 
-def stand_in(tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, hang: str = "") -> Any:
+def stand_in(
+    tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, hang: str = ""
+) -> Any:
     """A lab whose worker of kernels hangs at one of them, or at none."""
     (tmp_path / "worker.py").write_text(WORKER.replace("{hang}", hang), encoding="utf-8")
     monkeypatch.setattr(modules["gpu_kernels"], "KERNELS", str(tmp_path / "worker.py"))
@@ -59,8 +64,11 @@ def test_a_kernel_that_hangs_is_named_and_costs_itself_alone(
     assert len(lab.problems) == 1
 
 
-def test_a_resumed_run_measures_what_is_missing(tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    """First with a kernel that hangs, then without: only that one runs again. Then the part is complete, and nothing runs."""
+def test_a_resumed_run_measures_what_is_missing(
+    tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First with a kernel that hangs, then without: only that one runs again. Then the part is
+    complete, and nothing runs."""
     kernels, lab_module = modules["gpu_kernels"], modules["gpu_lab"]
     monkeypatch.setattr(kernels, "PATIENCE", 2)
     monkeypatch.setattr(sys, "argv", ["gpu_suite.py"])
@@ -70,16 +78,28 @@ def test_a_resumed_run_measures_what_is_missing(tmp_path: Path, modules: dict[st
         lab = stand_in(tmp_path, modules, monkeypatch, hang)
         started: list[str] = []
         start = lab.start
-        lab.start = lambda task, **how: started.extend(v["kernel"] for v in how.get("variants", ())) or start(task, **how)
+        lab.start = lambda task, **how: (
+            started.extend(v["kernel"] for v in how.get("variants", ())) or start(task, **how)
+        )
         parts = [lab_module.Part(kernels.smoke, 60)]
-        status = lab_module.measure("suite", parts, lab, device, tmp_path / "results", lab.deadline - 90, resume=resume)
+        status = lab_module.measure(
+            "suite", parts, lab, device, tmp_path / "results", lab.deadline - 90, resume=resume
+        )
         (results,) = (path for path in (tmp_path / "results").glob("suite_*.json"))
-        return status, json.loads(results.read_text(encoding="utf-8"))["tables"]["Smoke"]["rows"], set(started)
+        return (
+            status,
+            json.loads(results.read_text(encoding="utf-8"))["tables"]["Smoke"]["rows"],
+            set(started),
+        )
 
     status, _, started = measured("yes", resume=False)
     assert status == 1 and started == {"forward", "backward", "pair"}
     status, rows, started = measured("", resume=True)
-    assert status == 0 and started == {"backward"} and {row["kernel"] for row in rows} == {"forward", "backward", "pair"}
+    assert (
+        status == 0
+        and started == {"backward"}
+        and {row["kernel"] for row in rows} == {"forward", "backward", "pair"}
+    )
     status, rows, started = measured("", resume=True)
     assert status == 0 and not started and len(rows) == 3
     monkeypatch.setattr(modules["gpu_resume"], "kernels_digest", lambda: "other kernels")
@@ -110,9 +130,13 @@ def test_the_sanitizer_names_the_kernel_and_the_error(
     tool(tmp_path, monkeypatch, "compute-sanitizer", SANITIZER)
     lab = stand_in(tmp_path, modules, monkeypatch)
     ((_, rows, _),) = modules["gpu_kernels"].sanitizer(lab)
-    assert {(row["tool"], row["kernel"], row["errors"]) for row in rows if row["errors"]} == {("memcheck", "pair", 1)}
+    assert {(row["tool"], row["kernel"], row["errors"]) for row in rows if row["errors"]} == {
+        ("memcheck", "pair", 1)
+    }
     assert len(rows) == 9
-    assert lab.problems == ["memcheck of pair: 1 errors, first Invalid __global__ write of size 16 bytes"]
+    assert lab.problems == [
+        "memcheck of pair: 1 errors, first Invalid __global__ write of size 16 bytes"
+    ]
 
 
 QUERIED = """gpu__time_duration  Counter ns
@@ -138,26 +162,39 @@ open(sys.argv[sys.argv.index("--log-file") + 1], "w").write({COUNTED!r} if "rege
 """
 
 
-def test_counters_of_each_headline_kernel(tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_of_each_headline_kernel(
+    tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool(tmp_path, monkeypatch, "ncu", NCU)
     lab = stand_in(tmp_path, modules, monkeypatch)
     ((_, rows, _),) = modules["gpu_kernels"].ncu(lab)
     backward = next(row for row in rows if row["way"] == "bwd")
-    wanted = {"ms": 7.5, "registers": 168, "tensor_active": 81.5, "stalls": "wait 2.50, barrier 0.25"}
+    wanted = {
+        "ms": 7.5,
+        "registers": 168,
+        "tensor_active": 81.5,
+        "stalls": "wait 2.50, barrier 0.25",
+    }
     assert wanted.items() <= backward.items()
     assert all(row["error"] == "==ERROR== no" for row in rows if row["way"] == "fwd")
     assert len(lab.problems) == len(rows) / 2
 
 
-def test_without_the_tools_the_parts_say_so(tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_tools_the_parts_say_so(
+    tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels, lab = modules["gpu_kernels"], stand_in(tmp_path, modules, monkeypatch)
     monkeypatch.setattr(kernels.shutil, "which", lambda *how, **more: None)
     assert [*kernels.ncu(lab), *kernels.sanitizer(lab)] == []
-    assert lab.left_out == ["ncu is not installed", "compute-sanitizer is not installed"] and not lab.problems
+    assert (
+        lab.left_out == ["ncu is not installed", "compute-sanitizer is not installed"]
+        and not lab.problems
+    )
 
 
 def test_the_variants_of_the_forward_compile_without_spills(modules: dict[str, ModuleType]) -> None:
-    """Each is a candidate that passed for its head dims and masks, and no schedule or size that passed is missing."""
+    """Each is a candidate that passed for its head dims and masks, and no schedule or size that
+    passed is missing."""
     variants = importlib.import_module("attention_variants")
     for head_dim, mask in itertools.product((64, 128), ("causal", "full")):
         dims = (head_dim, head_dim)
@@ -185,4 +222,6 @@ def test_a_variant_with_other_norms_is_a_problem(modules: dict[str, ModuleType])
         shape | {"peer": "odd", "out_norm": 1.01},
         shape | {"peer": "elsewhere", "way": "bwd", "dq_norm": 2.0},
     ]
-    assert modules["gpu_kernels"].odd_norms(rows) == ["odd, full 64 16: out_norm is 1.01, of first 1"]
+    assert modules["gpu_kernels"].odd_norms(rows) == [
+        "odd, full 64 16: out_norm is 1.01, of first 1"
+    ]

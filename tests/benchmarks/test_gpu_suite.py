@@ -15,7 +15,19 @@ from rehearsal import rehearsed, suite
 
 from pallas_kernels.stacked_matmul import GOAL
 
-PARTS = ["smoke", "autotune", "headline", "variants", "correct", "grouped", "stacked", "peers", "end_to_end", "deviceless", "training"]
+PARTS = [
+    "smoke",
+    "autotune",
+    "headline",
+    "variants",
+    "correct",
+    "grouped",
+    "stacked",
+    "peers",
+    "end_to_end",
+    "deviceless",
+    "training",
+]
 BY_NAME = ["losses", "resume", "rerun", "layouts"]
 
 
@@ -23,7 +35,12 @@ BY_NAME = ["losses", "resume", "rerun", "layouts"]
 def test_dry_run(tmp_path: Path) -> None:
     """CI rehearses the same parts as blocks of gpu_minutes.py."""
     tables, record = rehearsed("gpu_suite", tmp_path, PARTS)
-    ours = {(row["mask"], row["kv_heads"]) for title in ("Headline", "Attention, JAX") for row in tables[title] if row["peer"] == "mosaic"}
+    ours = {
+        (row["mask"], row["kv_heads"])
+        for title in ("Headline", "Attention, JAX")
+        for row in tables[title]
+        if row["peer"] == "mosaic"
+    }
     assert ours == {("causal", 2), ("packed", 1)}
     assert all(row["ours"] for row in tables["Attention, compared"])
     assert {row["kernel"] for row in tables["Smoke"]} == {
@@ -34,29 +51,42 @@ def test_dry_run(tmp_path: Path) -> None:
     ranked = {row["variant"] for row in tables["Variants, ranked"]}
     assert ranked == {"bwd tma", "fwd 128 rows, named barriers alone"}
     assert {row["peer"] for row in tables["Grouped matmul"]} == {"mosaic", "xla"}
-    assert {row["form"] for row in tables["Stacked matmul"] if row["rel"] < 4e-3} == {"add", "product", "transposed"}
+    assert {row["form"] for row in tables["Stacked matmul"] if row["rel"] < 4e-3} == {
+        "add",
+        "product",
+        "transposed",
+    }
     assert {row["least"] for row in tables["Goals of the stacked matmul"]} == {0.95}
     assert {row["case"] for row in tables["Correctness"]} == {"head dim 64"}
-    assert all(row["rel_out"] < 4e-3 and row["rel_dq"] < 8e-3 and row["reruns_differ"] == 0 for row in tables["Correctness"])
+    assert all(
+        row["rel_out"] < 4e-3 and row["rel_dq"] < 8e-3 and row["reruns_differ"] == 0
+        for row in tables["Correctness"]
+    )
     steps = {(row["model"], row["attention"]): row["loss_first"] for row in tables["Train step"]}
     assert steps["gpt2_124m", "mosaic"] == pytest.approx(steps["gpt2_124m", "xla"], rel=1e-3)
     assert steps["llama3_8b", "mosaic"] == pytest.approx(steps["llama3_8b", "xla"], rel=1e-3)
     assert tables["Loaded and run"][0]["rel_difference"] == 0
     assert tables["train.py"][0]["steps_made_twice"] >= 1
-    assert len(record["charts"]) == 2 and all((tmp_path / chart).stat().st_size > 5000 for chart in record["charts"])
+    assert len(record["charts"]) == 2 and all(
+        (tmp_path / chart).stat().st_size > 5000 for chart in record["charts"]
+    )
 
 
 @pytest.mark.exhaustive
 def test_dry_run_of_the_parts_that_are_run_by_name(tmp_path: Path) -> None:
     tables, _ = rehearsed("gpu_suite", tmp_path, BY_NAME, f"--parts={','.join(BY_NAME)}")
     assert all(tables.values())
-    assert {(row["differ_same_program"], row["differ_new_process"]) for row in tables["Bitwise reruns"]} == {(0, 0)}
+    assert {
+        (row["differ_same_program"], row["differ_new_process"]) for row in tables["Bitwise reruns"]
+    } == {(0, 0)}
 
 
 @pytest.mark.parametrize("name", ["gpu_suite", "gpu_truth"])
 def test_without_a_gpu_it_says_so(name: str, tmp_path: Path) -> None:
     done = suite(name, f"--output={tmp_path}")
-    assert done.returncode == 0 and "no GPU that JAX can use" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "no GPU that JAX can use" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -65,11 +95,19 @@ def test_unknown_part(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no part 'speed'; there are smoke, autotune" in done.stderr
 
 
-WORKERS = ["attention_worker", "device_worker", "gpu_worker", "kernel_worker", "multi_gpu_worker", "torch_peers"]
+WORKERS = [
+    "attention_worker",
+    "device_worker",
+    "gpu_worker",
+    "kernel_worker",
+    "multi_gpu_worker",
+    "torch_peers",
+]
 
 
 def test_where_nothing_is_installed() -> None:
-    """On a GPU machine this repository is not installed: a file that imports its packages must put them on the path first.
+    """On a GPU machine this repository is not installed: a file that imports its packages must put
+    them on the path first.
 
     Each file runs in a process that is forked from one with JAX.
     """
@@ -95,7 +133,14 @@ sys.exit(f"cannot be imported: {{failed}}" if failed else 0)
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=Path(sys.prefix), env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command,
+        cwd=Path(sys.prefix),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 0, done.stderr[-1500:]
 
 
@@ -103,7 +148,10 @@ sys.exit(f"cannot be imported: {{failed}}" if failed else 0)
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The suite's files that do not import JAX."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return {name: importlib.import_module(name) for name in ("gpu_attention", "gpu_kernels", "gpu_lab", "gpu_power")}
+    return {
+        name: importlib.import_module(name)
+        for name in ("gpu_attention", "gpu_kernels", "gpu_lab", "gpu_power")
+    }
 
 
 def test_the_stacks_are_those_of_gpt_175b(modules: dict[str, ModuleType]) -> None:
@@ -124,8 +172,11 @@ for variant in json.loads(sys.argv[2])["variants"]:
 """
 
 
-def test_a_variant_that_ends_its_process_costs_itself_alone(modules: dict[str, ModuleType], tmp_path: Path) -> None:
-    """With status 75 the worker reported the error; otherwise it is recorded here. New processes then take the rest, in each lane."""
+def test_a_variant_that_ends_its_process_costs_itself_alone(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    """With status 75 the worker reported the error; otherwise it is recorded here. New processes
+    then take the rest, in each lane."""
     (tmp_path / "worker.py").write_text(WORKER, encoding="utf-8")
     lab = modules["gpu_lab"].Lab(tmp_path, dry_run=True, worker=str(tmp_path / "worker.py"))
     seen: list[int] = []
@@ -153,7 +204,9 @@ def test_compilers_share_the_gpu_and_a_measurement_does_not(tmp_path: Path) -> N
     environment = os.environ | {"GPU_LOCK": str(tmp_path / "lock")}
 
     def start(kind: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, "-c", code, kind], env=environment, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            [sys.executable, "-c", code, kind], env=environment, stdout=subprocess.PIPE, text=True
+        )
 
     def told(process: subprocess.Popen[str]) -> float:
         assert process.stdout
@@ -163,10 +216,16 @@ def test_compilers_share_the_gpu_and_a_measurement_does_not(tmp_path: Path) -> N
     began = {"first": told(first)}
     measurement = start("measuring")
     began |= {"second": told(second), "measurement": told(measurement)}
-    ended = {name: told(process) for name, process in (("first", first), ("second", second), ("measurement", measurement))}
+    ended = {
+        name: told(process)
+        for name, process in (("first", first), ("second", second), ("measurement", measurement))
+    }
     assert all(process.wait(PATIENCE) == 0 for process in (first, second, measurement))
     for name in ("first", "second"):
-        assert ended[name] <= began["measurement"] or began[name] >= ended["measurement"], (began, ended)
+        assert ended[name] <= began["measurement"] or began[name] >= ended["measurement"], (
+            began,
+            ended,
+        )
 
 
 def test_figures_beside_each_other(modules: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -174,8 +233,22 @@ def test_figures_beside_each_other(modules: dict[str, ModuleType], tmp_path: Pat
     lab.found["roof"] = 800.0
     causal, packed = attention.HEADLINE[0], attention.SHAPES[0]
     rows = [
-        causal | {"peer": "mosaic", "fwd_ms": 1.0, "fwd_tflops": 650.0, "bwd_tflops": 450.0, "out_norm": 1.0},
-        causal | {"peer": "cudnn", "fwd_ms": 1.0, "fwd_tflops": 500.0, "bwd_tflops": 500.0, "out_norm": 1.01},
+        causal
+        | {
+            "peer": "mosaic",
+            "fwd_ms": 1.0,
+            "fwd_tflops": 650.0,
+            "bwd_tflops": 450.0,
+            "out_norm": 1.0,
+        },
+        causal
+        | {
+            "peer": "cudnn",
+            "fwd_ms": 1.0,
+            "fwd_tflops": 500.0,
+            "bwd_tflops": 500.0,
+            "out_norm": 1.01,
+        },
         causal | {"peer": "mgpu", "fwd_tflops": 300.0},
         causal | {"peer": "torch flash", "unserved": "no such backend"},
         packed | {"peer": "mosaic", "fwd_tflops": 620.0, "bwd_tflops": 400.0},
@@ -185,7 +258,8 @@ def test_figures_beside_each_other(modules: dict[str, ModuleType], tmp_path: Pat
     assert (backward["best_peer"], backward["ratio"], backward["mgpu"]) == ("cudnn", 0.9, None)
     met = {row["goal"]: row["met"] for row in attention.goals(rows)}
     assert met == {
-        "causal fwd d128": True, "causal bwd d128": False, "full fwd d128": None, "full bwd d128": None, "causal fwd d64": None,
+        "causal fwd d128": True, "causal bwd d128": False, "full fwd d128": None,
+        "full bwd d128": None, "causal fwd d64": None,
         "full fwd d64": None, "packed fwd d128": True, "packed bwd d128": False,
     }  # fmt: skip
     without = {row["goal"]: row["met"] for row in attention.goals(rows[:1])}
@@ -194,7 +268,9 @@ def test_figures_beside_each_other(modules: dict[str, ModuleType], tmp_path: Pat
     assert "out_norm is 1, of cudnn 1.01" in wrong
 
 
-def test_power_without_a_driver(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_power_without_a_driver(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with modules["gpu_power"].Power() as power:
@@ -202,7 +278,9 @@ def test_power_without_a_driver(modules: dict[str, ModuleType], monkeypatch: pyt
         assert power.during(0, time.time()) == {}
 
 
-def test_power_from_nvidia_smi(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_power_from_nvidia_smi(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '300.5, 1980, 50'\n", encoding="utf-8")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -211,7 +289,8 @@ def test_power_from_nvidia_smi(modules: dict[str, ModuleType], monkeypatch: pyte
 
 
 def test_power_from_pynvml(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compares with a stand-in with NVML's names; uses the instantaneous power if the driver reports it."""
+    """Compares with a stand-in with NVML's names; uses the instantaneous power if the driver
+    reports it."""
     field = SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=700_000))
     calls = {
         "nvmlInit": lambda: None,
@@ -221,7 +300,9 @@ def test_power_from_pynvml(modules: dict[str, ModuleType], monkeypatch: pytest.M
         "nvmlDeviceGetClockInfo": lambda gpu, which: 1980,
         "nvmlDeviceGetTemperature": lambda gpu, which: 50,
     }
-    names = SimpleNamespace(**calls, NVML_FI_DEV_POWER_INSTANT=186, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0)
+    names = SimpleNamespace(
+        **calls, NVML_FI_DEV_POWER_INSTANT=186, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0
+    )
     monkeypatch.setitem(sys.modules, "pynvml", names)
     assert sampled(modules["gpu_power"])["watts"] == 700
     field.nvmlReturn = 3

@@ -1,4 +1,5 @@
-"""XLA's fusions: the ratios of docs/kernels.md, and an equal gradient that moves half as many bytes."""
+"""XLA's fusions: the ratios of docs/kernels.md, and an equal gradient that moves half as many
+bytes."""
 
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import hot_spots  # noqa: E402
 
 COMPILE_BUDGET = 8
-GPT, LLAMA = (load(str(ROOT / "configs" / f"{name}.py")).model for name in ("gpt_1_3b", "llama3_8b"))
+GPT, LLAMA = (
+    load(str(ROOT / "configs" / f"{name}.py")).model for name in ("gpt_1_3b", "llama3_8b")
+)
 
 
 @pytest.mark.deviceless
@@ -28,7 +31,8 @@ GPT, LLAMA = (load(str(ROOT / "configs" / f"{name}.py")).model for name in ("gpt
         (LLAMA, "residual and norm", "backward", 1.55),
         (LLAMA, "rotary, q and k", "backward", 1.10),
         (LLAMA, "SwiGLU", "backward", 1.01),
-        (GPT, "bias and GELU", "backward", 1.35),  # its gradient is read again for the bias's: see docs/kernels.md
+        # its gradient is read again for the bias's: see docs/kernels.md
+        (GPT, "bias and GELU", "backward", 1.35),
     ],
 )
 def test_bytes_against_the_least(config, part: str, direction: str, most: float) -> None:
@@ -39,7 +43,9 @@ def test_bytes_against_the_least(config, part: str, direction: str, most: float)
 @pytest.mark.deviceless
 def test_a_pass_more_is_counted() -> None:
     """Two sums, one of which depends on the other, read the array twice."""
-    found = hot_spots.traffic(lambda x: jnp.square(x - x.mean()).mean(), (hot_spots.of(1 << 24, dtype="float32"),))
+    found = hot_spots.traffic(
+        lambda x: jnp.square(x - x.mean()).mean(), (hot_spots.of(1 << 24, dtype="float32"),)
+    )
     assert 1.99 < found.moved / found.least < 2.01
 
 
@@ -52,7 +58,8 @@ def test_it_runs(tmp_path: Path) -> None:
 
 
 def test_the_other_gradient_is_the_same() -> None:
-    """LayerNorm's gradient in one pass, on rows whose mean is 100 standard deviations, is as accurate as fp32 allows."""
+    """LayerNorm's gradient in one pass, on rows whose mean is 100 standard deviations, is as
+    accurate as fp32 allows."""
     random = np.random.default_rng(0)
     h, dh, dn = (random.standard_normal((2, 8, 64)).astype(np.float32) for _ in range(3))
     scale, bias = random.standard_normal((2, 64)).astype(np.float32)

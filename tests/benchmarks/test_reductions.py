@@ -1,4 +1,5 @@
-"""The benchmarks of sums of gradients: their configs can run, differences are of pairs of runs, and their quick forms run."""
+"""The benchmarks of sums of gradients: their configs can run, differences are of pairs of runs, and
+their quick forms run."""
 
 import importlib
 import sys
@@ -25,10 +26,20 @@ def test_every_subject_is_a_config_that_can_run() -> None:
     for subject in reductions.subjects():
         config = check(reductions.prepared(subject, False), reductions.DEVICES)
         inside = subject.table == reductions.TWO
-        assert ("node" in config.mesh.sizes()) == inside and bool(config.rules.node_axis) == ("by node" in subject.form)
+        assert ("node" in config.mesh.sizes()) == inside and bool(config.rules.node_axis) == (
+            "by node" in subject.form
+        )
         if "reduce-scatter" in subject.form:
-            assert set(config.rules.column("optimizer")["flat"]) == {"pipeline", "data", *(["node"] if inside else [])}
-        assert {"data", "node"} >= set(config.rules.activations["batch"]) if inside else config.rules.activations["batch"] == "data"
+            assert set(config.rules.column("optimizer")["flat"]) == {
+                "pipeline",
+                "data",
+                *(["node"] if inside else []),
+            }
+        assert (
+            {"data", "node"} >= set(config.rules.activations["batch"])
+            if inside
+            else config.rules.activations["batch"] == "data"
+        )
 
 
 def test_differences_are_of_pairs_of_runs() -> None:
@@ -38,10 +49,16 @@ def test_differences_are_of_pairs_of_runs() -> None:
         for sums, losses in {"float32": (2.0, 4.0), "int8": (2.02, 3.96)}.items()
         for seed, loss in enumerate(losses)
     ]
-    exact, int8 = (line for line in reduced_loss.differences(rows) if line["loss"] == "heldout_loss")
-    assert exact["sums"] == "float32, from its mean" and exact["seed_0_pct"] == pytest.approx(-100 / 3)
+    exact, int8 = (
+        line for line in reduced_loss.differences(rows) if line["loss"] == "heldout_loss"
+    )
+    assert exact["sums"] == "float32, from its mean" and exact["seed_0_pct"] == pytest.approx(
+        -100 / 3
+    )
     assert (int8["seed_0_pct"], int8["seed_1_pct"]) == (pytest.approx(1), pytest.approx(-1))
-    assert int8["mean_pct"] == pytest.approx(0, abs=1e-9) and int8["deviation_pct"] == pytest.approx(2**0.5)
+    assert int8["mean_pct"] == pytest.approx(0, abs=1e-9) and int8[
+        "deviation_pct"
+    ] == pytest.approx(2**0.5)
 
 
 @pytest.mark.exhaustive
@@ -54,4 +71,9 @@ def test_the_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_the_loss(tmp_path: Path) -> None:
-    assert {row["sums"] for row in run("reduced_loss", tmp_path)["Runs"]} == {"float32", "float32, by node", "bfloat16", "int8"}
+    assert {row["sums"] for row in run("reduced_loss", tmp_path)["Runs"]} == {
+        "float32",
+        "float32, by node",
+        "bfloat16",
+        "int8",
+    }

@@ -1,6 +1,8 @@
-"""What the code makes of the pages: python -m tests.docs.made writes it, and tests/docs/test_made.py compares.
+"""What the code makes of the pages: python -m tests.docs.made writes it, and
+tests/docs/test_made.py compares.
 
-- A table between `<!-- table NAME: python -m tests.docs.made -->` and `<!-- end of table -->` is that of TABLES.
+- A table between `<!-- table NAME: python -m tests.docs.made -->` and `<!-- end of table -->` is
+  that of TABLES.
 - In docs/errors.md the answer below each command and each line of Python is what the program says.
 """
 
@@ -23,19 +25,33 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("docs/closed_forms.md", "docs/sharding.md", "docs/errors.md", "docs/tours/from_megatron.md")
+PAGES = (
+    "docs/closed_forms.md",
+    "docs/sharding.md",
+    "docs/errors.md",
+    "docs/tours/from_megatron.md",
+)
 ANSWERED = "docs/errors.md"
-_TABLE = re.compile(r"(<!-- table ([\w ]+): python -m tests\.docs\.made -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+_TABLE = re.compile(
+    r"(<!-- table ([\w ]+): python -m tests\.docs\.made -->\n)(.*?)(<!-- end of table -->)",
+    re.DOTALL,
+)
 _BLOCK = re.compile(r"^```(console|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def made(page: str) -> str:
-    """The page as it should be. Needs eight devices, and the repository's root as the working directory, where it has answers."""
-    text = _TABLE.sub(lambda match: f"{match[1]}\n{tables()[match[2]]()}\n\n{match[4]}", (ROOT / page).read_text(encoding="utf-8"))
+    """The page as it should be. Needs eight devices, and the repository's root as the working
+    directory, where it has answers."""
+    text = _TABLE.sub(
+        lambda match: f"{match[1]}\n{tables()[match[2]]()}\n\n{match[4]}",
+        (ROOT / page).read_text(encoding="utf-8"),
+    )
     if page != ANSWERED:
         return text
     names: dict[str, Any] = {}
-    return _BLOCK.sub(lambda match: f"```{match[1]}\n{_answered(match[1], match[2], names)}```", text)
+    return _BLOCK.sub(
+        lambda match: f"```{match[1]}\n{_answered(match[1], match[2], names)}```", text
+    )
 
 
 def tables() -> dict[str, Any]:
@@ -45,8 +61,12 @@ def tables() -> dict[str, Any]:
 
     argument_tables = {
         "arguments of Megatron": functools.partial(meanings.table, other_names.MEGATRON),
-        "options of preprocess_data": functools.partial(meanings.table, other_names.PREPROCESS, ("preprocess_data.py", "mesh-lm prepare")),
-        "options of torchrun": functools.partial(meanings.table, other_names.TORCHRUN, ("torchrun", "mesh-lm launch")),
+        "options of preprocess_data": functools.partial(
+            meanings.table, other_names.PREPROCESS, ("preprocess_data.py", "mesh-lm prepare")
+        ),
+        "options of torchrun": functools.partial(
+            meanings.table, other_names.TORCHRUN, ("torchrun", "mesh-lm launch")
+        ),
     }
     return {**closed_form_tables.TABLES, **preset_tables.TABLES, **argument_tables}
 
@@ -57,7 +77,12 @@ def _answered(kind: str, block: str, names: dict[str, Any]) -> str:
         commands = re.findall(r"^\$ (.*)$", block, re.MULTILINE)
         return "".join(f"$ {command}\n{refusal(shlex.split(command)[2:])}" for command in commands)
     examples = doctest.DocTestParser().get_examples(block)
-    return "".join(_typed(example.source) + python_answer(example.source, names) for example in examples) + "\n"
+    return (
+        "".join(
+            _typed(example.source) + python_answer(example.source, names) for example in examples
+        )
+        + "\n"
+    )
 
 
 def _typed(source: str) -> str:
@@ -72,8 +97,15 @@ def refusal(words: list[str]) -> str:
     from sharding_rules import ShardingRuleError
 
     with tempfile.TemporaryDirectory() as directory:
-        (corpus := Path(directory, "corpus.txt")).write_text(inspect.getsource(argparse), encoding="utf-8")
-        here = {"data.max_epochs": 0, "data.path": corpus, "output": directory, "launch.compile_cache": ""}
+        (corpus := Path(directory, "corpus.txt")).write_text(
+            inspect.getsource(argparse), encoding="utf-8"
+        )
+        here = {
+            "data.max_epochs": 0,
+            "data.path": corpus,
+            "output": directory,
+            "launch.compile_cache": "",
+        }
         try:
             train.main([*(f"--config.{name}={value}" for name, value in here.items()), *words])
         except (ConfigError, ShardingRuleError) as error:

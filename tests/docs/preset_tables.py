@@ -28,13 +28,16 @@ ALSO = {
 
 
 def summary() -> str:
-    """The mesh axes over which each preset shards what; gradients like the optimizer state where that is flat."""
+    """The mesh axes over which each preset shards what; gradients like the optimizer state where
+    that is flat."""
     rows = []
     for name, rules in PRESETS.items():
         flat = rules.column("optimizer").get(FLAT) is not None
         kinds: tuple[Kind, ...] = ("params", "optimizer" if flat else "gradients", "optimizer")
         batch = " x ".join(f"`{axis}`" for axis in axes_of(rules.activations["batch"]))
-        rows.append([f"`{name}`", *(_used(rules, kind) for kind in kinds), batch, ALSO.get(name, "")])
+        rows.append(
+            [f"`{name}`", *(_used(rules, kind) for kind in kinds), batch, ALSO.get(name, "")]
+        )
     return table(["preset", "weights", "gradients", "optimizer state", "batch", "notes"], rows)
 
 
@@ -44,7 +47,8 @@ def _used(rules: Rules, kind: Kind) -> str:
 
 
 def rows() -> str:
-    """The rows that are not None, of the columns that differ from `params`; without `layers`, which is the same in all presets.
+    """The rows that are not None, of the columns that differ from `params`; without `layers`, which
+    is the same in all presets.
 
     Presets with the same rows, which differ in how attention exchanges keys, are in one line.
     """
@@ -52,8 +56,12 @@ def rows() -> str:
     for name, rules in PRESETS.items():
         params = rules.column("params")
         others: tuple[Kind, ...] = ("gradients", "optimizer")
-        cells = ["" if (column := rules.column(kind)) == params else _cell(column) for kind in others]
-        lines.setdefault((_cell(params), *cells, _cell(rules.column("activations"))), []).append(f"`{name}`")
+        cells = [
+            "" if (column := rules.column(kind)) == params else _cell(column) for kind in others
+        ]
+        lines.setdefault((_cell(params), *cells, _cell(rules.column("activations"))), []).append(
+            f"`{name}`"
+        )
     named = ([", ".join(names), *cells] for cells, names in lines.items())
     return table(["preset", "`params`", "`gradients`", "`optimizer`", "`activations`"], named)
 
@@ -64,7 +72,13 @@ def _cell(column: Column) -> str:
     for logical, entry in column.items():
         if axes_of(entry) and logical != "layers":
             named.setdefault(axes_of(entry), []).append(f"`{logical}`")
-    return "; ".join(f"{', '.join(those)} -> {', '.join(f'`{axis}`' for axis in axes)}" for axes, those in named.items()) or "none"
+    return (
+        "; ".join(
+            f"{', '.join(those)} -> {', '.join(f'`{axis}`' for axis in axes)}"
+            for axes, those in named.items()
+        )
+        or "none"
+    )
 
 
 TABLES = {"presets": summary, "rows of the presets": rows}

@@ -28,7 +28,9 @@ def exported(package: str) -> set[str]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
-    aliases = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    aliases = [
+        alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
     return {alias.name for alias in aliases if alias.name == alias.asname}
 
 
@@ -55,4 +57,6 @@ def test_every_exported_name_is_shown(package: str) -> None:
     for name in names:
         candidates = [path for path in shown(page) if path.rpartition(".")[2] == name]
         value = getattr(importlib.import_module(package), name)
-        assert any(pkgutil.resolve_name(path) is value for path in candidates), f"docs/api/{page}.md does not show {package}.{name}"
+        assert any(pkgutil.resolve_name(path) is value for path in candidates), (
+            f"docs/api/{page}.md does not show {package}.{name}"
+        )

@@ -19,7 +19,11 @@ TEXT = (Path(__file__).parents[2] / "docs/attention.md").read_text(encoding="utf
 def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     call = pallas_kernels.flash_attention
     # One program for each call, not one for each operation in it.
-    monkeypatch.setattr(pallas_kernels, "flash_attention", lambda *x, **features: jax.jit(functools.partial(call, **features))(*x))
+    monkeypatch.setattr(
+        pallas_kernels,
+        "flash_attention",
+        lambda *x, **features: jax.jit(functools.partial(call, **features))(*x),
+    )
     exec("\n".join(re.findall(r"```python\n(.*?)```", TEXT, re.S)), {})
 
 
@@ -31,14 +35,20 @@ def test_the_table_of_gpus() -> None:
         first, *_ = names = re.findall(r"`(\w+)`", served)
         for capability in capabilities.replace("x", "9").split(", "):
             major, _, minor = capability.partition(".")
-            choice = choose_attention(describe_attention(x, x, x, platform="gpu", capability=(int(major), int(minor))))
-            assert choice.name == first and set(IMPLEMENTATIONS) - set(names) == set(choice.rejected)
+            choice = choose_attention(
+                describe_attention(x, x, x, platform="gpu", capability=(int(major), int(minor)))
+            )
+            assert choice.name == first and set(IMPLEMENTATIONS) - set(names) == set(
+                choice.rejected
+            )
 
 
 FEATURES = {
     "`window`": {"window": 16},
     "`softcap`, `sinks`": {"softcap": 2.0, "sinks": jax.ShapeDtypeStruct((4,), jnp.float32)},
-    "`segment_ids`, for packed documents": {"segment_ids": jax.ShapeDtypeStruct((1, 256), jnp.int32)},
+    "`segment_ids`, for packed documents": {
+        "segment_ids": jax.ShapeDtypeStruct((1, 256), jnp.int32)
+    },
     "`q_offset`": {"q_offset": 128},
     "`block_mask`": {"block_mask": BlockMask.sliding(256, size=128, blocks=1)},
     "`return_lse`, with its gradient": {"return_lse": True},
@@ -47,8 +57,14 @@ FEATURES = {
 
 @pytest.mark.parametrize("row", FEATURES)
 def test_the_table_of_features(row: str) -> None:
-    said = next(line for line in TEXT.splitlines() if line.startswith(f"| {row} |")).strip("| ").split(" | ")[1:]
+    said = (
+        next(line for line in TEXT.splitlines() if line.startswith(f"| {row} |"))
+        .strip("| ")
+        .split(" | ")[1:]
+    )
     x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
-    rejected = choose_attention(describe_attention(x, x, x, platform="gpu", capability=(9, 0), **FEATURES[row])).rejected
+    rejected = choose_attention(
+        describe_attention(x, x, x, platform="gpu", capability=(9, 0), **FEATURES[row])
+    ).rejected
     for name, cell in zip(("mosaic", "cudnn", "xla"), said, strict=True):
         assert (name in rejected) == (cell in ("no", "0")), f"{row}: {name}"

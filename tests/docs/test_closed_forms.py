@@ -1,4 +1,5 @@
-"""docs/closed_forms.md: what its prose says of the forms, beside its tables, which tests/docs/test_made.py compares."""
+"""docs/closed_forms.md: what its prose says of the forms, beside its tables, which
+tests/docs/test_made.py compares."""
 
 import dataclasses
 import itertools
@@ -11,7 +12,8 @@ from tests.sharding_rules import closed_forms_tensor_2d as tensor_2d
 from tests.sharding_rules.closed_forms import AR, Strategy, expected, total
 
 PRODUCTS = (
-    "zero1+megatron", "zero1+megatron_sp", "zero2+megatron_sp", "distributed+megatron_sp", "zero3+megatron_sp", "hsdp", "hsdp+megatron",
+    "zero1+megatron", "zero1+megatron_sp", "zero2+megatron_sp", "distributed+megatron_sp",
+    "zero3+megatron_sp", "hsdp", "hsdp+megatron",
     "hsdp+megatron_sp", "zero1+hsdp+megatron_sp",
 )  # fmt: skip
 COUNTS = (4, 8, 16, 32)
@@ -20,9 +22,17 @@ COUNTS = (4, 8, 16, 32)
 def factors(product: str) -> dict[str, str]:
     """The mesh axis -> the preset of the page's table that uses it."""
     parts = product.replace("hsdp", "ddp+fsdp").split("+")
-    strategies = [part for part in parts if part != "ddp"] if any(part.startswith("zero") for part in parts) else parts
-    by_axis = {axis: [part for part in strategies if part in presets] for axis, presets in FACTORS.items()}
-    return {axis: those[0] for axis, those in by_axis.items() if those} | ({} if by_axis["data"] else {"data": "ddp"})
+    strategies = (
+        [part for part in parts if part != "ddp"]
+        if any(part.startswith("zero") for part in parts)
+        else parts
+    )
+    by_axis = {
+        axis: [part for part in strategies if part in presets] for axis, presets in FACTORS.items()
+    }
+    return {axis: those[0] for axis, those in by_axis.items() if those} | (
+        {} if by_axis["data"] else {"data": "ddp"}
+    )
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -44,19 +54,37 @@ def test_every_collective_is_in_a_table() -> None:
     """A layer's and the step's are in the first one, those outside the layers in the second."""
     presets = [*itertools.chain(*FACTORS.values()), "megatron_2d"]
     parts = {term.part for preset in presets for term in terms(preset)}
-    assert parts == {"layer", "gradients", "weights", "embedding", "head", "positions", "norm", "loss"}
-    once = [t for t in terms("megatron_2d") if t.part == "layer" and t.per == "row" and t.axes == ("tensor_y",)]
+    assert parts == {
+        "layer",
+        "gradients",
+        "weights",
+        "embedding",
+        "head",
+        "positions",
+        "norm",
+        "loss",
+    }
+    once = [
+        t
+        for t in terms("megatron_2d")
+        if t.part == "layer" and t.per == "row" and t.axes == ("tensor_y",)
+    ]
     assert [t.size for t in once] == ["u", "w"]
 
 
 def test_bytes_of_each_parameter() -> None:
-    """4 bytes a parameter in the stored weights; on many replicas the wire has as many bytes as the page says."""
+    """4 bytes a parameter in the stored weights; on many replicas the wire has as many bytes as the
+    page says."""
 
     def sent(preset: str, per_parameter: float, remat: str = "none") -> None:
         model = dataclasses.replace(gpt(remat), d_model=1024, d_ff=4096)
         found = expected(model, Strategy(preset, data=512), 1, 1)
         of_matrices = [t for t in found if t.size in ("G", "Z", "R", "R/2", "J", "J/2")]
-        of_parameters = model.layers * model.matrices + 2 * model.vocab * model.d_model + model.seq * model.d_model
+        of_parameters = (
+            model.layers * model.matrices
+            + 2 * model.vocab * model.d_model
+            + model.seq * model.d_model
+        )
         assert total(of_matrices) / of_parameters == pytest.approx(per_parameter, rel=0.02), preset
 
     for preset, bytes in {"ddp": 8, "zero1": 12, "zero2": 8, "distributed": 6}.items():
@@ -66,7 +94,12 @@ def test_bytes_of_each_parameter() -> None:
 def test_a_ring_repeats_nothing_up_to_four_devices() -> None:
     for ways, repeated in ((2, 0), (4, 0), (5, 2), (8, 5)):
         hops = {
-            remat: sum(t.times for t in expected(gpt(remat), Strategy("ring", sequence=ways), 2, 4) if t.size == "K") for remat in REMATS
+            remat: sum(
+                t.times
+                for t in expected(gpt(remat), Strategy("ring", sequence=ways), 2, 4)
+                if t.size == "K"
+            )
+            for remat in REMATS
         }
         assert hops["none"] == hops["save_names"] == hops["full"] - repeated * 2 * 4
 

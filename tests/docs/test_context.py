@@ -1,4 +1,5 @@
-"""docs/context.md: its figures are those of the newest results, which send what its formulas say."""
+"""docs/context.md: its figures are those of the newest results, which send what its formulas
+say."""
 
 import json
 import re
@@ -23,7 +24,8 @@ ANEW = "run: python benchmarks/context_lengths.py --page"
 
 
 def sent(form: str, ways: int, ulysses: int = 1) -> tuple[float, float, float]:
-    """Bytes that a device sends in one layer by the page's formulas: forward, recomputed with remat=save_names, backward."""
+    """Bytes that a device sends in one layer by the page's formulas: forward, recomputed with
+    remat=save_names, backward."""
     q, k, t = 2 * MODEL.n_heads * MODEL.d_head, 4 * MODEL.kv_heads * MODEL.d_head, TOKENS
 
     def by_ring(n: int, k: int) -> int:
@@ -39,23 +41,33 @@ def sent(form: str, ways: int, ulysses: int = 1) -> tuple[float, float, float]:
             return by_ulysses(ways), 0, by_ulysses(ways)
         case "ring":
             return by_ring(ways, k), 0, 3 * by_ring(ways, k)
-    ring, inner = by_ring(ways // ulysses, k * repeats(MODEL.kv_heads, ulysses)), by_ulysses(ulysses)
+    ring, inner = (
+        by_ring(ways // ulysses, k * repeats(MODEL.kv_heads, ulysses)),
+        by_ulysses(ulysses),
+    )
     return ring + inner, 0, 3 * ring + inner
 
 
 def test_what_is_equal_to_one_device() -> None:
-    """The page names each strategy and each feature of the cases that are compared, and no other."""
+    """The page names each strategy and each feature of the cases that are compared, and no
+    other."""
     text = " ".join(PAGE.split())
-    text = text[text.index("Loss and gradients equal those of one device.") : text.index("compared with a model in PyTorch")]
+    text = text[
+        text.index("Loss and gradients equal those of one device.") : text.index(
+            "compared with a model in PyTorch"
+        )
+    ]
     assert f"Tests compare {len(CASES)} combinations" in text
     parts = {part for case in CASES for part in case.rules.split("+")}
     assert parts >= {*context_page.FORMS} and any("pipeline" in case.mesh for case in CASES)
     assert set(re.findall(r"`(\w+)`", text)) == parts - {*context_page.FORMS}
     configs = [case.config for case in CASES]
     has = {
-        "dropout": any(c.dropout for c in configs), "grouped heads": any(0 < c.n_kv_heads < c.n_heads for c in configs),
+        "dropout": any(c.dropout for c in configs),
+        "grouped heads": any(0 < c.n_kv_heads < c.n_heads for c in configs),
         "windows": any(any(c.window) for c in configs), "sinks": any(c.sinks for c in configs),
-        "soft caps": any(c.softcap for c in configs), "rematerialisation": any(c.remat != "none" for c in configs),
+        "soft caps": any(c.softcap for c in configs),
+        "rematerialisation": any(c.remat != "none" for c in configs),
         "separate documents": any(case.separate for case in CASES),
     }  # fmt: skip
     assert all(has.values()) and f"with {', '.join([*has][:-1])} and {[*has][-1]}." in text
@@ -69,10 +81,15 @@ def test_the_figures_are_those_of_the_newest_results() -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_sends_what_the_formulas_say(name: str) -> None:
-    """Besides, ids of documents are gathered: at most 4 bytes of each token and axis, once more where they are recomputed."""
+    """Besides, ids of documents are gathered: at most 4 bytes of each token and axis, once more
+    where they are recomputed."""
     row = ROWS[name]
     ulysses = int((re.findall(r"ulysses (\d+)", row["mesh"]) or [1])[0])
-    said = 0 if row["form"] == "none" else MODEL.n_layers * sum(sent(row["form"], row["ways"], ulysses)) / 2**30
+    said = (
+        0
+        if row["form"] == "none"
+        else MODEL.n_layers * sum(sent(row["form"], row["ways"], ulysses)) / 2**30
+    )
     assert said <= row["sent_gib"] <= said * 1.006
     assert row["fits"] and row["peak_gib"] <= row["usable_gib"]
 
@@ -91,9 +108,15 @@ def test_the_example_is_by_the_formulas() -> None:
 
 
 def test_a_million_tokens_fit() -> None:
-    peaks = {form: f"{ROWS[f'{form} {2**20} 64']['peak_gib']:.1f}" for form in ("usp", "ring", "context_gather")}
+    peaks = {
+        form: f"{ROWS[f'{form} {2**20} 64']['peak_gib']:.1f}"
+        for form in ("usp", "ring", "context_gather")
+    }
     text = " ".join(PAGE.split())
-    assert f"needs {peaks['usp']} of the {ROWS[f'usp {2**20} 64']['usable_gib']:.1f} GiB that a run may use on each GPU" in text
+    assert (
+        f"needs {peaks['usp']} of the {ROWS[f'usp {2**20} 64']['usable_gib']:.1f} GiB that a run "
+        "may use on each GPU"
+    ) in text
     assert f"`--rules=zero3+ring --mesh.sequence=64` {peaks['ring']} GiB" in text
     assert f"`context_gather` fits too, with {peaks['context_gather']} GiB" in text
 
@@ -102,18 +125,33 @@ def test_what_a_longer_context_gains() -> None:
     """The newest results of extend_context.py, and the sentences about them."""
     source = max(context_page.RESULTS.glob("extend_context_*.json"))
     rows: dict[str, dict[str, Any]] = {
-        row["model"]: row for row in json.loads(source.read_text(encoding="utf-8"))["tables"]["Loss on long texts"]["rows"]
+        row["model"]: row
+        for row in json.loads(source.read_text(encoding="utf-8"))["tables"]["Loss on long texts"][
+            "rows"
+        ]
     }
-    short, more, long = (rows[name]["bits_per_byte"] for name in ("short", "short, continued", "long"))
+    short, more, long = (
+        rows[name]["bits_per_byte"] for name in ("short", "short, continued", "long")
+    )
     text = " ".join(PAGE.split())
     assert long < short and source.name.replace(".json", ".md") in PAGE
-    assert f"the short model {short:.3f}, the long one {long:.3f}" in text and f"in short sequences give {more:.3f}" in text
+    assert (
+        f"the short model {short:.3f}, the long one {long:.3f}" in text
+        and f"in short sequences give {more:.3f}" in text
+    )
 
 
 def test_the_recipe_is_what_was_run() -> None:
     """Each option of the page's commands is one of the recorded commands."""
     source = max(context_page.RESULTS.glob("extend_context_*.json"))
-    rows = {row["model"]: row["command"] for row in json.loads(source.read_text(encoding="utf-8"))["tables"]["Loss on long texts"]["rows"]}
-    block = next(text for text in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) if "--init-from" in text).replace("\\\n", " ")
+    rows = {
+        row["model"]: row["command"]
+        for row in json.loads(source.read_text(encoding="utf-8"))["tables"]["Loss on long texts"][
+            "rows"
+        ]
+    }
+    block = next(
+        text for text in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) if "--init-from" in text
+    ).replace("\\\n", " ")
     for line, name in zip(block.splitlines(), ("short", "long"), strict=True):
         assert set(line.split()) <= set(rows[name].split()), name

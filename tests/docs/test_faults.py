@@ -30,13 +30,18 @@ def test_all_held_three_times_in_a_row() -> None:
     held: set[str] = set()
     for _, data in faults.newest():
         rows = data["tables"]["Tests"]["rows"]
-        repeats = {row["fault"] for row in rows} == {"F23"}  # its seeds are fixed: a second run is the first
-        assert {(row["run"], row["outcome"]) for row in rows} == {(n, "passed") for n in ((1,) if repeats else (1, 2, 3))}
+        # its seeds are fixed: a second run is the first
+        repeats = {row["fault"] for row in rows} == {"F23"}
+        assert {(row["run"], row["outcome"]) for row in rows} == {
+            (n, "passed") for n in ((1,) if repeats else (1, 2, 3))
+        }
         held |= {row["fault"] for row in rows}
     assert held == {*faults.FAULTS}
 
 
 def test_at_least_two_thousand_files_were_damaged_and_none_in_silence() -> None:
-    *kinds, everything = faults.corruptions([row for _, data in faults.newest() for row in data["tables"]["Tests"]["rows"]])
+    *kinds, everything = faults.corruptions(
+        [row for _, data in faults.newest() for row in data["tables"]["Tests"]["rows"]]
+    )
     assert len(kinds) >= 10 and int(everything["damaged"]) >= 2000
     assert (everything["silent"], everything["traceback"]) == ("0", "0")

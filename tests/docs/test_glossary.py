@@ -28,8 +28,17 @@ def test_every_axis_preset_and_column_is_there() -> None:
 def test_fields_exist() -> None:
     """The first column's field names are those of the configs."""
     first = "\n".join(line.split("|")[1] for line in TABLE.splitlines() if line.startswith("|"))
-    fields = {field.name for config in (DecoderConfig, TrainLoop, PipelineConfig) for field in dataclasses.fields(config)}
-    named = {word.removeprefix("train.").removeprefix("pipeline.") for word in words(first)} - {*AXES, *PRESETS, "seq_resid", "flat"}
+    fields = {
+        field.name
+        for config in (DecoderConfig, TrainLoop, PipelineConfig)
+        for field in dataclasses.fields(config)
+    }
+    named = {word.removeprefix("train.").removeprefix("pipeline.") for word in words(first)} - {
+        *AXES,
+        *PRESETS,
+        "seq_resid",
+        "flat",
+    }
     assert named and named <= fields
 
 
@@ -39,7 +48,13 @@ def test_lists_are_complete_and_in_order() -> None:
 
     assert after("to the fastest", "A mesh axis of size 1") == list(AXES)
     assert after("Rules with a name", "A **product**") == list(PRESETS)
-    assert after("one **column** per kind", "See [the cookbook]") == ["params", "gathered", "gradients", "optimizer", "activations"]
+    assert after("one **column** per kind", "See [the cookbook]") == [
+        "params",
+        "gathered",
+        "gradients",
+        "optimizer",
+        "activations",
+    ]
     used = {axis for rules in PRESETS.values() for axis in rules.mesh_axes()}
     assert set(after("No preset shards along", "**Logical axis.**")) == set(AXES) - used
     assert set(after("The step is manual over", "sums over those axes")) == MANUAL

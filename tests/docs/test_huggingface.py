@@ -1,4 +1,5 @@
-"""docs/huggingface.md, typed in from top to bottom beside a tiny model of the name that the page uses."""
+"""docs/huggingface.md, typed in from top to bottom beside a tiny model of the name that the page
+uses."""
 
 import argparse
 import dataclasses
@@ -33,7 +34,12 @@ COMMANDS = [shlex.split(text) for kind, text in BLOCKS if kind == "sh"]
 CONFIG = next(text for kind, text in BLOCKS if kind == "python" and "get_config" in text)
 START = "Llama-3.2-1B"
 COMPANIONS = Companions(
-    {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left"},
+    {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+        "padding_side": "left",
+    },
     chat_template="{{ messages }}",
     generation={"eos_token_id": 0, "temperature": 0.6},
 )
@@ -42,7 +48,10 @@ COMPANIONS = Companions(
 def tensors(directory: str) -> dict[str, np.ndarray]:
     found, problems = files.scan(Path(directory))
     assert found and not problems
-    return {name: stored.read((slice(None),) * len(stored.shape or ())) for name, stored in found.items()}
+    return {
+        name: stored.read((slice(None),) * len(stored.shape or ()))
+        for name, stored in found.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +61,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer.train([text], 300)
     tokenizer.companions = COMPANIONS
     model = DecoderConfig(
-        vocab_size=tokenizer.vocab_size, vocab_multiple=16, seq_len=64, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, d_ff=64,
-        positions="rotary", rope_scaling=8.0, rope_original_seq_len=16, norm="rmsnorm", activation="swiglu", biases=False,
+        vocab_size=tokenizer.vocab_size, vocab_multiple=16, seq_len=64, n_layers=2, d_model=32,
+        n_heads=4, n_kv_heads=2, d_ff=64,
+        positions="rotary", rope_scaling=8.0, rope_original_seq_len=16, norm="rmsnorm",
+        activation="swiglu", biases=False,
     )  # fmt: skip
     layout = ModelLayout.of(model, shard_on("ddp"))
     params = jax.jit(layout.init)(jax.random.key(0))
@@ -64,15 +75,20 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_page(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Trained with a learning rate of 0, what is exported is what was imported, in bf16; train gets the options of a tiny run."""
+def test_the_page(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Trained with a learning rate of 0, what is exported is what was imported, in bf16; train gets
+    the options of a tiny run."""
     monkeypatch.chdir(here)
     tiny = {"data.path": "corpus.txt", "data.cache": here, "launch.compile_cache": "", "model.seq_len": 16, "model.dtype": "float32",
-            "train.global_batch": 8, "train.steps": 2, "train.sample_tokens": 0, "optimizer.learning_rate": 0.0,
+            "train.global_batch": 8, "train.steps": 2, "train.sample_tokens": 0,
+            "optimizer.learning_rate": 0.0,
             "train.eval_sequences": 8, "optimizer.warmup_steps": 0}  # fmt: skip
     mains = {
         "train": (train.main, [f"--config.{field}={value}" for field, value in tiny.items()]),
-        "generate": (lambda argv: print(command_line.command(generate.Arguments, argv, "")), []),  # docs/generation.md runs it
+        # docs/generation.md runs it
+        "generate": (lambda argv: print(command_line.command(generate.Arguments, argv, "")), []),
         "export": (lambda argv: command.main(["export", *argv]), []),
         "import": (lambda argv: command.main(["import", *argv]), []),
     }
@@ -89,20 +105,32 @@ def test_the_page(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert {str(x.dtype) for x in given.values()} == {"bfloat16"}
     assert load_tokenizer(f"{START}-notes").fingerprint == load_tokenizer(START).fingerprint
     assert load_tokenizer(f"{START}-notes").companions == COMPANIONS
-    assert huggingface.config_of(f"{START}-notes") == dataclasses.replace(huggingface.config_of(START), seq_len=128)
+    assert huggingface.config_of(f"{START}-notes") == dataclasses.replace(
+        huggingface.config_of(START), seq_len=128
+    )
 
     imported = find("runs/llama")
     assert imported is not None and imported.step == 0
     with pytest.raises(ConfigError, match="already holds step 0"):
         command.main(["import", f"--input={START}", "--output=runs/llama"])
-    assert command.main(["export", "--checkpoint=runs/llama", "--output=again", "--dtype=float32"]) == 0
+    assert (
+        command.main(["export", "--checkpoint=runs/llama", "--output=again", "--dtype=float32"])
+        == 0
+    )
     assert load_tokenizer("again").companions == COMPANIONS
     for name, x in tensors("again").items():
         np.testing.assert_array_equal(x, started[name], err_msg=name)
 
 
 def test_the_error_shown() -> None:
-    model = DecoderConfig(positions="rotary", norm="rmsnorm", activation="swiglu", biases=False, softcap=30.0, window=(1024, 0))
+    model = DecoderConfig(
+        positions="rotary",
+        norm="rmsnorm",
+        activation="swiglu",
+        biases=False,
+        softcap=30.0,
+        window=(1024, 0),
+    )
     with pytest.raises(ConfigError) as caught:
         family_for(model)
     assert next(text for kind, text in BLOCKS if kind == "text") == f"error: {caught.value}\n"

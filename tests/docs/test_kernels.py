@@ -1,4 +1,5 @@
-"""docs/kernels.md: its code runs, its numbers are those of the last result of benchmarks/hot_spots.py."""
+"""docs/kernels.md: its code runs, its numbers are those of the last result of
+benchmarks/hot_spots.py."""
 
 import importlib
 import json
@@ -20,7 +21,10 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
 LINES = re.findall(r"^\| (.+) \|$", TEXT, re.M)
 RESULTS = max((ROOT / "benchmarks/results").glob("hot_spots_*.json"))
-TABLES = {title: table["rows"] for title, table in json.loads(RESULTS.read_text(encoding="utf-8"))["tables"].items()}
+TABLES = {
+    title: table["rows"]
+    for title, table in json.loads(RESULTS.read_text(encoding="utf-8"))["tables"].items()
+}
 COLUMNS = {
     "Share of a layer": ("model", "part", "ratio", "share_percent"),
     "Loss": ("model", "ratio", "share_percent", "wait_percent"),
@@ -46,10 +50,17 @@ def test_its_numbers(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_its_verdict() -> None:
     """What the page says of kernels is what the threshold says."""
-    needed = {(row["model"], row["part"]) for row in TABLES["Share of a layer"] if row["kernel"] and row["part"] != "norm"}
-    assert needed == {("gpt_1_3b", "residual and norm")} and not any(row["kernel"] for row in TABLES["Loss"])
+    needed = {
+        (row["model"], row["part"])
+        for row in TABLES["Share of a layer"]
+        if row["kernel"] and row["part"] != "norm"
+    }
+    assert needed == {("gpt_1_3b", "residual and norm")} and not any(
+        row["kernel"] for row in TABLES["Loss"]
+    )
     assert (
-        all(f"`{name}`" in TEXT for name in IMPLEMENTATIONS) and json.loads(RESULTS.read_text(encoding="utf-8"))["versions"]["jax"] in TEXT
+        all(f"`{name}`" in TEXT for name in IMPLEMENTATIONS)
+        and json.loads(RESULTS.read_text(encoding="utf-8"))["versions"]["jax"] in TEXT
     )
 
 
@@ -61,31 +72,62 @@ def test_the_bytes_of_an_addition() -> None:
         assert f"{name} | {K:,} | {N:,} | {mib[0]:,g} | {mib[1]:,g}" in LINES
 
 
-SUITE = json.loads(next((ROOT / "benchmarks/results").glob("gpu_suite_2026-11-26_*.json")).read_text(encoding="utf-8"))["tables"]
+SUITE = json.loads(
+    next((ROOT / "benchmarks/results").glob("gpu_suite_2026-11-26_*.json")).read_text(
+        encoding="utf-8"
+    )
+)["tables"]
 
 
 def test_the_times_of_the_stacked_matmul() -> None:
-    """Those of the tiles that the plan chooses; what the suite calls "as planned" was 256 x 192 when it ran."""
-    rows = {(row["matrix"], row["form"], row["tile"].replace("as planned", "256 x 192")): row for row in SUITE["Stacked matmul"]["rows"]}
+    """Those of the tiles that the plan chooses; what the suite calls "as planned" was 256 x 192
+    when it ran."""
+    rows = {
+        (row["matrix"], row["form"], row["tile"].replace("as planned", "256 x 192")): row
+        for row in SUITE["Stacked matmul"]["rows"]
+    }
     missed = 0
     for name, (K, N) in MATRICES.items():
-        plans = {"product": plan_for(TOKENS, N, K), "transposed": plan_for(TOKENS, K, N), "add": plan_to_add(K, N, TOKENS)}
-        found = [rows[name, form, f"{plan.rows} x {plan.columns}"] for form, (plan, _) in plans.items()]
+        plans = {
+            "product": plan_for(TOKENS, N, K),
+            "transposed": plan_for(TOKENS, K, N),
+            "add": plan_to_add(K, N, TOKENS),
+        }
+        found = [
+            rows[name, form, f"{plan.rows} x {plan.columns}"] for form, (plan, _) in plans.items()
+        ]
         missed += sum(row["ratio"] < GOAL for row in found)
-        assert " | ".join([name, *(f"{row[of]:.2f}" for row in found for of in ("ratio", "xla_ratio"))]) in LINES
-    assert missed == 4 and f"the goal of {GOAL:g} of cuBLAS is missed in four of twelve" in " ".join(TEXT.split())
+        assert (
+            " | ".join(
+                [name, *(f"{row[of]:.2f}" for row in found for of in ("ratio", "xla_ratio"))]
+            )
+            in LINES
+        )
+    assert (
+        missed == 4
+        and f"the goal of {GOAL:g} of cuBLAS is missed in four of twelve" in " ".join(TEXT.split())
+    )
 
 
 def test_the_times_of_the_grouped_matmul() -> None:
-    ours, xla = ([row for row in SUITE["Grouped matmul"]["rows"] if row["peer"] == peer] for peer in ("mosaic", "xla"))
+    ours, xla = (
+        [row for row in SUITE["Grouped matmul"]["rows"] if row["peer"] == peer]
+        for peer in ("mosaic", "xla")
+    )
     for i in (1, 0):
         one = ours[i]
         sizes = f"{one['tokens']:,} | {one['groups']} | {one['d_in']:,} and {one['d_out']:,}"
-        assert f"{sizes} | {one['fwd_ratio']:.2f} | {one['bwd_ratio']:.2f} | {xla[i]['fwd_ratio']:.2f}" in LINES
+        assert (
+            f"{sizes} | {one['fwd_ratio']:.2f} | {one['bwd_ratio']:.2f} | {xla[i]['fwd_ratio']:.2f}"
+            in LINES
+        )
 
 
 def test_the_times_of_attention() -> None:
     page = (ROOT / "docs/attention.md").read_text(encoding="utf-8")
     for row in SUITE["Headline, compared"]["rows"]:
         way = {"fwd": "forward", "bwd": "backward"}[row["way"]]
-        assert f"| {row['mask']} | {way} | {row['ours']:.0f} | {row['cudnn']:.0f} | {row['ours'] / row['cudnn']:.2f} |" in page
+        assert (
+            f"| {row['mask']} | {way} | {row['ours']:.0f} | {row['cudnn']:.0f} | "
+            f"{row['ours'] / row['cudnn']:.2f} |"
+        ) in page

@@ -1,4 +1,5 @@
-"""docs/lab.md: every console text and number on it is what the programs say, and its hunt ends as it tells."""
+"""docs/lab.md: every console text and number on it is what the programs say, and its hunt ends as
+it tells."""
 
 import ast
 import dataclasses
@@ -32,7 +33,8 @@ ANSWERS = {
     if kind == "console"
 }
 EXACT = ("over ", "sent ", "tensor", "fsdp", "data", "~ ", "+ ", "- ")
-"""Beginnings of lines that hold bytes sent: the closed forms have them. All other numbers may move with a version or a line of code."""
+"""Beginnings of lines that hold bytes sent: the closed forms have them. All other numbers may move
+with a version or a line of code."""
 THIS_JAX = f"jax {jax.__version__}," in PAGE
 ELSEWHERE = pytest.mark.skipif(not THIS_JAX, reason="the page was written with another jax")
 
@@ -47,16 +49,23 @@ def without_numbers(line: str) -> str:
 
 
 def assert_same(said: str, shown: str) -> None:
-    """Word by word; numbers of predictions, times and memory to 5 %, line numbers and times of compiling not at all.
+    """Word by word; numbers of predictions, times and memory to 5 %, line numbers and times of
+    compiling not at all.
 
     A line `...` of the page stands for the lines up to the next one of the page.
     """
-    said, shown = (re.sub(r"<?\d+ %", "%", re.sub(r"\.py:\d+|:\d*…", ".py", text)) for text in (said, shown))
+    said, shown = (
+        re.sub(r"<?\d+ %", "%", re.sub(r"\.py:\d+|:\d*…", ".py", text)) for text in (said, shown)
+    )
     lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (said, shown)]
     while "  ..." in lines[1]:
         gap = lines[1].index("  ...")
         following = lines[1][gap + 1]
-        end = next(n for n in range(gap, len(lines[0])) if without_numbers(lines[0][n]) == without_numbers(following))
+        end = next(
+            n
+            for n in range(gap, len(lines[0]))
+            if without_numbers(lines[0][n]) == without_numbers(following)
+        )
         assert end > gap, f"nothing is left out before {following}"
         lines = [lines[0][:gap] + lines[0][end:], lines[1][:gap] + lines[1][gap + 1 :]]
     assert len(lines[0]) == len(lines[1]), said
@@ -65,14 +74,18 @@ def assert_same(said: str, shown: str) -> None:
             continue
         if ours.strip().startswith(EXACT) and "predicted" not in page:
             assert ours.split() == page.split(), said
-        numbers = [[float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*(?:\.\d+)?", line)] for line in (ours, page)]
+        numbers = [
+            [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*(?:\.\d+)?", line)]
+            for line in (ours, page)
+        ]
         assert without_numbers(ours) == without_numbers(page), said
         assert numbers[0] == pytest.approx(numbers[1], rel=0.05, abs=0.02), said
 
 
 @pytest.fixture
 def here(reports: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """In the repository's root, 100 columns wide; the option that keeps reports with those of other tests."""
+    """In the repository's root, 100 columns wide; the option that keeps reports with those of other
+    tests."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "100")
     return f"--config.launch.compile_cache={Path(reports).parent}"
@@ -91,11 +104,21 @@ def fixed(directory: Path) -> Path:
 
 
 def test_every_check_is_explained() -> None:
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (ROOT / "sharding_rules" / "lab").glob("lint*.py")]
-    calls = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "Finding"]
+    trees = [
+        ast.parse(file.read_text(encoding="utf-8"))
+        for file in (ROOT / "sharding_rules" / "lab").glob("lint*.py")
+    ]
+    calls = [
+        n
+        for tree in trees
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "Finding"
+    ]
     checks = {ast.literal_eval(call.args[0]) for call in calls}
     section = PAGE[PAGE.index("## What lint finds") : PAGE.index("## Any JAX program")]
-    assert len(checks) >= 12 and set(re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE)) == checks
+    assert (
+        len(checks) >= 12 and set(re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE)) == checks
+    )
 
 
 def test_options_and_members_exist() -> None:
@@ -111,12 +134,13 @@ def test_options_and_members_exist() -> None:
 
 def test_the_change_is_to_the_file(tmp_path: Path) -> None:
     """Only the weight's shape differs: the bug is right on any mesh."""
-    assert "3 * config.n_heads" in FILE.read_text(encoding="utf-8") and "3 * config.n_heads" not in fixed(tmp_path).read_text(
+    assert "3 * config.n_heads" in FILE.read_text(
         encoding="utf-8"
-    )
-    assert f"({FILE.relative_to(ROOT)}:{FILE.read_text(encoding='utf-8').split('y.reshape')[0].count(chr(10)) + 1})" in PAGE, (
-        "the line of the reshape"
-    )
+    ) and "3 * config.n_heads" not in fixed(tmp_path).read_text(encoding="utf-8")
+    assert (
+        f"({FILE.relative_to(ROOT)}:{FILE.read_text(encoding='utf-8').split('y.reshape')[0].count(chr(10)) + 1})"
+        in PAGE
+    ), "the line of the reshape"
 
 
 @ELSEWHERE
@@ -142,7 +166,9 @@ def test_the_hunt(here: str, reports: str, tmp_path: Path) -> None:
     assert before.wire_bytes("tensor") - after.wire_bytes("tensor") == 252 * 2**30
     rules = load(str(FILE)).rules
     assert [one.check for one in lint(before, rules)] == ["reshard"] and not lint(after, rules)
-    (shown,) = [text for kind, text in BLOCKS if kind == "text" and text.startswith("joint_qkv -> ")]
+    (shown,) = [
+        text for kind, text in BLOCKS if kind == "text" and text.startswith("joint_qkv -> ")
+    ]
     if THIS_JAX:
         assert_same(str(difference(before, after)), shown)
 
@@ -150,12 +176,15 @@ def test_the_hunt(here: str, reports: str, tmp_path: Path) -> None:
 @ELSEWHERE
 @pytest.mark.deviceless
 def test_a_model_that_is_not_ours(tmp_path: Path) -> None:
-    """The page's Python sessions, one after the other, as a reader's own process runs them elsewhere: nothing else is printed."""
+    """The page's Python sessions, one after the other, as a reader's own process runs them
+    elsewhere: nothing else is printed."""
     session = "".join(text for kind, text in BLOCKS if kind == "pycon")
     assert session.count(">>> ") > 15
     (tmp_path / "session.txt").write_text(session, encoding="utf-8")
     command = [sys.executable, "-m", "doctest", "session.txt"]
-    done = subprocess.run(command, cwd=tmp_path, env=bare(), capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=bare(), capture_output=True, text=True, timeout=PATIENCE
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -171,13 +200,18 @@ def test_a_change_of_rules(here: str, capsys: pytest.CaptureFixture) -> None:
 @ELSEWHERE
 @pytest.mark.exhaustive
 @pytest.mark.deviceless
-def test_the_refusal(here: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Of all changes that are tried, the page's first, which fits, and its last, which is not enough, are compiled."""
+def test_the_refusal(
+    here: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Of all changes that are tried, the page's first, which fits, and its last, which is not
+    enough, are compiled."""
     (line,) = [line for line in ANSWERS if "microbatches=1" in line]
     shown, every = ANSWERS[line].splitlines(), command.candidates
     first, *between, last = [row for row in shown if row.startswith("  - --config.")]
     texts = [row.removeprefix("  - ").split(": ")[0] for row in (first, last)]
-    monkeypatch.setattr(command, "candidates", lambda *about: (one for one in every(*about) if one.text in texts))
+    monkeypatch.setattr(
+        command, "candidates", lambda *about: (one for one in every(*about) if one.text in texts)
+    )
     with pytest.raises(ConfigError) as caught:
         command.show(*plan_options.parse([*shlex.split(line)[2:], here], "mesh-lm plan"))
     assert_same(f"error: {caught.value}", "\n".join(row for row in shown if row not in between))

@@ -1,4 +1,5 @@
-"""Links of the pages: each leads to a file of the repository and to a heading that it has; the site's navigation has every page."""
+"""Links of the pages: each leads to a file of the repository and to a heading that it has; the
+site's navigation has every page."""
 
 import importlib
 import posixpath
@@ -17,13 +18,22 @@ LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)|src=\"([^\"]+)\"")
 
 
 def prose(page: Path) -> str:
-    return re.sub(r"^ *```.*?^ *```$|`[^`\n]+`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(
+        r"^ *```.*?^ *```$|`[^`\n]+`",
+        "",
+        page.read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
 
 
 def headings(page: Path) -> set[str]:
     """Their anchors, as GitHub and MkDocs make them."""
     texts = re.findall(
-        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+        r"^#+ (.*)$",
+        re.sub(
+            r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+        ),
+        re.MULTILINE,
     )
     plain = [unicodedata.normalize("NFKD", text).replace("`", "").lower() for text in texts]
     return {"#" + re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip()) for text in plain}
@@ -51,15 +61,26 @@ def site() -> tuple[dict, list[str]]:
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
 
     def leaves(item: object) -> list[str]:
-        children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        return [item] if isinstance(item, str) else [page for child in children for page in leaves(child)]
+        children = (
+            item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        )
+        return (
+            [item]
+            if isinstance(item, str)
+            else [page for child in children for page in leaves(child)]
+        )
 
     return config, leaves(config["nav"])
 
 
 def test_every_page_is_in_the_navigation(hooks: ModuleType) -> None:
-    made = {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")} | set(hooks.PAGES.values())
-    made |= {str(path.relative_to(ROOT / "docs").with_suffix(".md")) for path in ROOT.glob("docs/**/*.ipynb")}
+    made = {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")} | set(
+        hooks.PAGES.values()
+    )
+    made |= {
+        str(path.relative_to(ROOT / "docs").with_suffix(".md"))
+        for path in ROOT.glob("docs/**/*.ipynb")
+    }
     _, pages = site()
     assert sorted(pages) == sorted(made)
 
@@ -75,12 +96,24 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_links_as_they_are_on_the_site(hooks: ModuleType) -> None:
-    """From the README and from a page below docs/, to a page, a picture, a file of code; code is left alone."""
-    text = '[a](docs/lab.md#x) <img src="docs/images/plan.png"> [b](train.py) `[c](docs/lab.md)` [d](https://e.org)'
-    shown = '[a](lab.md#x) <img src="images/plan.png"> [b](files/train.py.txt) `[c](docs/lab.md)` [d](https://e.org)'
+    """From the README and from a page below docs/, to a page, a picture, a file of code; code is
+    left alone."""
+    text = (
+        '[a](docs/lab.md#x) <img src="docs/images/plan.png"> [b](train.py) `[c](docs/lab.md)` '
+        "[d](https://e.org)"
+    )
+    shown = (
+        '[a](lab.md#x) <img src="images/plan.png"> [b](files/train.py.txt) `[c](docs/lab.md)` '
+        "[d](https://e.org)"
+    )
     assert hooks.for_site(text, "README.md") == shown
-    assert hooks.for_site("[a](../../README.md) [b](../lab.md)", "docs/tours/a.md") == "[a](../index.md) [b](../lab.md)"
-    assert hooks.for_site("[a](../notebooks/a.ipynb)", "docs/tours/a.md") == "[a](../notebooks/a.md)"
+    assert (
+        hooks.for_site("[a](../../README.md) [b](../lab.md)", "docs/tours/a.md")
+        == "[a](../index.md) [b](../lab.md)"
+    )
+    assert (
+        hooks.for_site("[a](../notebooks/a.ipynb)", "docs/tours/a.md") == "[a](../notebooks/a.md)"
+    )
     assert posixpath.dirname(hooks.address("docs/tours/a.md")) == "tours"
 
 
@@ -101,4 +134,6 @@ def test_a_notebook_as_a_page(hooks: ModuleType) -> None:
 
 def test_words_joined_by_a_plus_can_wrap_in_a_table(hooks: ModuleType) -> None:
     row = '<p>a+b</p><td><a href="x+y">zero3+ring</a> 1 + 2</td>'
-    assert hooks.on_page_content(row) == '<p>a+b</p><td><a href="x+y">zero3+<wbr>ring</a> 1 + 2</td>'
+    assert (
+        hooks.on_page_content(row) == '<p>a+b</p><td><a href="x+y">zero3+<wbr>ring</a> 1 + 2</td>'
+    )

@@ -40,4 +40,7 @@ def test_what_is_not_refused_has_no_answer(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_exception_is_shown_without_its_frames() -> None:
-    assert made.python_answer("1 / 0\n", {}) == "Traceback (most recent call last):\n  ...\nZeroDivisionError: division by zero\n"
+    assert (
+        made.python_answer("1 / 0\n", {})
+        == "Traceback (most recent call last):\n  ...\nZeroDivisionError: division by zero\n"
+    )

@@ -1,4 +1,5 @@
-"""docs/optimizers.md: its bytes are those of the configs, its example is a rule that trains, and its commands parse."""
+"""docs/optimizers.md: its bytes are those of the configs, its example is a rule that trains, and
+its commands parse."""
 
 import dataclasses
 import functools
@@ -30,7 +31,11 @@ PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding
 def table(first: str) -> dict[str, list[str]]:
     """The rows of the table with this heading in its first column, and its head under ""."""
     lines = PAGE[PAGE.index(f"| {first} |") :].split("\n\n")[0].splitlines()
-    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in lines
+        if "---" not in line
+    ]
     return {"": rows[0][1:]} | {row[0]: row[1:] for row in rows[1:]}
 
 
@@ -49,23 +54,39 @@ def test_bytes_of_each_weight() -> None:
         leaves = ModelLayout.of(load(f"configs/{config}.py").model, shard_on("ddp")).leaves
         weights = sum(math.prod(leaf.shape) for leaf in leaves.values())
         for name, number in zip(shown[""], numbers, strict=True):
-            kept = sum(leaf.nbytes for slot in make_rule(OptimizerConfig(name=name)).slots(leaves).values() for leaf in slot.values())
-            assert f"{kept / weights:.{len(number.partition('.')[2])}f}" == number, f"{config}, {name}"
+            kept = sum(
+                leaf.nbytes
+                for slot in make_rule(OptimizerConfig(name=name)).slots(leaves).values()
+                for leaf in slot.values()
+            )
+            assert f"{kept / weights:.{len(number.partition('.')[2])}f}" == number, (
+                f"{config}, {name}"
+            )
 
 
 def test_bytes_of_the_state_on_a_device() -> None:
-    """Of what is declared; and the page's formulas, but for vectors that are replicated and for padding."""
+    """Of what is declared; and the page's formulas, but for vectors that are replicated and for
+    padding."""
     shown, n = table("optimizer"), 8
     model = load("configs/llama3_8b.py").model
-    forms = {"ddp": lambda s: 4 + s, "distributed": lambda s: 2 + (4 + s) / n, "fsdp": lambda s: (4 + s) / n}
+    forms = {
+        "ddp": lambda s: 4 + s,
+        "distributed": lambda s: 2 + (4 + s) / n,
+        "fsdp": lambda s: (4 + s) / n,
+    }
     forms |= dict.fromkeys(("zero1", "zero2"), lambda s: 4 + s / n)
     columns = shown.pop("")
     assert set(columns) == set(forms) and set(shown) == set(RULES)
     for rules in forms:
-        layout = ModelLayout.of(model, shard_on(rules, **{"fsdp" if rules == "fsdp" else "data": n}))
+        layout = ModelLayout.of(
+            model, shard_on(rules, **{"fsdp" if rules == "fsdp" else "data": n})
+        )
         weights = sum(math.prod(leaf.shape) for leaf in layout.leaves.values())
         for name, cells in shown.items():
-            number, optimizer = cells[columns.index(rules)], Optimizer(OptimizerConfig(name=name), 9)
+            number, optimizer = (
+                cells[columns.index(rules)],
+                Optimizer(OptimizerConfig(name=name), 9),
+            )
             if number == "refused":
                 with pytest.raises(ConfigError, match="works on whole matrices"):
                     parts(layout, optimizer)
@@ -83,7 +104,9 @@ def test_every_rule_is_in_the_table() -> None:
         n: make_rule(OptimizerConfig(name=n)).elementwise for n in RULES
     }
     fields = {field.name for field in dataclasses.fields(OptimizerConfig)}
-    assert {word for row in rows.values() for word in re.findall(r"beta\d|eps|momentum", row[2])} <= fields
+    assert {
+        word for row in rows.values() for word in re.findall(r"beta\d|eps|momentum", row[2])
+    } <= fields
 
 
 def test_fields_that_a_rule_reads() -> None:
@@ -95,20 +118,36 @@ def test_fields_that_a_rule_reads() -> None:
 
     def program(config: OptimizerConfig) -> str:
         made = make_rule(config)
-        params, slots = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (leaves, made.slots(leaves)))
+        params, slots = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (leaves, made.slots(leaves))
+        )
         traced = jax.make_jaxpr(functools.partial(made.direction, leaves=leaves))
         return str(traced(params, slots, params, count=jax.ShapeDtypeStruct((), jnp.int32)))
 
     for name, (_, _, reads) in list(table("name").items())[1:]:
         plain, fields = OptimizerConfig(name=name), ("beta1", "beta2", "eps", "momentum")
-        changed = {field for field in fields if program(plain) != program(dataclasses.replace(plain, **{field: 0.5}))}
+        changed = {
+            field
+            for field in fields
+            if program(plain) != program(dataclasses.replace(plain, **{field: 0.5}))
+        }
         assert changed == set(re.findall(r"beta\d|eps|momentum", reads)), name
 
 
 def test_the_example_is_a_rule(sgd: str) -> None:
     """Three steps of it, against the formula."""
     assert len(EXAMPLE.splitlines()) <= 22
-    optimizer = Optimizer(OptimizerConfig(name=sgd, momentum=0.5, learning_rate=0.1, warmup_steps=0, schedule="constant", clip_norm=0), 9)
+    optimizer = Optimizer(
+        OptimizerConfig(
+            name=sgd,
+            momentum=0.5,
+            learning_rate=0.1,
+            warmup_steps=0,
+            schedule="constant",
+            clip_norm=0,
+        ),
+        9,
+    )
     leaves = {"w": ArraySpec((3, 4), jnp.float32, ("embed", "mlp"))}
     theirs = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
     ours: Any = {"w": theirs}
@@ -124,14 +163,23 @@ def test_the_example_is_a_rule(sgd: str) -> None:
 
 
 def test_commands(sgd: str) -> None:
-    commands = [shlex.split(line) for line in re.findall(r"^mesh-lm (train .*)$", PAGE, re.MULTILINE)]
-    found = [check(config := parse(words[1:]), config.launch.cpu_devices or 1) for words in commands]
-    assert [(config.optimizer.name, config.mesh.island) for config in found] == [("muon", 1), ("adamw", 2), (sgd, 1)]
+    commands = [
+        shlex.split(line) for line in re.findall(r"^mesh-lm (train .*)$", PAGE, re.MULTILINE)
+    ]
+    found = [
+        check(config := parse(words[1:]), config.launch.cpu_devices or 1) for words in commands
+    ]
+    assert [(config.optimizer.name, config.mesh.island) for config in found] == [
+        ("muon", 1),
+        ("adamw", 2),
+        (sgd, 1),
+    ]
 
 
 @pytest.mark.slow
 def test_a_key_bias_has_no_gradient_and_walks() -> None:
-    """It is rounding: a millionth of the largest gradient. Lion and Adafactor make full steps of it, whatever its size."""
+    """It is rounding: a millionth of the largest gradient. Lion and Adafactor make full steps of
+    it, whatever its size."""
     params, _, grads = reference(GPT)
     name = "blocks.attention.qkv.bias"
     of_keys = grads[name][:, 1]
@@ -140,7 +188,12 @@ def test_a_key_bias_has_no_gradient_and_walks() -> None:
     leaves = ModelLayout.of(GPT, shard_on("ddp")).leaves
     for rule_name in ("lion", "adafactor"):
         rule = make_rule(OptimizerConfig(name=rule_name))
-        slots = {slot: {n: np.zeros(leaf.shape, leaf.dtype) for n, leaf in of.items()} for slot, of in rule.slots(leaves).items()}
-        direction, _ = jax.jit(functools.partial(rule.direction, leaves=leaves))(grads, slots, params, count=np.int32(0))
+        slots = {
+            slot: {n: np.zeros(leaf.shape, leaf.dtype) for n, leaf in of.items()}
+            for slot, of in rule.slots(leaves).items()
+        }
+        direction, _ = jax.jit(functools.partial(rule.direction, leaves=leaves))(
+            grads, slots, params, count=np.int32(0)
+        )
         steps = np.abs(np.asarray(direction[name])[:, 1])
         assert steps.mean() > 0.1, rule_name

@@ -1,4 +1,5 @@
-"""docs/pipeline.md: what it shows of schedules and of stages is what the command, the files and Python say."""
+"""docs/pipeline.md: what it shows of schedules and of stages is what the command, the files and
+Python say."""
 
 import doctest
 import io
@@ -27,7 +28,9 @@ def shown(words: str) -> str:
 
 def block(start: str) -> str:
     """The text block that starts with these words, without its last newline."""
-    (found,) = re.findall(rf"^```text\n({re.escape(start)}.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
+    (found,) = re.findall(
+        rf"^```text\n({re.escape(start)}.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL
+    )
     return found
 
 
@@ -58,5 +61,7 @@ def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_stages_of_unlike_segments() -> None:
-    found = doctest.testfile(str(Path(__file__).parents[2] / "docs" / "pipeline.md"), module_relative=False)
+    found = doctest.testfile(
+        str(Path(__file__).parents[2] / "docs" / "pipeline.md"), module_relative=False
+    )
     assert (found.attempted, found.failed) == (6, 0)

@@ -1,4 +1,5 @@
-"""Every Python block and every command of every page runs, in a bare process in another directory; or its page says why it cannot."""
+"""Every Python block and every command of every page runs, in a bare process in another directory;
+or its page says why it cannot."""
 
 import argparse
 import dataclasses
@@ -22,24 +23,36 @@ from mesh_lm.checkpoint.reader import seal
 from mesh_lm.commands import main
 
 PAGES = {str(page.relative_to(runnable.ROOT)): runnable.blocks(page) for page in runnable.pages()}
-PYTHON = {page: [block for block in found if runnable.LANGUAGES[block.kind] == "python"] for page, found in PAGES.items()}
+PYTHON = {
+    page: [block for block in found if runnable.LANGUAGES[block.kind] == "python"]
+    for page, found in PAGES.items()
+}
 COMMANDS = {
-    page: [command for block in found if runnable.LANGUAGES[block.kind] == "command" for command in runnable.commands(block)]
+    page: [
+        command
+        for block in found
+        if runnable.LANGUAGES[block.kind] == "command"
+        for command in runnable.commands(block)
+    ]
     for page, found in PAGES.items()
 }
 TRAINING = {
-    "train.steps": 2, "train.global_batch": 16, "train.microbatches": 1, "train.eval_every": 0, "train.eval_sequences": 8,
-    "train.sample_tokens": 2, "train.log_every": 1, "optimizer.warmup_steps": 1, "data.path": "my_text.jsonl",
+    "train.steps": 2, "train.global_batch": 16, "train.microbatches": 1, "train.eval_every": 0,
+    "train.eval_sequences": 8,
+    "train.sample_tokens": 2, "train.log_every": 1, "optimizer.warmup_steps": 1,
+    "data.path": "my_text.jsonl",
     "data.tokenizer_vocab": 300, "data.max_epochs": 0,
 }  # fmt: skip
 SIZES = {"model.n_layers": 4, "model.d_model": 32, "model.seq_len": 32, "model.vocab_size": 512}
 DECODER = {"model.n_heads": 4, "model.n_kv_heads": 4, "model.head_dim": 8, "model.d_ff": 64}
 HERE = {"data.cache": "../here/cache", "launch.compile_cache": "../here/cache/xla"}
-"""Options that make a page's run small, unless its command sets them: for training, for any model, for a decoder, and the caches."""
+"""Options that make a page's run small, unless its command sets them: for training, for any model,
+for a decoder, and the caches."""
 ELSEWHERE = {
     "docs/attention.md", "docs/kernels.md", "docs/custom_model.md", "docs/lab.md", "README.md",
 }  # fmt: skip
-"""Pages whose Python other tests run: the lab's and the README's in a bare process, too; custom_model's as the file that it shows."""
+"""Pages whose Python other tests run: the lab's and the README's in a bare process, too;
+custom_model's as the file that it shows."""
 
 RULES = ("docs/sharding.md", "docs/errors.md")
 """Pages whose commands are for eight devices."""
@@ -53,12 +66,21 @@ def shrunk(command: Command) -> list[str]:
     if "plan" in words[:2]:
         options = HERE
     elif command.answer:
-        options = HERE | {"data.path": "my_text.jsonl", "data.max_epochs": 0, "output": "runs/refused"}
+        options = HERE | {
+            "data.path": "my_text.jsonl",
+            "data.max_epochs": 0,
+            "output": "runs/refused",
+        }
     elif "train" in words:
         config = [*words[words.index("train") + 1 :], "--"][0]
-        fresh = {"output": f"runs/{zlib.crc32(command.text.encode())}"}  # another run's checkpoints are of another model
+        # another run's checkpoints are of another model
+        fresh = {"output": f"runs/{zlib.crc32(command.text.encode())}"}
         sizes = SIZES | ({} if "custom_model" in config else DECODER) | fresh
-        options = HERE | TRAINING | (sizes if config != "finetune.py" else {"model.seq_len": 32, "launch.cpu_devices": 1})
+        options = (
+            HERE
+            | TRAINING
+            | (sizes if config != "finetune.py" else {"model.seq_len": 32, "launch.cpu_devices": 1})
+        )
         if any("blend=" in word for word in words):
             options |= {"data.split": "8,2,0"}
         if command.block.page in RULES or ("launch" in words and "--devices" not in command.text):
@@ -82,13 +104,19 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / name).write_text("\n".join(documents[:8]), encoding="utf-8")
     for name in ("notes.txt", "README.md"):
         (here / name).write_text(text[:2000], encoding="utf-8")
-    (here / "books.jsonl.zst").write_bytes(zstandard.compress((here / "my_text.jsonl").read_bytes()))
+    (here / "books.jsonl.zst").write_bytes(
+        zstandard.compress((here / "my_text.jsonl").read_bytes())
+    )
     parquet.write_table(pyarrow.table({"content": [text]}), here / "part-0.parquet")
     for name in ("web", "code"):
         (here / name).mkdir()
         shutil.copy(here / "my_text.jsonl", here / name)
     (here / "prompts.txt").write_text("def \nclass ", encoding="utf-8")
-    sizes = " ".join(f"--{name}={value}" for name, value in (HERE | TRAINING | SIZES | DECODER).items() if "seq_len" not in name)
+    sizes = " ".join(
+        f"--{name}={value}"
+        for name, value in (HERE | TRAINING | SIZES | DECODER).items()
+        if "seq_len" not in name
+    )
     llama = "--model.seq_len=256"
     for command in (
         f"mesh-lm train --output=runs/gpt_tiny {llama} {sizes}",
@@ -100,19 +128,30 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(here / "Llama-3.2-1B", here / "Qwen3-0.6B")
     for name, page in (("sgd.py", "docs/optimizers.md"), ("finetune.py", "docs/huggingface.md")):
         (here / name).write_text(PYTHON[page][0].text, encoding="utf-8")
-    (here / "mlp.py").write_text(next(block.text for block in PYTHON["docs/lab.md"] if block.text.startswith("# mlp.py")), encoding="utf-8")
+    (here / "mlp.py").write_text(
+        next(block.text for block in PYTHON["docs/lab.md"] if block.text.startswith("# mlp.py")),
+        encoding="utf-8",
+    )
     for name in ("gpt2_124m", "other_seed", "again"):
         shutil.copytree(here / "runs/gpt_tiny", here / "runs" / name)
-    for step in ("gpt_tiny/checkpoints/750", "gpt_tiny/checkpoints/1000.damaged", "again/checkpoints/750"):
+    for step in (
+        "gpt_tiny/checkpoints/750",
+        "gpt_tiny/checkpoints/1000.damaged",
+        "again/checkpoints/750",
+    ):
         shutil.copytree(here / "runs/gpt_tiny/checkpoints/2", here / "runs" / step)
         renumber(here / "runs" / step)
     return here
 
 
 def renumber(checkpoint: Path) -> None:
-    """Writes the step of the directory's name into its description, which a copy of another step does not have."""
+    """Writes the step of the directory's name into its description, which a copy of another step
+    does not have."""
     path = checkpoint / "metadata" / "metadata"
-    data, metadata = (json.loads((checkpoint / item / "metadata").read_text(encoding="utf-8")) for item in ("data", "metadata"))
+    data, metadata = (
+        json.loads((checkpoint / item / "metadata").read_text(encoding="utf-8"))
+        for item in ("data", "metadata")
+    )
     metadata["step"] = int(checkpoint.name.partition(".")[0])
     path.write_text(json.dumps(metadata | {"seal": seal(data, metadata)}), encoding="utf-8")
 
@@ -124,16 +163,27 @@ def here(scene: Path, page: str) -> Path:
     return copy
 
 
-OURS = [command for found in COMMANDS.values() for command in found if "mesh-lm" in command.text and not command.answer]
+OURS = [
+    command
+    for found in COMMANDS.values()
+    for command in found
+    if "mesh-lm" in command.text and not command.answer
+]
 
 
-@pytest.mark.parametrize("command", OURS, ids=lambda command: f"{command.block.page}: {command.text[:60]}")
+@pytest.mark.parametrize(
+    "command", OURS, ids=lambda command: f"{command.block.page}: {command.text[:60]}"
+)
 def test_options_exist(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every command of mesh-lm, those that cannot run here included: its words are read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(runnable.ROOT / "docs")
-    (tmp_path / "finetune.py").write_text("from configs.gpt_tiny import get_config", encoding="utf-8")
-    words = command.words[command.words.index("mesh-lm") + 1 :] if "mesh-lm" in command.words else []
+    (tmp_path / "finetune.py").write_text(
+        "from configs.gpt_tiny import get_config", encoding="utf-8"
+    )
+    words = (
+        command.words[command.words.index("mesh-lm") + 1 :] if "mesh-lm" in command.words else []
+    )
     while words:
         name, *arguments = words
         reader = main.COMMANDS[name]
@@ -147,7 +197,8 @@ def test_every_page_is_read() -> None:
 
 
 LONG = {
-    "docs/context.md", "docs/gradients.md", "docs/lab.md", "docs/multi_host.md", "docs/operations.md", "docs/optimizers.md",
+    "docs/context.md", "docs/gradients.md", "docs/lab.md", "docs/multi_host.md",
+    "docs/operations.md", "docs/optimizers.md",
     "docs/pipeline.md", "docs/python.md",
 }  # fmt: skip
 """Pages that take longer than half a minute."""
@@ -163,7 +214,10 @@ TYPED = {
 def on_ci(pages: list[str]) -> list[object]:
     """The pages as parameters. Those of LONG and TYPED, and the tours, are exhaustive."""
     left_out = {page for page in pages if page in LONG or page in TYPED or "/tours/" in page}
-    return [pytest.param(page, marks=pytest.mark.exhaustive) if page in left_out else page for page in pages]
+    return [
+        pytest.param(page, marks=pytest.mark.exhaustive) if page in left_out else page
+        for page in pages
+    ]
 
 
 def test_pages_that_others_type_are_read_there() -> None:
@@ -172,11 +226,14 @@ def test_pages_that_others_type_are_read_there() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", on_ci([page for page, found in PYTHON.items() if found and page not in ELSEWHERE]))
+@pytest.mark.parametrize(
+    "page", on_ci([page for page, found in PYTHON.items() if found and page not in ELSEWHERE])
+)
 def test_python(page: str, scene: Path) -> None:
     found = [block for block in PYTHON[page] if not block.needs]
     where = here(scene, f"{page}.python")
-    shutil.copytree(where / "runs" / "gpt_tiny", where / "runs" / "mine")  # which a command of the page made
+    # which a command of the page made
+    shutil.copytree(where / "runs" / "gpt_tiny", where / "runs" / "mine")
     done = runnable.run_python(page, found, where)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert "Error" not in done.stderr and "ERROR" not in done.stderr, done.stderr
@@ -191,7 +248,9 @@ def runs(command: Command) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", on_ci([page for page, found in COMMANDS.items() if any(map(runs, found))]))
+@pytest.mark.parametrize(
+    "page", on_ci([page for page, found in COMMANDS.items() if any(map(runs, found))])
+)
 def test_commands(page: str, scene: Path) -> None:
     directory = here(scene, page)
     for command in filter(runs, COMMANDS[page]):
@@ -208,25 +267,43 @@ def test_commands(page: str, scene: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page, found in COMMANDS.items() if any(command.answer.startswith("error:") for command in found)]
+    "page",
+    [
+        page
+        for page, found in COMMANDS.items()
+        if any(command.answer.startswith("error:") for command in found)
+    ],
 )
 def test_refusals(page: str, scene: Path) -> None:
-    """Commands that are answered with an error, all of a page in one process, as they make the same devices."""
-    refused = [command for command in COMMANDS[page] if command.answer.startswith("error:") and not command.block.needs]
+    """Commands that are answered with an error, all of a page in one process, as they make the same
+    devices."""
+    refused = [
+        command
+        for command in COMMANDS[page]
+        if command.answer.startswith("error:") and not command.block.needs
+    ]
     assert all(command.words[:2] == ["mesh-lm", "train"] for command in refused)
-    answers = runnable.run_each([shrunk(command) for command in refused], here(scene, f"{page}.refusals"))
+    answers = runnable.run_each(
+        [shrunk(command) for command in refused], here(scene, f"{page}.refusals")
+    )
     for command, (status, printed) in zip(refused, answers, strict=True):
         assert (status, printed) == (1, command.answer), command.text
 
 
 def test_a_failure_is_seen(tmp_path: Path) -> None:
-    """Of a block, of an example, and of a command; what the tests have set is not in its environment, and what is imported is installed."""
+    """Of a block, of an example, and of a command; what the tests have set is not in its
+    environment, and what is imported is installed."""
     here, block = (
         runnable.scene(tmp_path / "here"),
-        runnable.Block("page", 7, "python", "import os\nassert 'JAX_PLATFORMS' not in os.environ\n"),
+        runnable.Block(
+            "page", 7, "python", "import os\nassert 'JAX_PLATFORMS' not in os.environ\n"
+        ),
     )
     assert runnable.run_python("page", [block], here).returncode == 0
-    for kind, text, shown in (("python", "1 / 0\n", 'File "page", line 8'), ("pycon", ">>> 1 + 1\n3\n", "Got:\n    2")):
+    for kind, text, shown in (
+        ("python", "1 / 0\n", 'File "page", line 8'),
+        ("pycon", ">>> 1 + 1\n3\n", "Got:\n    2"),
+    ):
         done = runnable.run_python("page", [dataclasses.replace(block, kind=kind, text=text)], here)
         assert done.returncode == 1 and shown in done.stderr
     with pytest.raises(AssertionError, match="ended with 1"):

@@ -1,4 +1,5 @@
-"""docs/sharding.md: its tables are the presets, its examples answer as shown; and docs/errors.md has every error of the rules."""
+"""docs/sharding.md: its tables are the presets, its examples answer as shown; and docs/errors.md
+has every error of the rules."""
 
 import ast
 import doctest
@@ -16,28 +17,44 @@ from sharding_rules import PRESETS, MeshConfig, axes_of, preset
 
 COMPILE_BUDGET = 20
 ROOT = Path(__file__).parents[2]
-PAGE, ERRORS = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("sharding.md", "errors.md"))
+PAGE, ERRORS = (
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("sharding.md", "errors.md")
+)
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 EXPERIMENTS = re.findall(r"^\| `(\w+=\{.*\})` \|", PAGE, re.MULTILINE)
 
 
 def rows(head: str) -> dict[str, list[str]]:
-    """Preset -> the cells of its row, which several may share, in the table whose first row begins with this."""
+    """Preset -> the cells of its row, which several may share, in the table whose first row begins
+    with this."""
     lines = PAGE[PAGE.index(head) :].split("\n\n")[0].splitlines()
-    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    found = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| `")
+    ]
     return {name.strip("`"): cells for names, *cells in found for name in names.split(", ")}
 
 
 def test_the_table_of_presets() -> None:
-    """Read back: the axes of the rules, and gradients like the optimizer state where that is flat."""
+    """Read back: the axes of the rules, and gradients like the optimizer state where that is
+    flat."""
     shown = rows("| preset | weights |")
     assert shown.keys() == PRESETS.keys()
     for name, (weights, grads, moments, batch, _) in shown.items():
         rules = PRESETS[name]
         flat = rules.column("optimizer").get(FLAT) is not None
-        for kind, cell in (("params", weights), ("optimizer" if flat else "gradients", grads), ("optimizer", moments)):
-            used = {axis for entry in rules.column(kind).values() for axis in axes_of(entry)} - {"pipeline"}
-            assert cell.replace("`", "") == (" x ".join(sorted(used)) or "replicated"), f"{name}: {kind}"
+        for kind, cell in (
+            ("params", weights),
+            ("optimizer" if flat else "gradients", grads),
+            ("optimizer", moments),
+        ):
+            used = {axis for entry in rules.column(kind).values() for axis in axes_of(entry)} - {
+                "pipeline"
+            }
+            assert cell.replace("`", "") == (" x ".join(sorted(used)) or "replicated"), (
+                f"{name}: {kind}"
+            )
         assert batch.replace("`", "") == " x ".join(axes_of(rules.activations["batch"]))
 
 
@@ -48,27 +65,47 @@ def test_the_rows_of_presets() -> None:
     for name, cells in shown.items():
         columns = dict(zip(("params", "gradients", "optimizer", "activations"), cells, strict=True))
         for kind in columns:
-            column = {row: axes for row, entry in PRESETS[name].column(kind).items() if (axes := axes_of(entry)) and row != "layers"}
+            column = {
+                row: axes
+                for row, entry in PRESETS[name].column(kind).items()
+                if (axes := axes_of(entry)) and row != "layers"
+            }
             told = columns[kind] or columns["params"]
-            groups = [] if told == "none" else [part.replace("`", "").split(" -> ") for part in told.split("; ")]
-            assert {row: tuple(axes.split(", ")) for these, axes in groups for row in these.split(", ")} == column, f"{name}: {kind}"
+            groups = (
+                []
+                if told == "none"
+                else [part.replace("`", "").split(" -> ") for part in told.split("; ")]
+            )
+            assert {
+                row: tuple(axes.split(", ")) for these, axes in groups for row in these.split(", ")
+            } == column, f"{name}: {kind}"
 
 
 def test_every_preset_shards_its_layers_over_stages() -> None:
     for rules in PRESETS.values():
-        assert all(rules.column(kind)["layers"] == "pipeline" for kind in ("params", "gradients", "optimizer"))
+        assert all(
+            rules.column(kind)["layers"] == "pipeline"
+            for kind in ("params", "gradients", "optimizer")
+        )
 
 
 def test_every_preset_has_a_use() -> None:
     section = PAGE[PAGE.index("### Which preset to use") :].split("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", section))
-    assert {*PRESETS} - named <= {"megatron", "megatron_2d", "by_node"}, "those that other sections of the page explain"
+    assert {*PRESETS} - named <= {"megatron", "megatron_2d", "by_node"}, (
+        "those that other sections of the page explain"
+    )
 
 
 def test_every_logical_axis_of_the_presets_is_explained() -> None:
     start = PAGE.index("The logical axes of the decoder")
     explained = set(re.findall(r"`([\w/]+)`", PAGE[start : PAGE.index("##", start)]))
-    assert {row for rules in PRESETS.values() for kind in ("params", "activations") for row in rules.column(kind)} <= explained
+    assert {
+        row
+        for rules in PRESETS.values()
+        for kind in ("params", "activations")
+        for row in rules.column(kind)
+    } <= explained
 
 
 def test_examples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +130,9 @@ def test_the_config_runs() -> None:
 ONE_BY_ONE = [pytest.param([row], marks=pytest.mark.exhaustive, id=row) for row in EXPERIMENTS]
 
 
-@pytest.mark.parametrize("rows", [*ONE_BY_ONE, pytest.param(EXPERIMENTS, marks=pytest.mark.slow, id="all rows at once")])
+@pytest.mark.parametrize(
+    "rows", [*ONE_BY_ONE, pytest.param(EXPERIMENTS, marks=pytest.mark.slow, id="all rows at once")]
+)
 def test_rows_worth_a_try_change_no_number(rows: list[str]) -> None:
     assert len(EXPERIMENTS) == 5
     rules = preset("hsdp+megatron")
@@ -105,20 +144,44 @@ def test_rows_worth_a_try_change_no_number(rows: list[str]) -> None:
 
 
 def messages(path: str, functions: tuple[str, ...] = ()) -> Iterator[str]:
-    """The longest constant part of each error text that a file raises, or that some of its functions yield."""
+    """The longest constant part of each error text that a file raises, or that some of its
+    functions yield."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     if functions:
-        bodies = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in functions]
-        texts = [node.value for body in bodies for node in ast.walk(body) if isinstance(node, ast.Yield)]
+        bodies = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name in functions
+        ]
+        texts = [
+            node.value for body in bodies for node in ast.walk(body) if isinstance(node, ast.Yield)
+        ]
     else:
-        texts = [node.exc.args[0] for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+        texts = [
+            node.exc.args[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+        ]
     for text in texts:
-        parts = [node.value for node in ast.walk(text) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        parts = [
+            node.value
+            for node in ast.walk(text)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
         yield max(parts, key=len)
 
 
 def test_every_error_is_on_the_page() -> None:
-    found = [text for name in ("mesh", "presets", "rules", "shard") for text in messages(f"sharding_rules/{name}.py")]
-    found += messages("mesh_lm/training/check.py", ("_mesh_axes", "_unused_axes", "_unsupported_rows", "_permuted", "_sizes", "_batch"))
+    found = [
+        text
+        for name in ("mesh", "presets", "rules", "shard")
+        for text in messages(f"sharding_rules/{name}.py")
+    ]
+    found += messages(
+        "mesh_lm/training/check.py",
+        ("_mesh_axes", "_unused_axes", "_unsupported_rows", "_permuted", "_sizes", "_batch"),
+    )
     assert len(found) >= 15
-    assert not [text for text in found if text not in ERRORS], "errors that docs/errors.md does not show"
+    assert not [text for text in found if text not in ERRORS], (
+        "errors that docs/errors.md does not show"
+    )

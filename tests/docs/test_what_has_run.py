@@ -1,4 +1,5 @@
-"""docs/what_has_run.md: its numbers are those of the newest results, and its platforms those of the project."""
+"""docs/what_has_run.md: its numbers are those of the newest results, and its platforms those of the
+project."""
 
 import json
 import re
@@ -16,17 +17,26 @@ def tables(name: str) -> dict[str, list[dict]]:
 
 
 def test_what_one_gpu_did() -> None:
-    attention = {(row["mask"], row["way"]): row for row in tables("gpu_suite")["Headline, compared"]}
+    attention = {
+        (row["mask"], row["way"]): row for row in tables("gpu_suite")["Headline, compared"]
+    }
     forward, backward = attention["causal", "fwd"], attention["causal", "bwd"]
     assert f"{forward['ours']:.0f} TFLOP/s forward and {backward['ours']:.0f} backward" in PAGE
     assert f"cuDNN reached {forward['cudnn']:.0f} and {backward['cudnn']:.0f}" in PAGE
-    (step,) = [row for row in tables("gpu_truth")["Predicted and measured"] if row["target"] == "h200"]
+    (step,) = [
+        row for row in tables("gpu_truth")["Predicted and measured"] if row["target"] == "h200"
+    ]
     measured, predicted = step["measured_step_s"], step["predicted_step_s"]
-    assert f"{step['config']} took {measured:.2f} s; without a GPU {predicted:.2f} s had been predicted" in PAGE
+    assert (
+        f"{step['config']} took {measured:.2f} s; without a GPU {predicted:.2f} s had been "
+        "predicted"
+    ) in PAGE
 
 
 def test_the_platforms_are_those_of_the_project() -> None:
-    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["classifiers"]
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "classifiers"
+    ]
     supported = {text.rpartition(" ")[2] for text in classifiers if "Python :: 3." in text}
     assert set(re.findall(r"Linux, Python (3\.\d+)", PAGE)) == supported
     for pins in re.findall(r"\.\./(constraints/[\w.]+\.txt)", PAGE):
@@ -45,7 +55,10 @@ def test_what_another_jax_changes() -> None:
     memory, step = changes["peak_gib"], changes["step_s"]
     assert max(map(abs, changes["sent"])) < 1e-9 and len(step) == 5
     assert f"results/{newest.stem}.md" in PAGE and f"under jax {old} and {new}" in PAGE
-    assert "the programs of both versions send the same bytes" in PAGE and "the peak memory is between" in PAGE
+    assert (
+        "the programs of both versions send the same bytes" in PAGE
+        and "the peak memory is between" in PAGE
+    )
     assert f"between {-min(memory):.1f} % lower and {max(memory):.1f} % higher" in PAGE
     assert f"between {-min(step):.1f} % shorter and {max(step):.1f} % longer" in PAGE
 
@@ -56,4 +69,7 @@ def test_several_gpus_are_denied_until_one_run_has_used_them() -> None:
 
 def test_the_readme_says_the_same() -> None:
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert "[What has run where](docs/what_has_run.md)" in readme and "Linux with Python 3.11 to 3.13" in readme
+    assert (
+        "[What has run where](docs/what_has_run.md)" in readme
+        and "Linux with Python 3.11 to 3.13" in readme
+    )

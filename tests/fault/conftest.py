@@ -11,7 +11,8 @@ from fault.job import EVERY, FIELDS, STEPS, Job, arguments, certificates, corpus
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, str]]:
-    """Two hosts with addresses 10.77.0.1 and 10.77.0.2. Skips if this process may not create namespaces."""
+    """Two hosts with addresses 10.77.0.1 and 10.77.0.2. Skips if this process may not create
+    namespaces."""
     with two_hosts() as names:
         yield names
 
@@ -23,13 +24,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed_runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns, for given rules, the output directory of an undisturbed run of two processes; its `log` has what was printed."""
+    """Returns, for given rules, the output directory of an undisturbed run of two processes; its
+    `log` has what was printed."""
 
     @functools.cache
     def run(rules: str) -> Path:
         directory = tmp_path_factory.mktemp("undisturbed")
-        settings = arguments(data, directory / "run", rules=rules, health__stall=60, health__heartbeat=60)
-        with Job(directory / "faults", settings, options=["--heartbeat=60"]) as job:  # a busy machine is no fault
+        settings = arguments(
+            data, directory / "run", rules=rules, health__stall=60, health__heartbeat=60
+        )
+        # a busy machine is no fault
+        with Job(directory / "faults", settings, options=["--heartbeat=60"]) as job:
             assert job.ended() == 0, job.log
         (directory / "run" / "log").write_text(job.log, encoding="utf-8")
         return directory / "run"

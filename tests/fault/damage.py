@@ -1,4 +1,5 @@
-"""Random damage to files, and what became of it: refused, recovered, without effect, or one of the two that must never happen."""
+"""Random damage to files, and what became of it: refused, recovered, without effect, or one of the
+two that must never happen."""
 
 from __future__ import annotations
 
@@ -17,19 +18,36 @@ from mesh_lm.errors import ConfigError
 
 MUST_NOT = ("silent", "traceback")
 OUTCOMES = ("refused", "recovered", "no effect", *MUST_NOT)
-HOW = ("flip", "flips", "digit", "zeros", "garbage", "truncate", "delete", "empty", "swap", "insert", "append")
+HOW = (
+    "flip",
+    "flips",
+    "digit",
+    "zeros",
+    "garbage",
+    "truncate",
+    "delete",
+    "empty",
+    "swap",
+    "insert",
+    "append",
+)
 
 
 def damage(files: Sequence[Path], chance: random.Random) -> str:
-    """Damages one of these files in one of eleven ways, until it has changed. Returns what was done, for a message."""
+    """Damages one of these files in one of eleven ways, until it has changed. Returns what was
+    done, for a message."""
     while True:
         path, how = chance.choice(files), chance.choice(HOW)
         before = path.read_bytes()
-        if _damaged(path, how, before, files, chance) and not (path.exists() and path.read_bytes() == before):
+        if _damaged(path, how, before, files, chance) and not (
+            path.exists() and path.read_bytes() == before
+        ):
             return f"{how} of {path.name}"
 
 
-def _damaged(path: Path, how: str, before: bytes, files: Sequence[Path], chance: random.Random) -> bool:
+def _damaged(
+    path: Path, how: str, before: bytes, files: Sequence[Path], chance: random.Random
+) -> bool:
     content, start = bytearray(before), chance.randrange(len(before) + 1)
     length = min(len(before) - start, chance.choice((1, 16, 512)))
     match how:
@@ -76,15 +94,19 @@ class Target:
     read: Callable[[], Any]
     """Returns what the reader makes of them."""
     right: Callable[[Any, str], bool]
-    """Whether that is what was written or, if what was printed (the second argument) says so, what an earlier or a new writer made."""
+    """Whether that is what was written or, if what was printed (the second argument) says so, what
+    an earlier or a new writer made."""
     says: str
     """Words that are printed where something was damaged."""
 
     def attacked(self, n: int, seed: str) -> tuple[Counter[str], list[str]]:
-        """Damages a fresh copy n times. Returns how often each outcome came, and descriptions of those that must never come."""
+        """Damages a fresh copy n times. Returns how often each outcome came, and descriptions of
+        those that must never come."""
         good, count, bad = self.root.with_name(f"{self.root.name}-good"), Counter(), []
         shutil.copytree(self.root, good)
-        assert self._outcome() == ("no effect", ""), "the reader finds something wrong with files that are right"
+        assert self._outcome() == ("no effect", ""), (
+            "the reader finds something wrong with files that are right"
+        )
         for number in range(n):
             shutil.rmtree(self.root)
             shutil.copytree(good, self.root)
@@ -101,7 +123,11 @@ class Target:
             with contextlib.redirect_stdout(printed):
                 found = self.read()
         except ConfigError as error:
-            return ("refused", "") if str(error).strip() else ("traceback", "an error without a message")
+            return (
+                ("refused", "")
+                if str(error).strip()
+                else ("traceback", "an error without a message")
+            )
         except Exception as error:
             return "traceback", "".join(traceback.format_exception(error))[-1500:]
         said = self.says in printed.getvalue() if self.says else False

@@ -23,22 +23,39 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[str, str]]:
-    """Two hosts with addresses 10.77.0.1 and 10.77.0.2. Skips if this process may not create namespaces."""
+    """Two hosts with addresses 10.77.0.1 and 10.77.0.2. Skips if this process may not create
+    namespaces."""
     if not shutil.which("ip"):
         pytest.skip("ip is not installed (Debian: iproute2)")
     names = [Path("/etc/netns") / host for host in HOSTS]
-    _remove([path for path in Path("/etc/netns").glob("meshlm-*-?") if not _in_use(path)])  # left by a test run that was killed
+    # left by a test run that was killed
+    _remove([path for path in Path("/etc/netns").glob("meshlm-*-?") if not _in_use(path)])
     try:
         try:
             for host in HOSTS:
                 ip("netns", "add", host)
-            ip("link", "add", "meshlm-v1", "netns", HOSTS[0], "type", "veth", "peer", "name", "meshlm-v2", "netns", HOSTS[1])
+            ip(
+                "link",
+                "add",
+                "meshlm-v1",
+                "netns",
+                HOSTS[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "meshlm-v2",
+                "netns",
+                HOSTS[1],
+            )
             for i, (host, name) in enumerate(zip(HOSTS, names, strict=True), 1):
                 ip("-n", host, "addr", "add", f"10.77.0.{i}/24", "dev", f"meshlm-v{i}")
                 ip("-n", host, "link", "set", f"meshlm-v{i}", "up")
                 ip("-n", host, "link", "set", "lo", "up")
                 name.mkdir(parents=True)  # gloo binds to the address of the host's own name
-                (name / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.{i} {socket.gethostname()}\n", encoding="utf-8")
+                (name / "hosts").write_text(
+                    f"127.0.0.1 localhost\n10.77.0.{i} {socket.gethostname()}\n", encoding="utf-8"
+                )
         except (PermissionError, OSError) as error:
             pytest.skip(f"no network namespaces here: {error}")
         yield HOSTS
@@ -47,16 +64,24 @@ def two_hosts() -> Iterator[tuple[str, str]]:
 
 
 def throttle(host: str, i: int, rate: str) -> None:
-    """Limits what host number i (0, 1) sends to this rate, as tc writes it: 50mbit. Skips where tc is missing or may not do it."""
+    """Limits what host number i (0, 1) sends to this rate, as tc writes it: 50mbit. Skips where tc
+    is missing or may not do it."""
     command = f"tc qdisc add dev meshlm-v{i + 1} root tbf rate {rate} burst 64kb latency 400ms"
-    done = subprocess.run(["ip", "netns", "exec", host, *command.split()], capture_output=True, text=True)
+    done = subprocess.run(
+        ["ip", "netns", "exec", host, *command.split()], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"no throttled link here: {done.stderr.strip()}")
 
 
 def sent_bytes(host: str, i: int) -> int:
     """Returns what host number i (0, 1) has sent over its link, headers included."""
-    done = subprocess.run(["ip", "-n", host, "-s", "-j", "link", "show", f"meshlm-v{i + 1}"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["ip", "-n", host, "-s", "-j", "link", "show", f"meshlm-v{i + 1}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"]
 
 

@@ -1,4 +1,5 @@
-"""Everything that a run reads but prepared tokens, as `damage.Target`s: small files of each kind, and the reader that a run uses."""
+"""Everything that a run reads but prepared tokens, as `damage.Target`s: small files of each kind,
+and the reader that a run uses."""
 
 from __future__ import annotations
 
@@ -36,32 +37,52 @@ from mesh_lm.state.initial import init_state
 from mesh_lm.training.check import check
 from mesh_lm.training.goodput import Goodput, describe, total
 
-MODEL = DecoderConfig(vocab_size=512, vocab_multiple=1, seq_len=8, n_layers=2, d_model=16, n_heads=2, dtype="float32")
+MODEL = DecoderConfig(
+    vocab_size=512, vocab_multiple=1, seq_len=8, n_layers=2, d_model=16, n_heads=2, dtype="float32"
+)
 TEXT = "".join(f"def line_{i}(x):\n    return x + {i}  # caf\u00e9\n" for i in range(60))
 
 
 def files_in(*directories: Path) -> list[Path]:
-    return sorted(path for directory in directories for path in directory.rglob("*") if path.is_file())
+    return sorted(
+        path for directory in directories for path in directory.rglob("*") if path.is_file()
+    )
 
 
 def same(tree: Any, wanted: Any) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(wanted), strict=True))
+    return all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(wanted), strict=True)
+    )
 
 
 def trained() -> Tokenizer:
     return Tokenizer.train([TEXT], 300)
 
 
-def _saved(root: Path, policy: CheckpointConfig, steps: Sequence[int], tokenizer: Tokenizer) -> tuple[Callable[[], Any], dict[int, Any]]:
-    """Saves steps of a run in root / "run". Returns a function that restores the newest, and the states by step."""
+def _saved(
+    root: Path, policy: CheckpointConfig, steps: Sequence[int], tokenizer: Tokenizer
+) -> tuple[Callable[[], Any], dict[int, Any]]:
+    """Saves steps of a run in root / "run". Returns a function that restores the newest, and the
+    states by step."""
     config = TrainConfig(model=MODEL, output=str(root / "run"), checkpoint=policy)
-    optimizer, layout, states = Optimizer(config.optimizer, config.train.steps), ModelLayout.of(MODEL, shard_on("ddp")), {}
+    optimizer, layout, states = (
+        Optimizer(config.optimizer, config.train.steps),
+        ModelLayout.of(MODEL, shard_on("ddp")),
+        {},
+    )
     with Checkpoints(config) as checkpoints:
         checkpoints.restore(layout, optimizer)
         for step in steps:
             state = init_state(layout, optimizer, seed=step)
             states[step] = jax.tree.map(np.array, state)
-            checkpoints.save(step, state, {"position": step, "tokenizer": tokenizer.fingerprint}, layout, optimizer)
+            checkpoints.save(
+                step,
+                state,
+                {"position": step, "tokenizer": tokenizer.fingerprint},
+                layout,
+                optimizer,
+            )
 
     def restored() -> Any:
         with Checkpoints(config) as checkpoints:
@@ -78,7 +99,9 @@ def checkpoint(root: Path) -> Target:
 
     def right(found: Any, said: str) -> bool:
         step, state = found
-        return (step == 2 or (step == 1 and "renamed to 2.damaged" in said)) and same(state, states[step])
+        return (step == 2 or (step == 1 and "renamed to 2.damaged" in said)) and same(
+            state, states[step]
+        )
 
     return Target(root, lambda: files_in(newest), read, right, "is damaged")
 
@@ -99,7 +122,10 @@ def node_local(root: Path) -> Target:
 def compiled(root: Path) -> Target:
     """Entries of JAX's compilation cache, read by JAX."""
     x = jnp.arange(64.0).reshape(8, 8)
-    before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")}
+    before = {
+        name: getattr(jax.config, name)
+        for name in ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    }
 
     def read() -> list[np.ndarray]:
         try:
@@ -109,7 +135,9 @@ def compiled(root: Path) -> Target:
             found = []
             for n in (1, 2):
                 jax.clear_caches()
-                found.append(np.asarray(jax.jit(lambda x, n=n: jnp.tanh(x @ x.T / (40.0 * n)).sum(0) * n)(x)))
+                found.append(
+                    np.asarray(jax.jit(lambda x, n=n: jnp.tanh(x @ x.T / (40.0 * n)).sum(0) * n)(x))
+                )
             return found
         finally:
             for name, value in before.items():
@@ -117,7 +145,13 @@ def compiled(root: Path) -> Target:
             compilation_cache.reset_cache()
 
     wanted = read()
-    return Target(root, lambda: sorted((root / "verified").glob("*-cache")), read, lambda found, _: same(found, wanted), "compile cache")
+    return Target(
+        root,
+        lambda: sorted((root / "verified").glob("*-cache")),
+        read,
+        lambda found, _: same(found, wanted),
+        "compile cache",
+    )
 
 
 def run_tokenizer(root: Path) -> Target:
@@ -128,14 +162,16 @@ def run_tokenizer(root: Path) -> Target:
     tokenizer.save(kept)
     return Target(
         root, lambda: files_in(kept), lambda: TrainedModel.load(root / "run").tokenizer,
-        lambda found, _: (found.encode_batch([TEXT])[0].tolist(), found.eod) == (tokenizer.encode_batch([TEXT])[0].tolist(), tokenizer.eod),
+        lambda found,
+        _: (found.encode_batch([TEXT])[0].tolist(), found.eod) == (tokenizer.encode_batch([TEXT])[0].tolist(), tokenizer.eod),
         "",
     )  # fmt: skip
 
 
 def _about(data: Any) -> Any:
     return [
-        data.train_bytes, data.heldout_bytes, data.train_tokens, data.heldout_tokens, data.eod, data.fingerprint, data.loss_of_bytes,
+        data.train_bytes, data.heldout_bytes, data.train_tokens, data.heldout_tokens, data.eod,
+        data.fingerprint, data.loss_of_bytes,
         data.gzip_bits_per_byte, data.xz_bits_per_byte, data.tokenizer().fingerprint,
     ]  # fmt: skip
 
@@ -146,21 +182,39 @@ def cached_text(root: Path) -> Target:
     config = DataConfig(path=str(root / "text.txt"), cache=str(root / "cache"), tokenizer_vocab=300)
     wanted = _about(corpus.prepare(config, vocab=300))
     small = lambda: [path for path in files_in(root / "cache") if path.suffix == ".json"]  # noqa: E731
-    return Target(root, small, lambda: _about(corpus.prepare(config, vocab=300)), lambda found, _: found == wanted, "")
+    return Target(
+        root,
+        small,
+        lambda: _about(corpus.prepare(config, vocab=300)),
+        lambda found, _: found == wanted,
+        "",
+    )
 
 
 def prefix(root: Path) -> Target:
     """The description and the tokenizer beside a prefix that `mesh-lm prepare` wrote."""
-    (root / "lines.jsonl").write_text("".join(json.dumps({"text": f"{line}\n"}) + "\n" for line in TEXT.split("\n")), encoding="utf-8")
+    (root / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": f"{line}\n"}) + "\n" for line in TEXT.split("\n")),
+        encoding="utf-8",
+    )
     (root / "tokenizer").mkdir()
     with (root / "log").open("w", encoding="utf-8") as log:
-        prepare((str(root / "lines.jsonl"),), str(root / "x"), str(trained().save(root / "tokenizer")), workers=1, output=log)
+        prepare(
+            (str(root / "lines.jsonl"),),
+            str(root / "x"),
+            str(trained().save(root / "tokenizer")),
+            workers=1,
+            output=log,
+        )
     config = DataConfig(blend=(str(root / "x"),), split="8,2,0", cache=str(root / "cache"))
     wanted = _about(corpus.prepare(config, vocab=300))
-    small = lambda: [path for path in [root / "x.json", *files_in(root / "x.tokenizer")] if path.exists()]  # noqa: E731
+    small = lambda: [  # noqa: E731
+        path for path in [root / "x.json", *files_in(root / "x.tokenizer")] if path.exists()
+    ]
     return Target(
         root, small, lambda: _about(corpus.prepare(config, vocab=300, progress=print)),
-        lambda found, said: found == wanted or (bool(said) and found[2:4] + found[5:6] == wanted[2:4] + wanted[5:6]),
+        lambda found,
+        said: found == wanted or (bool(said) and found[2:4] + found[5:6] == wanted[2:4] + wanted[5:6]),
         "the bytes are estimated",
     )  # fmt: skip
 
@@ -186,7 +240,8 @@ def get_config() -> TrainConfig:
 
 
 def config_file(root: Path) -> Target:
-    """A config file, and the config in the checkpoint that the run resumes, which is compared with it."""
+    """A config file, and the config in the checkpoint that the run resumes, which is compared with
+    it."""
     (root / "one.py").write_text(CONFIG, encoding="utf-8")
     saved = json.loads(json.dumps(as_dict(load(str(root / "one.py")))))
 
@@ -194,10 +249,17 @@ def config_file(root: Path) -> Target:
         shutil.rmtree(root / "__pycache__", ignore_errors=True)
         now = json.loads(json.dumps(as_dict(load(str(root / "one.py")))))
         check(load(str(root / "one.py")), 1)
-        print("\n".join(f"changed since: {line}" for line in differences(saved, now)))  # as `SavedCheckpoint.changed` says at a resume
+        # as `SavedCheckpoint.changed` says at a resume
+        print("\n".join(f"changed since: {line}" for line in differences(saved, now)))
         return now
 
-    return Target(root, lambda: [root / "one.py"], read, lambda found, said: found == saved or bool(said), "changed since: ")
+    return Target(
+        root,
+        lambda: [root / "one.py"],
+        read,
+        lambda found, said: found == saved or bool(said),
+        "changed since: ",
+    )
 
 
 def goodput(root: Path) -> Target:
@@ -206,7 +268,10 @@ def goodput(root: Path) -> Target:
         phases = Phases()
         phases.step = 10 * n + 5
         record = Goodput(root / "run", phases, 10 * n)
-        record._born, record._path = 100.0 * n + 1, root / "run" / "goodput" / f"{100 * n}.000-{n}.json"
+        record._born, record._path = (
+            100.0 * n + 1,
+            root / "run" / "goodput" / f"{100 * n}.000-{n}.json",
+        )
         record.write(now=True)
     wanted = total(root / "run" / "goodput")
 
@@ -215,7 +280,13 @@ def goodput(root: Path) -> Target:
         print(describe(found))
         return found
 
-    return Target(root, lambda: files_in(root / "run"), read, lambda found, said: found == wanted or bool(said), "left out")
+    return Target(
+        root,
+        lambda: files_in(root / "run"),
+        read,
+        lambda found, said: found == wanted or bool(said),
+        "left out",
+    )
 
 
 def metrics(root: Path) -> Target:
@@ -237,17 +308,28 @@ def metrics(root: Path) -> Target:
     def right(found: Any, said: str) -> bool:
         return found == wanted or (bool(said) and all(row in wanted for row in found))
 
-    return Target(root, lambda: [root / rows.METRICS, root / rows.DIGESTS], read, right, "earlier rows")
+    return Target(
+        root, lambda: [root / rows.METRICS, root / rows.DIGESTS], read, right, "earlier rows"
+    )
 
 
 def exported(root: Path) -> Target:
     """A Hugging Face directory that an export wrote: config, weights, tokenizer and digests."""
     model, tokenizer = golden("llama3"), trained()
-    huggingface.save(root / "model", model.layout, model.params, dtype="float32", max_shard_bytes=20_000, tokenizer=tokenizer)
+    huggingface.save(
+        root / "model",
+        model.layout,
+        model.params,
+        dtype="float32",
+        max_shard_bytes=20_000,
+        tokenizer=tokenizer,
+    )
     assert FIXTURES
 
     def read() -> Any:
-        config = huggingface.config_of(root / "model", dtype="float32", seq_len=model.layout.config.seq_len)
+        config = huggingface.config_of(
+            root / "model", dtype="float32", seq_len=model.layout.config.seq_len
+        )
         params = huggingface.load(root / "model", ModelLayout.of(config, model.layout.shard))
         return config, params, load_tokenizer(root / "model").fingerprint
 

@@ -1,4 +1,5 @@
-"""F19: damaged data. Without digests, a run reads other tokens, or other samples, in silence, or dies of an IndexError."""
+"""F19: damaged data. Without digests, a run reads other tokens, or other samples, in silence, or
+dies of an IndexError."""
 
 import dataclasses
 import io
@@ -27,12 +28,15 @@ DAMAGES = ("flip", "rewrite", "zero", "truncate", "delete", "another's")
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with all that three kinds of data consist of: two prepared prefixes, a cached corpus, and the caches of indices."""
+    """A directory with all that three kinds of data consist of: two prepared prefixes, a cached
+    corpus, and the caches of indices."""
     root = tmp_path_factory.mktemp("data")
     (root / "text").mkdir()
     text = corpus(root).read_text(encoding="utf-8")
     for i in range(40):
-        (root / "text" / f"{i:02}.txt").write_text(text[i * 2500 : (i + 2) * 2500], encoding="utf-8")
+        (root / "text" / f"{i:02}.txt").write_text(
+            text[i * 2500 : (i + 2) * 2500], encoding="utf-8"
+        )
     for name, files in (("a", root / "corpus.txt"), ("b", root / "text")):
         prepare_text((str(files),), str(root / name), "bytes", workers=1, output=io.StringIO())
     for kind in KINDS:
@@ -41,21 +45,45 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 KINDS: dict[str, dict[str, object]] = {
-    "blend": {"documents": "joined"}, "packed blend": {"documents": "packed"}, "text": {"documents": "packed"},
+    "blend": {"documents": "joined"}, "packed blend": {"documents": "packed"},
+    "text": {"documents": "packed"},
 }  # fmt: skip
 
 
 def samples(root: Path, kind: str, said: list[str]) -> tuple[bytes, ...]:
     """Returns all that a run reads of this kind of data, training and held-out."""
-    data = DataConfig(cache=str(root / f"cache {kind}"), split="80,20", tokenizer="bytes", documents=KINDS[kind]["documents"])  # pyright: ignore[reportArgumentType]
+    data = DataConfig(
+        cache=str(root / f"cache {kind}"),
+        split="80,20",
+        tokenizer="bytes",
+        documents=KINDS[kind]["documents"],
+    )  # pyright: ignore[reportArgumentType]
     blend = ("0.7", str(root / "a"), "0.3", str(root / "b"))
-    data = dataclasses.replace(data, **({"path": str(root / "text")} if kind == "text" else {"blend": blend, "tokenizer": ""}))
-    config = TrainConfig(model=DecoderConfig(vocab_size=260, seq_len=64), output="", train=TrainLoop(steps=1), data=data)
+    data = dataclasses.replace(
+        data,
+        **({"path": str(root / "text")} if kind == "text" else {"blend": blend, "tokenizer": ""}),
+    )
+    config = TrainConfig(
+        model=DecoderConfig(vocab_size=260, seq_len=64),
+        output="",
+        train=TrainLoop(steps=1),
+        data=data,
+    )
     found = prepare(data, vocab=0, progress=said.append)
     orders = (found.training_order(config, None, 2000), 2000), (found.heldout_order(config), None)
     windows = [order.read(np.arange(n or len(order))) for order, n in orders]
-    facts = json.dumps([found.train_tokens, found.heldout_tokens, found.heldout_bytes, found.eod, found.fingerprint])
-    return facts.encode(), *(array.tobytes() for each in windows for array in (each.tokens, each.labels, each.weights))
+    facts = json.dumps(
+        [
+            found.train_tokens,
+            found.heldout_tokens,
+            found.heldout_bytes,
+            found.eod,
+            found.fingerprint,
+        ]
+    )
+    return facts.encode(), *(
+        array.tobytes() for each in windows for array in (each.tokens, each.labels, each.weights)
+    )
 
 
 def damaged(path: Path, how: str, chance: random.Random) -> bool:
@@ -71,7 +99,11 @@ def damaged(path: Path, how: str, chance: random.Random) -> bool:
     elif how == "truncate":
         del content[at:]
     elif how == "another's":
-        pool = [other for other in path.parents[1].rglob(f"*{path.suffix}") if other.name == path.name or path.parent == other.parent]
+        pool = [
+            other
+            for other in path.parents[1].rglob(f"*{path.suffix}")
+            if other.name == path.name or path.parent == other.parent
+        ]
         content = bytearray(chance.choice(pool).read_bytes())
     path.unlink() if how == "delete" else path.write_bytes(content)
     return how == "delete" or bytes(content) != before
@@ -79,9 +111,14 @@ def damaged(path: Path, how: str, chance: random.Random) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_f19_no_damage_is_read_in_silence(
-    pristine: Path, tmp_path: Path, kind: str, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
+    pristine: Path,
+    tmp_path: Path,
+    kind: str,
+    record_property: Callable[[str, object], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What is read has the bits that were written, or one error names the file. An index is computed again. Without digests: a notice."""
+    """What is read has the bits that were written, or one error names the file. An index is
+    computed again. Without digests: a notice."""
     root, seed = tmp_path / "run", 0
     shutil.copytree(pristine, root)
     intact, count = samples(root, kind, []), Counter()
@@ -113,21 +150,32 @@ def test_f19_no_damage_is_read_in_silence(
             count["notice"] += 1
         else:
             count[f"no effect: {how} of {path.suffix}"] += 1
-    assert count["refused"] >= CASES // 4 and count["refused"] + count["computed again"] + count["notice"] >= CASES * 0.9, count
+    assert (
+        count["refused"] >= CASES // 4
+        and count["refused"] + count["computed again"] + count["notice"] >= CASES * 0.9
+    ), count
     record_property("cases of F19", count["cases"])
     record_property("refused", count["refused"])
     record_property("computed again", count["computed again"])
 
 
 def run(tmp_path: Path, data: Path, name: str, **changes: object) -> Job:
-    """One process with one device, which does not have to send heartbeats in time on a busy machine: that is F4's."""
-    alone = {"mesh__data": 1, "mesh__fsdp": 1, "rules": "ddp", "health__heartbeat": 60, "health__stall": 0}
+    """One process with one device, which does not have to send heartbeats in time on a busy
+    machine: that is F4's."""
+    alone = {
+        "mesh__data": 1,
+        "mesh__fsdp": 1,
+        "rules": "ddp",
+        "health__heartbeat": 60,
+        "health__stall": 0,
+    }
     settings = arguments(data, tmp_path / name, data__cache=tmp_path / "cache", **alone, **changes)
     return Job(tmp_path / "faults", settings, workers=1, devices=1, options=["--heartbeat=60"])
 
 
 def test_f19_a_run_on_damaged_tokens(data: Path, tmp_path: Path) -> None:
-    """It ends with status 1 and one error; with the file restored, the same command has the bits of a run that was not disturbed."""
+    """It ends with status 1 and one error; with the file restored, the same command has the bits of
+    a run that was not disturbed."""
     with run(tmp_path, data, "undisturbed") as job:
         assert job.ended() == 0, job.log
     undisturbed = certificates(job.log)[STEPS]
@@ -136,7 +184,9 @@ def test_f19_a_run_on_damaged_tokens(data: Path, tmp_path: Path) -> None:
     tokens.write_bytes(intact[:-5000] + bytes(100) + intact[-4900:])
     with run(tmp_path, data, "run") as job:
         assert job.ended() == 1, job.log
-    assert re.search(rf"error: {tokens} is damaged: bytes [\d,]+ to [\d,]+ are not as they were when", job.log), job.log
+    assert re.search(
+        rf"error: {tokens} is damaged: bytes [\d,]+ to [\d,]+ are not as they were when", job.log
+    ), job.log
     assert f"remove {tokens.parent}" in job.log and "Traceback" not in job.log, job.log
     tokens.write_bytes(intact)
     with run(tmp_path, data, "run") as job:
@@ -152,6 +202,17 @@ def test_f19_a_run_on_a_damaged_index(data: Path, tmp_path: Path) -> None:
             assert job.ended() == 0, job.log
         proofs.append(certificates(job.log))
         (starts,) = tmp_path.glob("cache/indices/packed-*/starts.npy")
-        assert len(re.findall(r"index cache: packed-\w+ in \S+ is not as it was written \(CRC-32 of starts.npy\)", job.log)) == n, job.log
+        assert (
+            len(
+                re.findall(
+                    (
+                        r"index cache: packed-\w+ in \S+ is not as it was written \(CRC-32 of "
+                        r"starts.npy\)"
+                    ),
+                    job.log,
+                )
+            )
+            == n
+        ), job.log
         starts.write_bytes(starts.read_bytes()[:-8] + bytes([9] * 8))
     assert proofs[0] == proofs[1] and len(proofs[0]) == STEPS // 5

@@ -1,4 +1,5 @@
-"""F15: the network between two hosts fails during a run and recovers. Two connected network namespaces stand in for hosts."""
+"""F15: the network between two hosts fails during a run and recovers. Two connected network
+namespaces stand in for hosts."""
 
 import contextlib
 import time
@@ -11,8 +12,11 @@ from fault.job import HEARTBEAT, STEPS, Job, arguments, certificates
 pytestmark = pytest.mark.fault
 
 
-def test_f15_a_network_that_fails_and_recovers(hosts: tuple[str, str], data: Path, undisturbed: dict[int, str], tmp_path: Path) -> None:
-    """Each side ends its processes within a heartbeat and 5 s of the failure; after recovery they reconnect and continue."""
+def test_f15_a_network_that_fails_and_recovers(
+    hosts: tuple[str, str], data: Path, undisturbed: dict[int, str], tmp_path: Path
+) -> None:
+    """Each side ends its processes within a heartbeat and 5 s of the failure; after recovery they
+    reconnect and continue."""
     settings = arguments(data, tmp_path / "run")
     where = ["--nodes=2", "--rendezvous=10.77.0.1:9876", "--rejoin=120"]
     with contextlib.ExitStack() as stack:
@@ -30,7 +34,9 @@ def test_f15_a_network_that_fails_and_recovers(hosts: tuple[str, str], data: Pat
         ip("-n", hosts[0], "link", "set", "meshlm-v1", "down")
         cut = time.monotonic()
         while any(_runs(pid) for pid in workers):
-            assert time.monotonic() - cut < HEARTBEAT + 5 + 4, f"a process outlived the network:\n{first.log}\n{second.log}"
+            assert time.monotonic() - cut < HEARTBEAT + 5 + 4, (
+                f"a process outlived the network:\n{first.log}\n{second.log}"
+            )
             time.sleep(0.1)
         time.sleep(3)
         ip("-n", hosts[0], "link", "set", "meshlm-v1", "up")
@@ -41,6 +47,9 @@ def test_f15_a_network_that_fails_and_recovers(hosts: tuple[str, str], data: Pat
 
 def _runs(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+            != "Z"
+        )
     except OSError:
         return False

@@ -1,4 +1,5 @@
-"""F23: random damage to every kind of file that a run reads. No result may differ in silence, and no error may be a traceback."""
+"""F23: random damage to every kind of file that a run reads. No result may differ in silence, and
+no error may be a traceback."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ pytestmark = pytest.mark.fault
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_f23_random_damage(kind: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_f23_random_damage(
+    kind: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """Hundreds of times a kind: refused with one error, recovered and said, or without effect."""
     (root := tmp_path / "run").mkdir()
     count, bad = KINDS[kind].make(root).attacked(KINDS[kind].times, kind)

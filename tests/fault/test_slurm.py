@@ -1,4 +1,5 @@
-"""F16: the launcher's batch script on a real two-node Slurm is preempted and requeued during a run."""
+"""F16: the launcher's batch script on a real two-node Slurm is preempted and requeued during a
+run."""
 
 import subprocess
 import sys
@@ -17,17 +18,37 @@ pytestmark = pytest.mark.fault
 class Batch:
     def __init__(self, directory: Path, environment: Mapping[str, str], command: list[str]) -> None:
         """command: the command that the launchers of two nodes start."""
-        template = [sys.executable, "-m", "mesh_lm.launch", "--template=slurm", "--nodes=2", "--grace=60", *command]
-        script = subprocess.run(template, env=environment, capture_output=True, text=True, check=True).stdout
-        lines = [line for line in script.splitlines() if "gpus-per-node" not in line]  # this cluster has none
-        text = "\n".join(lines).replace("python -m mesh_lm.launch", f"{sys.executable} -m mesh_lm.launch --devices=2")
+        template = [
+            sys.executable,
+            "-m",
+            "mesh_lm.launch",
+            "--template=slurm",
+            "--nodes=2",
+            "--grace=60",
+            *command,
+        ]
+        script = subprocess.run(
+            template, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        # this cluster has none
+        lines = [line for line in script.splitlines() if "gpus-per-node" not in line]
+        text = "\n".join(lines).replace(
+            "python -m mesh_lm.launch", f"{sys.executable} -m mesh_lm.launch --devices=2"
+        )
         (directory / "job.sh").write_text(text + "\n", encoding="utf-8")
         self._environment, self._directory = environment, directory
         submitted = self.run("sbatch", "--parsable", "--time=30", str(directory / "job.sh"))
         self.job = submitted.strip()
 
     def run(self, *command: str) -> str:
-        return subprocess.run(command, env=self._environment, cwd=self._directory, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command,
+            env=self._environment,
+            cwd=self._directory,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
 
     @property
     def log(self) -> str:
@@ -37,21 +58,33 @@ class Batch:
     @property
     def state(self) -> str:
         return next(
-            (line.split("=")[1].split()[0] for line in self.run("scontrol", "show", "job", self.job).splitlines() if "JobState" in line), ""
+            (
+                line.split("=")[1].split()[0]
+                for line in self.run("scontrol", "show", "job", self.job).splitlines()
+                if "JobState" in line
+            ),
+            "",
         )
 
     def wait(self, text: str, count: int = 1) -> None:
         deadline = time.monotonic() + PATIENCE
         while self.log.count(text) < count:
-            assert time.monotonic() < deadline, f"{text!r} not {count} times ({self.state}) in\n{self.log}"
+            assert time.monotonic() < deadline, (
+                f"{text!r} not {count} times ({self.state}) in\n{self.log}"
+            )
             if self.state == "PENDING":  # Slurm lets a requeued job wait for two minutes
                 time.sleep(4)  # and fails a job that starts in the second in which it was requeued
-                subprocess.run(["scontrol", "update", f"JobId={self.job}", "StartTime=now"], env=self._environment, capture_output=True)
+                subprocess.run(
+                    ["scontrol", "update", f"JobId={self.job}", "StartTime=now"],
+                    env=self._environment,
+                    capture_output=True,
+                )
             time.sleep(0.3)
 
 
 def test_f16_slurm(data: Path, undisturbed: dict[int, str], tmp_path: Path) -> None:
-    """On TERM from --signal the run saves, exits with 99 and is requeued by the script; `scontrol requeue` works without the script."""
+    """On TERM from --signal the run saves, exits with 99 and is requeued by the script; `scontrol
+    requeue` works without the script."""
     if reason := why_not():
         pytest.skip(reason)
     (tmp_path / "faults").mkdir()

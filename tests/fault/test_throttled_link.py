@@ -1,4 +1,5 @@
-"""Two hosts with a slow link between them: islands (DiLoCo) send over it once every few steps what data parallelism sends in each."""
+"""Two hosts with a slow link between them: islands (DiLoCo) send over it once every few steps what
+data parallelism sends in each."""
 
 import contextlib
 from collections.abc import Callable
@@ -14,19 +15,34 @@ from mesh_lm.training.check import check
 
 pytestmark = pytest.mark.fault
 EVERY, FROM, TO = 5, 6, 16
-"""Steps between two outer steps, and the steps between which bytes are counted: two outer steps are among them."""
+"""Steps between two outer steps, and the steps between which bytes are counted: two outer steps are
+among them."""
 SIZES = {"model__d_model": 128, "model__d_ff": 512, "checkpoint__every": 0, "mesh__fsdp": 2}
 PLAIN = {**SIZES, "rules": "hsdp", "mesh__data": 2}
-APART = {**SIZES, "rules": "diloco+fsdp", "mesh__data": 1, "mesh__island": 2, "optimizer__outer_steps": EVERY}
+APART = {
+    **SIZES,
+    "rules": "diloco+fsdp",
+    "mesh__data": 1,
+    "mesh__island": 2,
+    "optimizer__outer_steps": EVERY,
+}
 
 
 def trained(hosts: tuple[str, str], settings: list[str], faults: Path) -> tuple[int, float]:
-    """Returns (bytes that the first host sent from step FROM to step TO, the seconds that this took)."""
+    """Returns (bytes that the first host sent from step FROM to step TO, the seconds that this
+    took)."""
     where = ["--nodes=2", "--rendezvous=10.77.0.1:9876"]
     with contextlib.ExitStack() as stack:
         first, second = (
             stack.enter_context(
-                Job(faults, settings, workers=1, MESH_LM_PACE="0.2", options=[*where, f"--node={i}"], prefix=["ip", "netns", "exec", host])
+                Job(
+                    faults,
+                    settings,
+                    workers=1,
+                    MESH_LM_PACE="0.2",
+                    options=[*where, f"--node={i}"],
+                    prefix=["ip", "netns", "exec", host],
+                )
             )
             for i, host in enumerate(hosts)
         )
@@ -39,9 +55,13 @@ def trained(hosts: tuple[str, str], settings: list[str], faults: Path) -> tuple[
 
 
 def test_islands_send_less_over_a_slow_link(
-    hosts: tuple[str, str], data: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+    hosts: tuple[str, str],
+    data: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    """By the interface's own counter. Data parallelism sums the gradients in each of ten steps, islands the weights in two of them."""
+    """By the interface's own counter. Data parallelism sums the gradients in each of ten steps,
+    islands the weights in two of them."""
     for i, host in enumerate(hosts):
         throttle(host, i, "50mbit")
     plain = trained(hosts, arguments(data, tmp_path / "plain", **PLAIN), tmp_path / "faults")
@@ -50,6 +70,8 @@ def test_islands_send_less_over_a_slow_link(
     weights = 4 * model.n_params()  # of the two devices of a host together
     for (sent, _), every in ((plain, 1), (apart, EVERY)):
         on_paper = (TO - FROM) * wire_bytes(weights, 2, every)
-        assert on_paper < sent < 1.08 * on_paper, f"every {every} steps: {sent:,} bytes, {on_paper:,.0f} on paper"
+        assert on_paper < sent < 1.08 * on_paper, (
+            f"every {every} steps: {sent:,} bytes, {on_paper:,.0f} on paper"
+        )
     record_property("sent_bytes_of_data_parallelism_and_islands", f"{plain[0]}, {apart[0]}")
     record_property("seconds_of_data_parallelism_and_islands", f"{plain[1]:.1f}, {apart[1]:.1f}")

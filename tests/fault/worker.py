@@ -1,7 +1,9 @@
-"""Runs train.py with faults: real signals, hangs and bit flips, each once, at a step and in a process chosen by the test.
+"""Runs train.py with faults: real signals, hangs and bit flips, each once, at a step and in a
+process chosen by the test.
 
-MESH_LM_FAULTS is a directory. A file `process-step-what` in it is a fault to come; it is removed as it strikes, so that a restarted run is
-spared. MESH_LM_PACE: seconds that a step takes at least, so that a test can act between two of them.
+MESH_LM_FAULTS is a directory. A file `process-step-what` in it is a fault to come; it is removed as
+it strikes, so that a restarted run is spared. MESH_LM_PACE: seconds that a step takes at least, so
+that a test can act between two of them.
 """
 
 import os
@@ -48,26 +50,39 @@ def after_step(step: int) -> None:
 
 def flipped(state: Any) -> Any:
     """Flips one bit of one device's copy of a weight."""
-    name, leaf = next((name, leaf) for name, leaf in state["params"].items() if leaf.is_fully_replicated)
+    name, leaf = next(
+        (name, leaf) for name, leaf in state["params"].items() if leaf.is_fully_replicated
+    )
     parts = [np.array(shard.data) for shard in leaf.addressable_shards]
     parts[-1].reshape(-1).view(np.uint32)[0] ^= 1 << 9
-    arrays = [jax.device_put(part, shard.device) for part, shard in zip(parts, leaf.addressable_shards, strict=True)]
+    arrays = [
+        jax.device_put(part, shard.device)
+        for part, shard in zip(parts, leaf.addressable_shards, strict=True)
+    ]
     broken = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
     return state | {"params": state["params"] | {name: broken}}
 
 
 def corrupted(state: Any) -> Any:
-    """Flips one bit in one device's shard of the largest array that every rule may shard: the optimizer's first moment."""
+    """Flips one bit in one device's shard of the largest array that every rule may shard: the
+    optimizer's first moment."""
     part = "mu"
     name, leaf = max(state[part].items(), key=lambda each: each[1].size)
     parts = [np.array(shard.data) for shard in leaf.addressable_shards]
     parts[-1].reshape(-1).view(np.uint32)[3] ^= 1 << 9
-    arrays = [jax.device_put(each, shard.device) for each, shard in zip(parts, leaf.addressable_shards, strict=True)]
-    return state | {part: state[part] | {name: jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)}}
+    arrays = [
+        jax.device_put(each, shard.device)
+        for each, shard in zip(parts, leaf.addressable_shards, strict=True)
+    ]
+    return state | {
+        part: state[part]
+        | {name: jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)}
+    }
 
 
 def miscomputed(step: Any) -> Any:
-    """Returns the step; where `miscompute` strikes, its result has one wrong bit on one device. The strike is for one execution."""
+    """Returns the step; where `miscompute` strikes, its result has one wrong bit on one device. The
+    strike is for one execution."""
 
     def run(state: Any, batch: Any) -> Any:
         if not any(FAULTS.glob("*-miscompute")):
@@ -82,7 +97,12 @@ def miscomputed(step: Any) -> Any:
 
 def install() -> None:
     """Puts the faults between the steps of mesh_lm.training.loop."""
-    step, save, batch, compare = Monitor.step, Checkpoints.save, Loader.__next__, replicas.require_equal
+    step, save, batch, compare = (
+        Monitor.step,
+        Checkpoints.save,
+        Loader.__next__,
+        replicas.require_equal,
+    )
 
     def stepped(self: Monitor, n: int, metrics: Any) -> Any:
         late = step(self, n, metrics)
@@ -107,7 +127,12 @@ def install() -> None:
     def compared(state: Any) -> None:
         compare(flipped(state) if strikes(int(state["step"]), "flip") else state)
 
-    Monitor.step, Checkpoints.save, Loader.__next__, loop.require_equal = stepped, saved, loaded, compared
+    Monitor.step, Checkpoints.save, Loader.__next__, loop.require_equal = (
+        stepped,
+        saved,
+        loaded,
+        compared,
+    )
     made = loop.train_step
     loop.train_step = lambda *given: miscomputed(made(*given))
 

@@ -1,4 +1,5 @@
-"""Small files that are too deep, of another type or endless: one error that names the file, at every door through which JSON comes in."""
+"""Small files that are too deep, of another type or endless: one error that names the file, at
+every door through which JSON comes in."""
 
 import errno
 import json
@@ -25,7 +26,10 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a model's config": ("config.json", lambda path: configs.config_of(path.parent)),
     "a tokenizer": ("tokenizer.json", hugging_face.load),
     "a prepared corpus": ("corpus.json", lambda path: _load(path.parent)),
-    "a finished preparation": ("p.json", lambda path: _finished(str(path.with_suffix("")), "identity")),
+    "a finished preparation": (
+        "p.json",
+        lambda path: _finished(str(path.with_suffix("")), "identity"),
+    ),
     "prompts": ("p.jsonl", lambda path: [*_from_file(str(path))]),
 }
 DEEP = {
@@ -40,7 +44,9 @@ DEEP = {
 
 @pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
 @pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
-def test_a_file_that_is_not_what_it_should_be(tmp_path: Path, name: str, read: Callable[[Path], Any], text: str) -> None:
+def test_a_file_that_is_not_what_it_should_be(
+    tmp_path: Path, name: str, read: Callable[[Path], Any], text: str
+) -> None:
     (path := tmp_path / name).write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError) as caught:
         read(path)
@@ -68,7 +74,8 @@ def test_a_checkpoint_with_such_a_description_is_damaged(tmp_path: Path, text: s
 
 
 def test_a_failing_disk_is_no_mistake() -> None:
-    """Whatever an error of a full or lost disk was wrapped in: status 75, so that launcher, Slurm and Kubernetes try again."""
+    """Whatever an error of a full or lost disk was wrapped in: status 75, so that launcher, Slurm
+    and Kubernetes try again."""
 
     def main(number: int) -> int:
         try:
@@ -79,11 +86,21 @@ def test_a_failing_disk_is_no_mistake() -> None:
             except ConfigError:
                 raise ConfigError("while another was handled")  # noqa: B904
 
-    wanted = {errno.ENOSPC: 75, errno.EDQUOT: 75, errno.EIO: 75, errno.ESTALE: 75, errno.EACCES: 1, errno.ENOENT: 1}
+    wanted = {
+        errno.ENOSPC: 75,
+        errno.EDQUOT: 75,
+        errno.EIO: 75,
+        errno.ESTALE: 75,
+        errno.EACCES: 1,
+        errno.ENOENT: 1,
+    }
     assert {number: distributed.run(main, number) for number in wanted} == wanted
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "..", ""])
 def test_an_index_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
     (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}), encoding="utf-8")
-    assert files.scan(tmp_path) == ({}, [f"{files.INDEX} names {name}, which is not a file of this directory"])
+    assert files.scan(tmp_path) == (
+        {},
+        [f"{files.INDEX} names {name}, which is not a file of this directory"],
+    )

@@ -1,4 +1,5 @@
-"""A thin slice of F23 (`tests/fault/test_random_damage.py`): twenty damaged files of each kind that needs no compilation."""
+"""A thin slice of F23 (`tests/fault/test_random_damage.py`): twenty damaged files of each kind that
+needs no compilation."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Copies of the repository, of which each but the first has one mistake, and what tests say about them."""
+"""Copies of the repository, of which each but the first has one mistake, and what tests say about
+them."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ from mutations.planted import Mutation
 PATIENCE = 600.0
 """Seconds that the tests of one mutation may take."""
 PREPARED = (
-    "numpy", "hypothesis", "xdist", "jax", "flax.nnx", "optax", "orbax.checkpoint", "tensorstore", "grain", "tokenizers",
+    "numpy", "hypothesis", "xdist", "jax", "flax.nnx", "optax", "orbax.checkpoint", "tensorstore",
+    "grain", "tokenizers",
     "safetensors.numpy", "xxhash", "tyro", "rich.console", "tensorboardX",
 )  # fmt: skip
-"""Modules that are imported once for all mutations. Others do at their import what a fork would miss: torch and pyarrow start threads, and
-JAX's Mosaic GPU looks for CUDA, where `sharding_rules.lab` has said that it is."""
+"""Modules that are imported once for all mutations. Others do at their import what a fork would
+miss: torch and pyarrow start threads, and JAX's Mosaic GPU looks for CUDA, where
+`sharding_rules.lab` has said that it is."""
 KILLED, SURVIVED, MISPLACED = "killed", "SURVIVED", "does not apply"
 NOT_IN_CI = "not in CI"
 EQUIVALENT = "equivalent"
@@ -57,7 +60,9 @@ class Verdict:
 
 def tracked() -> list[str]:
     """The files that git tracks and that are there, by their paths in the repository."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=planted.ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=planted.ROOT, capture_output=True, text=True, check=True
+    ).stdout
     return [name for name in listed.split("\0") if name and (planted.ROOT / name).is_file()]
 
 
@@ -80,17 +85,47 @@ class Server:
         """compiled: the directory for what JAX compiles, which all copies share."""
         self._environment = os.environ | {"MESH_LM_TEST_CACHE": str(compiled)}
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, server.__file__, str(planted.ROOT / "tests" / "conftest.py"), *PREPARED]
+        command = [
+            sys.executable,
+            server.__file__,
+            str(planted.ROOT / "tests" / "conftest.py"),
+            *PREPARED,
+        ]
         self._process = subprocess.Popen(
-            command, cwd=compiled, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            cwd=compiled,
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
-    def run(self, copy: Path, expression: str, tests: Sequence[str], *, seconds: float, first_only: bool) -> Outcome:
-        """Runs those of the tests of a copy that the marker expression selects. first_only: end at the first that fails."""
+    def run(
+        self, copy: Path, expression: str, tests: Sequence[str], *, seconds: float, first_only: bool
+    ) -> Outcome:
+        """Runs those of the tests of a copy that the marker expression selects. first_only: end at
+        the first that fails."""
         python_path = [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
-        changes = {"PYTHONPATH": os.pathsep.join(python_path), "TMPDIR": str(copy / ".tmp"), "MESH_LM_REPORTS": str(copy / ".reports")}
-        options = ["-q", "-p", "no:cacheprovider", "-m", expression, *(["-x"] if first_only else [])]
-        request = {"root": str(copy), "environment": self._environment | changes, "arguments": [*options, *tests], "seconds": seconds}
+        changes = {
+            "PYTHONPATH": os.pathsep.join(python_path),
+            "TMPDIR": str(copy / ".tmp"),
+            "MESH_LM_REPORTS": str(copy / ".reports"),
+        }
+        options = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            expression,
+            *(["-x"] if first_only else []),
+        ]
+        request = {
+            "root": str(copy),
+            "environment": self._environment | changes,
+            "arguments": [*options, *tests],
+            "seconds": seconds,
+        }
         (copy / ".tmp").mkdir()
         began = time.monotonic()
         assert self._process.stdin and self._process.stdout
@@ -108,10 +143,12 @@ class Server:
 
 
 class Copies:
-    """Copies of the repository in a temporary directory, and one server per job that runs tests on them. A context manager.
+    """Copies of the repository in a temporary directory, and one server per job that runs tests on
+    them. A context manager.
 
-    The first copy, `pristine`, has files of its own. The others have links to them, because copying takes seconds and links take none. What
-    a mutation changes is a new file, and a file of `pristine` into which a test has written is copied once more.
+    The first copy, `pristine`, has files of its own. The others have links to them, because copying
+    takes seconds and links take none. What a mutation changes is a new file, and a file of
+    `pristine` into which a test has written is copied once more.
     """
 
     def __init__(self, where: Path, jobs: int) -> None:
@@ -135,13 +172,15 @@ class Copies:
             self._servers.get().close()
 
     def run(self, tests: Sequence[str], mutation: Mutation | None = None) -> Verdict:
-        """The verdict of the tests on a copy of their own, which is removed after it: killed where one of them fails."""
+        """The verdict of the tests on a copy of their own, which is removed after it: killed where
+        one of them fails."""
         if mutation and (problem := mutation.place(self._pristine)):
             return Verdict(MISPLACED, why=problem)
         return verdict(tests, self._outcome(tests, mutation, seconds=PATIENCE, first_only=True))
 
     def run_unchanged(self, sets: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Verdict]:
-        """The verdicts of several sets of tests, all in one process. Those that do not pass there run once more, each set alone."""
+        """The verdicts of several sets of tests, all in one process. Those that do not pass there
+        run once more, each set alone."""
         tests = sorted({test for each in sets for test in each})
         outcome = self._outcome(tests, None, seconds=PATIENCE * len(sets), first_only=False)
         verdicts = {}
@@ -161,7 +200,9 @@ class Copies:
         for each in kernels:
             own = verdict(each.tests, outcome)
             if own.status == SURVIVED:  # the test has passed, and so found the mistake
-                own = dataclasses.replace(own, status=EQUIVALENT if each.equivalent else KILLED, why=each.equivalent)
+                own = dataclasses.replace(
+                    own, status=EQUIVALENT if each.equivalent else KILLED, why=each.equivalent
+                )
             elif own.status == KILLED:
                 own = dataclasses.replace(own, status=SURVIVED)
             if alone.status != SURVIVED:
@@ -169,7 +210,9 @@ class Copies:
             verdicts[each.id] = own
         return verdicts
 
-    def _outcome(self, tests: Sequence[str], mutation: Mutation | None, *, seconds: float, first_only: bool) -> Outcome:
+    def _outcome(
+        self, tests: Sequence[str], mutation: Mutation | None, *, seconds: float, first_only: bool
+    ) -> Outcome:
         copy = Path(tempfile.mkdtemp(prefix="copy-", dir=self._where))
         running = self._servers.get()
         try:
@@ -201,7 +244,8 @@ class Copies:
                 self._stamps[name] = self._stamp(name)
 
     def _keep_bytecode(self, copy: Path) -> None:
-        """Moves what Python compiled in a copy to the pristine files, so that it compiles only what a mutation changes.
+        """Moves what Python compiled in a copy to the pristine files, so that it compiles only what
+        a mutation changes.
 
         pytest's own bytecode, of tests, is left out: it has the paths of the copy in it.
         """
@@ -218,10 +262,15 @@ class Copies:
 def verdict(tests: Sequence[str], outcome: Outcome) -> Verdict:
     """Of tests that ran, perhaps with others: killed where one of them failed."""
     own = {case: result for case, result in outcome.cases.items() if is_of(case, tests)}
-    seconds = sum(result[1] for result in own.values()) if len(own) < len(outcome.cases) else outcome.seconds
+    seconds = (
+        sum(result[1] for result in own.values())
+        if len(own) < len(outcome.cases)
+        else outcome.seconds
+    )
     if outcome.status is None:
         return Verdict("timed out", seconds, f"no end after {PATIENCE:g} s")
-    if outcome.status not in (0, 1, 5):  # with these pytest says: the tests ran, and: none was selected
+    # with these pytest says: the tests ran, and: none was selected
+    if outcome.status not in (0, 1, 5):
         return Verdict("broken", seconds, outcome.log.strip()[-600:])
     if not own:
         return Verdict(NOT_IN_CI, seconds, "CI selects none of its tests")
@@ -229,14 +278,20 @@ def verdict(tests: Sequence[str], outcome: Outcome) -> Verdict:
         if result == "failed":
             return Verdict(KILLED, seconds, f"{case.rpartition('::')[2]}: {_first_line(said)}")
     skipped = sum(result == "skipped" for result, *_ in own.values())
-    return Verdict("skipped" if skipped else SURVIVED, seconds, f"{skipped} of {len(own)} skipped" if skipped else "")
+    return Verdict(
+        "skipped" if skipped else SURVIVED,
+        seconds,
+        f"{skipped} of {len(own)} skipped" if skipped else "",
+    )
 
 
 def is_of(case: str, tests: Sequence[str]) -> bool:
-    """Whether a case, as pytest names it, is one of the tests, or one of theirs if they name files or functions."""
+    """Whether a case, as pytest names it, is one of the tests, or one of theirs if they name files
+    or functions."""
     return any(case == test or case.startswith((f"{test}::", f"{test}[")) for test in tests)
 
 
 def _first_line(said: str) -> str:
     line = next(iter(said.strip().splitlines()), "")
-    return re.sub(rf"\b{re.escape(platform.node())}\b", "HOST", line)[:200]  # it may be kept, and the host is nobody's business
+    # it may be kept, and the host is nobody's business
+    return re.sub(rf"\b{re.escape(platform.node())}\b", "HOST", line)[:200]

@@ -35,7 +35,13 @@ class Mutation:
         """Why it does not apply to the files below `root`, or nothing."""
         path = root / self.file
         times = path.read_text(encoding="utf-8").count(self.old) if path.is_file() else 0
-        return "" if times == 1 else f"its old text is {times} times in {self.file}" if path.is_file() else f"there is no {self.file}"
+        return (
+            ""
+            if times == 1
+            else f"its old text is {times} times in {self.file}"
+            if path.is_file()
+            else f"there is no {self.file}"
+        )
 
 
 def load() -> list[Mutation]:
@@ -57,9 +63,22 @@ def load_kernels() -> list[Mutation]:
     """Those that the tests in KERNELS plant."""
     path = (ROOT / KERNELS).with_name("kernel_mutations.toml")
     found = []
-    for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutation"] if path.exists() else []:
+    for entry in (
+        tomllib.loads(path.read_text(encoding="utf-8"))["mutation"] if path.exists() else []
+    ):
         file = f"pallas_kernels/{entry.get('folder', 'attention/hopper')}/{entry['file']}"
         function = COMPILED if entry["runs"] == "compiled" else INTERPRETED
         test = f"{KERNELS}::{function}[{entry['id']}]"
-        found.append(Mutation(f"kernels/{entry['id']}", file, "", "", entry["plants"], (test,), True, entry.get("equivalent", "")))
+        found.append(
+            Mutation(
+                f"kernels/{entry['id']}",
+                file,
+                "",
+                "",
+                entry["plants"],
+                (test,),
+                True,
+                entry.get("equivalent", ""),
+            )
+        )
     return found

@@ -1,15 +1,19 @@
-"""Plants mistakes into copies of the code, one at a time, and says which of them the tests of CI let live.
+"""Plants mistakes into copies of the code, one at a time, and says which of them the tests of CI
+let live.
 
 python tests/mutations/run.py [--list] [--jobs=N] [--write=KIND] [id ...]
 
-The mistakes are data: the .toml files beside this one. For each, the files that git tracks are copied to a temporary directory, the text is
-replaced there, and the tests that must fail run on the copy. The working tree is never touched. The same tests run on an unchanged copy
-first: where they fail without the mistake, they prove nothing.
+The mistakes are data: the .toml files beside this one. For each, the files that git tracks are
+copied to a temporary directory, the text is replaced there, and the tests that must fail run on the
+copy. The working tree is never touched. The same tests run on an unchanged copy first: where they
+fail without the mistake, they prove nothing.
 
-Of the named tests only those run that CI selects (tests/tiers.py). A mistake with none of them is "not in CI".
+Of the named tests only those run that CI selects (tests/tiers.py). A mistake with none of them is
+"not in CI".
 
-The mistakes in kernels (tests/pallas_kernels/kernel_mutations.toml) are planted by a test of their own, which passes if each is found. They
-are judged by that test here, so that one record has all. Their ids begin with "kernels/".
+The mistakes in kernels (tests/pallas_kernels/kernel_mutations.toml) are planted by a test of their
+own, which passes if each is found. They are judged by that test here, so that one record has all.
+Their ids begin with "kernels/".
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ def judge(mutations: Sequence[Mutation], jobs: int) -> dict[str, Verdict]:
         ThreadPoolExecutor(jobs) as pool,
     ):
         unchanged: dict[tuple[str, ...], Verdict] = {}
-        for batch in pool.map(copies.run_unchanged, batches([mutation.tests for mutation in in_copies], jobs)):
+        for batch in pool.map(
+            copies.run_unchanged, batches([mutation.tests for mutation in in_copies], jobs)
+        ):
             unchanged |= batch
         for tests, alone in unchanged.items():
             if alone.status != SURVIVED:
@@ -69,7 +75,8 @@ def judge(mutations: Sequence[Mutation], jobs: int) -> dict[str, Verdict]:
 
 
 def batches(sets: Iterable[tuple[str, ...]], jobs: int) -> Iterator[list[tuple[str, ...]]]:
-    """Divides sets of tests into one batch per job, but never those that CI selects by different expressions. Files stay together."""
+    """Divides sets of tests into one batch per job, but never those that CI selects by different
+    expressions. Files stay together."""
     by_expression: dict[str, list[tuple[str, ...]]] = {}
     for tests in sorted(set(sets)):
         by_expression.setdefault(tiers.ci_selects(tests[0].partition("::")[0]), []).append(tests)
@@ -89,12 +96,18 @@ def show(mutation: Mutation, verdict: Verdict) -> None:
 
 def summary(statuses: Sequence[str], seconds: float) -> str:
     """A line: how many mutations there were, of each verdict how many, and how long it took."""
-    counts = {status: statuses.count(status) for status in dict.fromkeys([KILLED, SURVIVED, *statuses])}
-    return f"{len(statuses)} mutations: {', '.join(f'{n} {status}' for status, n in counts.items())}; {seconds:.0f} s"
+    counts = {
+        status: statuses.count(status) for status in dict.fromkeys([KILLED, SURVIVED, *statuses])
+    }
+    return (
+        f"{len(statuses)} mutations: {', '.join(f'{n} {status}' for status, n in counts.items())}; "
+        f"{seconds:.0f} s"
+    )
 
 
 def write(kind: str, verdicts: dict[str, Verdict]) -> Path:
-    """Leaves the verdicts in benchmarks/results, with the machine and the versions; those that it holds of others stay."""
+    """Leaves the verdicts in benchmarks/results, with the machine and the versions; those that it
+    holds of others stay."""
     sys.path.insert(0, str(planted.ROOT))
     from benchmarks.record import RESULTS, Record
 
@@ -102,31 +115,57 @@ def write(kind: str, verdicts: dict[str, Verdict]) -> Path:
     record.data["command"] = f"python tests/mutations/run.py --write={kind}"
     before = RESULTS / f"{record.stem}.json"
     rows = (
-        {row["id"]: row for row in json.loads(before.read_text(encoding="utf-8"))["tables"]["Verdicts"]["rows"]} if before.exists() else {}
+        {
+            row["id"]: row
+            for row in json.loads(before.read_text(encoding="utf-8"))["tables"]["Verdicts"]["rows"]
+        }
+        if before.exists()
+        else {}
     )
     mutations = planted.load()
     for mutation in mutations:
         if verdict := verdicts.get(mutation.id):
             rows[mutation.id] = {
-                "id": mutation.id, "file": mutation.file, "verdict": verdict.status, "wall_s": round(verdict.seconds, 1),
+                "id": mutation.id, "file": mutation.file, "verdict": verdict.status,
+                "wall_s": round(verdict.seconds, 1),
                 "plants": mutation.plants, "said": verdict.why,
             }  # fmt: skip
     kept = [rows[mutation.id] for mutation in mutations if mutation.id in rows]
-    record.data["summary"] = summary([row["verdict"] for row in kept], sum(row["wall_s"] for row in kept))
-    note = "wall_s: of the tests of the mutation, up to the first that failed; of those in kernels, of its test alone."
+    record.data["summary"] = summary(
+        [row["verdict"] for row in kept], sum(row["wall_s"] for row in kept)
+    )
+    note = (
+        "wall_s: of the tests of the mutation, up to the first that failed; of those in kernels, "
+        "of its test alone."
+    )
     record.table("Verdicts", kept, note, show=False)
     return record.write()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python tests/mutations/run.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("ids", nargs="*", metavar="id", help="of mutations, or how they begin; none: all")
+    parser = argparse.ArgumentParser(
+        "python tests/mutations/run.py",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument(
+        "ids", nargs="*", metavar="id", help="of mutations, or how they begin; none: all"
+    )
     parser.add_argument("--list", action="store_true", help="say what each plants, and run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="mutations at once")
-    parser.add_argument("--write", metavar="KIND", default="", help="write benchmarks/results/mutations_<date>_<KIND>.json and .md")
+    parser.add_argument(
+        "--write",
+        metavar="KIND",
+        default="",
+        help="write benchmarks/results/mutations_<date>_<KIND>.json and .md",
+    )
     arguments = parser.parse_args(argv)
-    mutations = [m for m in planted.load() if not arguments.ids or m.id.startswith(tuple(arguments.ids))]
-    if unknown := [each for each in arguments.ids if not any(m.id.startswith(each) for m in mutations)]:
+    mutations = [
+        m for m in planted.load() if not arguments.ids or m.id.startswith(tuple(arguments.ids))
+    ]
+    if unknown := [
+        each for each in arguments.ids if not any(m.id.startswith(each) for m in mutations)
+    ]:
         parser.error(f"no mutation {', '.join(unknown)}; --list says which there are")
     if arguments.jobs < 1:
         parser.error(f"--jobs={arguments.jobs} must be at least 1")

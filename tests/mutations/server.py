@@ -1,15 +1,19 @@
-"""Runs pytest in forks of one process that has imported the packages of others, which takes most of the time of a short test.
+"""Runs pytest in forks of one process that has imported the packages of others, which takes most of
+the time of a short test.
 
 python tests/mutations/server.py CONFTEST [module ...]
 
-It imports the conftest, which sets the environment in which JAX must be imported, and the modules; nothing of this repository stays
-imported, and no device of JAX is initialised. Then it reads requests from its standard input and answers each before it reads the next,
-one JSON object a line:
+It imports the conftest, which sets the environment in which JAX must be imported, and the modules;
+nothing of this repository stays imported, and no device of JAX is initialised. Then it reads
+requests from its standard input and answers each before it reads the next, one JSON object a line:
 
-- request: `root`, the directory in which pytest runs; its `environment` and `arguments`; `seconds` that it may take;
-- answer: `status` of pytest, as `subprocess` gives it, or null after `seconds`; `cases`: test id -> [outcome, seconds, what it said].
+- request: `root`, the directory in which pytest runs; its `environment` and `arguments`; `seconds`
+  that it may take;
+- answer: `status` of pytest, as `subprocess` gives it, or null after `seconds`; `cases`: test id ->
+  [outcome, seconds, what it said].
 
-A fork begins with nothing but these imports, in a session of its own, which is killed when pytest has ended.
+A fork begins with nothing but these imports, in a session of its own, which is killed when pytest
+has ended.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ class Recorder:
 
 
 def prepare(conftest: Path, modules: list[str]) -> None:
-    """Imports the conftest, if there is one, and those modules that are installed; what belongs to the repository is forgotten again."""
+    """Imports the conftest, if there is one, and those modules that are installed; what belongs to
+    the repository is forgotten again."""
     if conftest.is_file():
         sys.path.insert(0, str(conftest.parent))
         spec = importlib.util.spec_from_file_location("prepared_conftest", conftest)
@@ -61,7 +66,11 @@ def prepare(conftest: Path, modules: list[str]) -> None:
             importlib.import_module(name)
     for name, module in [*sys.modules.items()]:
         file = str(getattr(module, "__file__", None) or "")
-        if file.startswith(f"{conftest.parents[1]}{os.sep}") and "site-packages" not in file and name != "__main__":
+        if (
+            file.startswith(f"{conftest.parents[1]}{os.sep}")
+            and "site-packages" not in file
+            and name != "__main__"
+        ):
             del sys.modules[name]
 
 
@@ -94,7 +103,8 @@ def run(request: dict[str, Any]) -> NoReturn:
         os.environ.update(request["environment"])
         tempfile.tempdir = None  # so that TMPDIR is read again
         sys.path[0] = request["root"]
-        sys.modules["__main__"] = types.ModuleType("__main__")  # processes that tests spawn would import this file
+        # processes that tests spawn would import this file
+        sys.modules["__main__"] = types.ModuleType("__main__")
         importlib.invalidate_caches()
 
         import pytest
@@ -111,7 +121,8 @@ def run(request: dict[str, Any]) -> NoReturn:
 
 
 def ended(process: int, seconds: float) -> int | None:
-    """Returns the status of a fork, once all processes of its session are killed; None if it did not end within `seconds`."""
+    """Returns the status of a fork, once all processes of its session are killed; None if it did
+    not end within `seconds`."""
     limit = time.monotonic() + seconds
     found, status = os.waitpid(process, os.WNOHANG)
     while not found and time.monotonic() < limit:

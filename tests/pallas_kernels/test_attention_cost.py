@@ -23,7 +23,9 @@ COMPILE_BUDGET = 0
     st.none() | st.integers(-99, 99),
     st.booleans(),
 )
-def test_pairs_are_those_of_the_mask(S: int, T: int, causal: bool, window: int | None, q_offset: int | None, sparse: bool) -> None:
+def test_pairs_are_those_of_the_mask(
+    S: int, T: int, causal: bool, window: int | None, q_offset: int | None, sparse: bool
+) -> None:
     window = window if causal else None
     shape = (2, -(-S // 64), -(-T // 64))
     mask = BlockMask(np.random.default_rng(S).random(shape) < 0.5, 64) if sparse else None
@@ -38,7 +40,10 @@ def test_pairs_are_those_of_the_mask(S: int, T: int, causal: bool, window: int |
         return visible.sum() / 2
 
     wanted = (pairs(0) + pairs(T - S)) / 2 if q_offset is None else pairs(q_offset)
-    assert visible_pairs(S, T, causal=causal, window=window, q_offset=q_offset, block_mask=mask) == wanted
+    assert (
+        visible_pairs(S, T, causal=causal, window=window, q_offset=q_offset, block_mask=mask)
+        == wanted
+    )
 
 
 def test_the_numbers_are_attributes_of_the_program() -> None:
@@ -50,16 +55,36 @@ def test_the_numbers_are_attributes_of_the_program() -> None:
 
     text = jax.jit(f).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).as_text()
     assert 'kernel = "attention forward", kernel_bytes = "34", kernel_flops = "12"}' in text
-    assert 'kernel = "attention backward", kernel_bytes = "34", kernel_flops = "12", kernel_occupancy = "0.247"}' in text
+    assert (
+        'kernel = "attention backward", kernel_bytes = "34", kernel_flops = "12", kernel_occupancy '
+        '= "0.247"}'
+    ) in text
 
 
 def test_each_kernel_says_how_much_of_the_gpu_its_grid_fills() -> None:
-    """A Llama 3 70B's attention on one of eight tensor-parallel devices: one kv head, and all grids go by query head."""
-    of = {name: jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for name, heads in (("q", 8), ("k", 1), ("v", 1))}
+    """A Llama 3 70B's attention on one of eight tensor-parallel devices: one kv head, and all grids
+    go by query head."""
+    of = {
+        name: jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16)
+        for name, heads in (("q", 8), ("k", 1), ("v", 1))
+    }
 
     def loss(q, k, v):
-        return flash_attention(q, k, v, implementation="mosaic", platform="gpu", capability=(9, 0)).astype(jnp.float32).sum()
+        return (
+            flash_attention(q, k, v, implementation="mosaic", platform="gpu", capability=(9, 0))
+            .astype(jnp.float32)
+            .sum()
+        )
 
-    text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*of.values()).lower(lowering_platforms=("cuda",)).as_text()
-    said = dict(re.findall(r'kernel = "flash_attention_(\w+)",.*?kernel_occupancy = "([\d.]+)"', text))
-    assert set(said) == {"forward", "bwd"} and all(float(share) > 0.99 for share in said.values()), said
+    text = (
+        jax.jit(jax.grad(loss, (0, 1, 2)))
+        .trace(*of.values())
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
+    said = dict(
+        re.findall(r'kernel = "flash_attention_(\w+)",.*?kernel_occupancy = "([\d.]+)"', text)
+    )
+    assert set(said) == {"forward", "bwd"} and all(
+        float(share) > 0.99 for share in said.values()
+    ), said

@@ -24,8 +24,13 @@ def visited(S: int, T: int, offset: int, window: int | None) -> np.ndarray:
     return np.asarray(padded.reshape(-(-S // 128), 128, -(-T // 128), 128).any((1, 3)))
 
 
-@pytest.mark.parametrize(("S", "T", "offset", "window"), [(1024, 1024, 0, None), (1000, 1000, 0, 300), (384, 1024, 640, None)])
-def test_a_tile_costs_the_blocks_that_it_sees_and_one(S: int, T: int, offset: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("S", "T", "offset", "window"),
+    [(1024, 1024, 0, None), (1000, 1000, 0, 300), (384, 1024, 640, None)],
+)
+def test_a_tile_costs_the_blocks_that_it_sees_and_one(
+    S: int, T: int, offset: int, window: int | None
+) -> None:
     blocks = visited(S, T, offset, window)
     assert tile_costs(S, T, q_offset=offset, window=window) == tuple(blocks.sum(1)[::-1] + 1)
     assert tile_costs(S, T, q_offset=offset, window=window, by_key=True) == tuple(blocks.sum(0) + 1)
@@ -36,20 +41,30 @@ def test_a_block_goes_to_the_first_sm_that_is_free() -> None:
     assert schedule((3, 2, 1), 1, sms=2).efficiency == 1  # 3 | 2 1
     assert schedule((1, 2, 3), 1, sms=2).efficiency == 6 / 8  # 1 3 | 2
     one = schedule((5,), 133)
-    assert (one.blocks, one.waves, one.efficiency) == (133, 133 / SMS, pytest.approx(133 / (2 * SMS)))
+    assert (one.blocks, one.waves, one.efficiency) == (
+        133,
+        133 / SMS,
+        pytest.approx(133 / (2 * SMS)),
+    )
 
 
 def test_a_grid_too_long_to_follow_is_as_good_as_its_last_wave() -> None:
     costs = tuple(range(64, 0, -1))
-    assert schedule(costs, 700).efficiency == pytest.approx(schedule(costs, 600).efficiency, abs=5e-3)
+    assert schedule(costs, 700).efficiency == pytest.approx(
+        schedule(costs, 600).efficiency, abs=5e-3
+    )
 
 
 def test_tensor_parallel_llama_leaves_no_sm_idle_by_query_head() -> None:
-    """64 blocks of keys for 132 SMs, of a Llama 3 70B's layer on one of eight devices: the first causal tile is most of the work."""
+    """64 blocks of keys for 132 SMs, of a Llama 3 70B's layer on one of eight devices: the first
+    causal tile is most of the work."""
     S, N, K = 8192, 8, 1
     assert by_query_head(1, N, K, S)
     assert of_keys(1, S, S, N, K, split=False).efficiency < 0.25
-    assert of_queries(1, S, S, N, K).efficiency > 0.99 and of_keys(1, S, S, N, K, split=True).efficiency > 0.99
+    assert (
+        of_queries(1, S, S, N, K).efficiency > 0.99
+        and of_keys(1, S, S, N, K, split=True).efficiency > 0.99
+    )
 
 
 SPLIT = {
@@ -62,19 +77,28 @@ SPLIT = {
 
 
 @pytest.mark.parametrize("shape", SPLIT)
-def test_heads_are_split_only_where_they_share_keys_and_blocks_are_few(shape: tuple[int, int, int, int]) -> None:
+def test_heads_are_split_only_where_they_share_keys_and_blocks_are_few(
+    shape: tuple[int, int, int, int],
+) -> None:
     assert by_query_head(*shape) == SPLIT[shape]
 
 
 def test_a_section_is_as_many_heads_as_fit_the_cache() -> None:
     head = 2 * 8192 * 256  # bytes of a head's keys and values
     assert CACHE // head == 8
-    assert section_of_queries(8192, 16, 16, 256) == 8 and section_of_queries(8192, 12, 12, 256) == 6  # a divisor
-    assert section_of_queries(8192, 64, 8, 256) == 64 and section_of_queries(131_072, 16, 16, 256) == 1
-    assert section_of_keys(8192, 64, 8, 256, split=True) == 8 and section_of_keys(8192, 64, 8, 256, split=False) == 1
+    # a divisor
+    assert section_of_queries(8192, 16, 16, 256) == 8 and section_of_queries(8192, 12, 12, 256) == 6
+    assert (
+        section_of_queries(8192, 64, 8, 256) == 64 and section_of_queries(131_072, 16, 16, 256) == 1
+    )
+    assert (
+        section_of_keys(8192, 64, 8, 256, split=True) == 8
+        and section_of_keys(8192, 64, 8, 256, split=False) == 1
+    )
 
 
 def test_a_section_starts_with_its_longest_tiles() -> None:
-    """Three heads with tiles of 3 and 1 on two SMs: together 3 1 1 1 and 3 3; one after the other, the last 3 begins late."""
+    """Three heads with tiles of 3 and 1 on two SMs: together 3 1 1 1 and 3 3; one after the other,
+    the last 3 begins late."""
     assert schedule((3, 1), 3, section=3, sms=2).efficiency == 1
     assert schedule((3, 1), 3, section=1, sms=2).efficiency == 12 / 14

@@ -1,4 +1,5 @@
-"""The backward pass of five matmuls in the interpreter: both ways to add to dq, both grids, and the order of registers."""
+"""The backward pass of five matmuls in the interpreter: both ways to add to dq, both grids, and the
+order of registers."""
 
 import functools
 
@@ -26,10 +27,14 @@ HOPPER = {"platform": "gpu", "capability": (9, 0)}
 def test_the_order_of_registers_is_that_of_mosaics_layout(columns: int) -> None:
     """Thread t adds its registers 4 i ... 4 i + 3 to the elements from (128 i + t) * 4 on."""
     tile = np.arange(64 * columns).reshape(64, columns)
-    shape, strides = WGMMA_LAYOUT.tiling.tile_shape(tile.shape), WGMMA_LAYOUT.tiling.tile_strides((columns, 1))
+    shape, strides = (
+        WGMMA_LAYOUT.tiling.tile_shape(tile.shape),
+        WGMMA_LAYOUT.tiling.tile_strides((columns, 1)),
+    )
     tiled = as_strided(tile, shape, [stride * tile.itemsize for stride in strides])
     of_threads = (*WGMMA_LAYOUT.warp_dims, *WGMMA_LAYOUT.lane_dims)
-    held = np.moveaxis(tiled, of_threads, range(len(of_threads))).reshape(128, -1)  # the registers of each thread, in order
+    # the registers of each thread, in order
+    held = np.moveaxis(tiled, of_threads, range(len(of_threads))).reshape(128, -1)
     found = np.zeros(tile.size)
     _add.in_numpy(found, tile)
     np.testing.assert_array_equal(found.reshape(-1, 128, 4).swapaxes(0, 1).reshape(128, -1), held)
@@ -40,25 +45,41 @@ def test_sums_in_the_order_of_registers_become_rows_and_columns(wide: int) -> No
     x = normal(1, 128, 2, 64)
     sums = np.zeros(register_order(1, 2, 128, 64, wide), np.float32)
     for head, row, part in np.ndindex(2, 2, 64 // wide):
-        _add.in_numpy(sums[0, head, row, part], x[0, row * 64 : row * 64 + 64, head, part * wide : (part + 1) * wide])
+        _add.in_numpy(
+            sums[0, head, row, part],
+            x[0, row * 64 : row * 64 + 64, head, part * wide : (part + 1) * wide],
+        )
     np.testing.assert_array_equal(from_register_order(jnp.asarray(sums)), x)
 
 
-def gradients_match(tiles: FusedTiles, H: int = 128, Hv: int = 0, seed: int | None = None, **case) -> None:
+def gradients_match(
+    tiles: FusedTiles, H: int = 128, Hv: int = 0, seed: int | None = None, **case
+) -> None:
     """Compares all results with the formula: S, T, N, K, and features."""
     S, N, K = (case.pop(name, default) for name, default in (("S", 256), ("N", 1), ("K", 1)))
     T, Hv = case.pop("T", S), Hv or H
-    arrays = [x.astype(jnp.bfloat16) for x in (normal(1, S, N, H), normal(1, T, K, H, seed=3), normal(1, T, K, Hv, seed=1))]
+    arrays = [
+        x.astype(jnp.bfloat16)
+        for x in (normal(1, S, N, H), normal(1, T, K, H, seed=3), normal(1, T, K, Hv, seed=1))
+    ]
     weights = (normal(1, S, N, Hv, seed=2), normal(1, S, N, seed=2))
     row = next(row for row in tuning.entries() if row.head_dims == (H, Hv) and not row.plain)
 
     def ours(q, k, v):
-        problem = describe_attention(q, k, v, return_lse=True, deterministic=False, **HOPPER, **case)
-        return attention(q, k, v, problem, Tiling(row.tiling.forward, row.tiling.dq, row.tiling.dkv, tiles))
+        problem = describe_attention(
+            q, k, v, return_lse=True, deterministic=False, **HOPPER, **case
+        )
+        return attention(
+            q, k, v, problem, Tiling(row.tiling.forward, row.tiling.dq, row.tiling.dkv, tiles)
+        )
 
     with interpreted(seed):
-        found = jax.block_until_ready(jax.jit(functools.partial(values_and_grads, ours, weights))(arrays))
-    reference = functools.partial(values_and_grads, functools.partial(reference_attention, **case), weights)
+        found = jax.block_until_ready(
+            jax.jit(functools.partial(values_and_grads, ours, weights))(arrays)
+        )
+    reference = functools.partial(
+        values_and_grads, functools.partial(reference_attention, **case), weights
+    )
     wanted = jax.jit(reference)([np.asarray(x, np.float32) for x in arrays])
     assert_close(found, wanted, 0.01)
 
@@ -82,14 +103,22 @@ def test_padding_keys_with_tiny_normalisers_leave_no_nan() -> None:
     """Where all logits are far below 0, exp(-lse) of a padding key overflows."""
     q, k = np.full((1, 128, 1, 64), 8.0, jnp.bfloat16), np.full((1, 70, 1, 64), -8.0, jnp.bfloat16)
     with interpreted():
-        loss = lambda q, k: flash_attention(q, k, k, causal=False, deterministic=False, implementation="mosaic", **HOPPER).sum()  # noqa: E731
-        found = jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1)))(jnp.asarray(q), jnp.asarray(k)))
+        loss = lambda q, k: flash_attention(  # noqa: E731
+            q, k, k, causal=False, deterministic=False, implementation="mosaic", **HOPPER
+        ).sum()
+        found = jax.block_until_ready(
+            jax.jit(jax.grad(loss, (0, 1)))(jnp.asarray(q), jnp.asarray(k))
+        )
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found)
 
 
 def test_a_vmap_of_the_gradient_is_the_gradient_of_each() -> None:
     q = normal(2, 1, 128, 1, 64).astype(jnp.bfloat16)
-    loss = lambda q: flash_attention(q, q, q, deterministic=False, implementation="mosaic", **HOPPER).astype(jnp.float32).sum()  # noqa: E731
+    loss = lambda q: (  # noqa: E731
+        flash_attention(q, q, q, deterministic=False, implementation="mosaic", **HOPPER)
+        .astype(jnp.float32)
+        .sum()
+    )
     with interpreted():
         found = np.asarray(jax.jit(jax.vmap(jax.grad(loss)))(q), np.float32)
         alone = jax.jit(jax.grad(loss))
@@ -130,5 +159,7 @@ def test_whatever_order_the_warpgroups_run_in(seed: int, by_kv_head: None) -> No
 
 def test_tiles_that_the_kernel_cannot_have_are_refused() -> None:
     for wrong in ((32, 2, "red"), (64, 0, "red"), (64, 2, "atomic")):
-        with pytest.raises(ValueError, match="64 or 128 queries, at least 1 stage, and adds by red or tma"):
+        with pytest.raises(
+            ValueError, match="64 or 128 queries, at least 1 stage, and adds by red or tma"
+        ):
             FusedTiles(*wrong)

@@ -1,4 +1,5 @@
-"""Grouped matmul against a loop over groups, forward and gradients: xla on the CPU, the Hopper kernels in the interpreter."""
+"""Grouped matmul against a loop over groups, forward and gradients: xla on the CPU, the Hopper
+kernels in the interpreter."""
 
 import functools
 
@@ -34,7 +35,10 @@ T = 200
 
 def case(sizes: list[int], D: int, F: int, dtype, spare: float = 0.0, T: int = T):
     random = np.random.default_rng(0)
-    x, w, dy = (random.standard_normal(shape).astype(dtype) for shape in ((T, D), (len(sizes), D, F), (T, F)))
+    x, w, dy = (
+        random.standard_normal(shape).astype(dtype)
+        for shape in ((T, D), (len(sizes), D, F), (T, F))
+    )
     x[sum(sizes) :] += spare
     return x, w, dy, np.array(sizes, np.int32)
 
@@ -46,7 +50,11 @@ def by_loop(x, w, dy, sizes):
     ends = np.cumsum(sizes)
     for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
         rows = slice(start, end)
-        y[rows], dx[rows], dw[group] = x[rows] @ w[group], dy[rows] @ w[group].T, x[rows].T @ dy[rows]
+        y[rows], dx[rows], dw[group] = (
+            x[rows] @ w[group],
+            dy[rows] @ w[group].T,
+            x[rows].T @ dy[rows],
+        )
     return y, dx, dw
 
 
@@ -57,20 +65,32 @@ def ours(x, w, dy, sizes, features):
 
 
 def check(arguments, tolerance: float, **features) -> None:
-    for name, found, wanted in zip(("y", "dx", "dw"), ours(*arguments, tuple(features.items())), by_loop(*arguments), strict=True):
+    for name, found, wanted in zip(
+        ("y", "dx", "dw"),
+        ours(*arguments, tuple(features.items())),
+        by_loop(*arguments),
+        strict=True,
+    ):
         assert found.dtype == arguments[0].dtype
-        assert np.abs(np.asarray(found, np.float64) - wanted).max() <= tolerance * max(np.abs(wanted).max(), 1), name
+        assert np.abs(np.asarray(found, np.float64) - wanted).max() <= tolerance * max(
+            np.abs(wanted).max(), 1
+        ), name
 
 
 @pytest.mark.parametrize("times", [1, 7], ids=["one block", "three blocks"])
 @pytest.mark.parametrize("name", SIZES)
 def test_xla(name: str, times: int) -> None:
-    check(case([times * n for n in SIZES[name]], 48, 24, np.float32, spare=1e3, T=times * T), 1e-5, implementation="xla")
+    check(
+        case([times * n for n in SIZES[name]], 48, 24, np.float32, spare=1e3, T=times * T),
+        1e-5,
+        implementation="xla",
+    )
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_mosaic(name: str) -> None:
-    """Widths that no tile divides, and tiles of different widths, in the forward and the backward pass."""
+    """Widths that no tile divides, and tiles of different widths, in the forward and the backward
+    pass."""
     with interpreted():
         check(case(SIZES[name], 320, 64, jnp.bfloat16, spare=1e3), 0.01, **HOPPER)
 
@@ -85,7 +105,9 @@ def test_mosaic_reuses_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shapes(T: int = 4096, D: int = 1024, F: int = 2048, E: int = 8, dtype="bfloat16", place=None):
     structs = ((T, D), dtype), ((E, D, F), dtype), ((E,), "int32")
-    return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place) for shape, dtype in structs]
+    return [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place) for shape, dtype in structs
+    ]
 
 
 REFUSED = {
@@ -103,29 +125,52 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refusals(reason: str) -> None:
     words = dict(REFUSED[reason])
-    place = {"platform": "cpu"} if not words else {"platform": "gpu", "capability": words.pop("capability", (9, 0))}
+    place = (
+        {"platform": "cpu"}
+        if not words
+        else {"platform": "gpu", "capability": words.pop("capability", (9, 0))}
+    )
     words.pop("platform", None)
     arrays = shapes(**words)
     choice = choose_grouped_matmul(describe_grouped_matmul(*arrays, **place))
-    assert choice.name == "xla" and reason in choice.rejected["mosaic"] and ";" not in choice.rejected["mosaic"]
+    assert (
+        choice.name == "xla"
+        and reason in choice.rejected["mosaic"]
+        and ";" not in choice.rejected["mosaic"]
+    )
     with pytest.raises(Unsupported, match=reason):
         jax.eval_shape(lambda *a: grouped_matmul(*a, implementation="mosaic", **place), *arrays)
 
 
 def test_choice() -> None:
-    choice = choose_grouped_matmul(describe_grouped_matmul(*shapes(), platform="gpu", capability=(9, 0)))
+    choice = choose_grouped_matmul(
+        describe_grouped_matmul(*shapes(), platform="gpu", capability=(9, 0))
+    )
     assert choice.name == "mosaic" and list(choice.rejected) == ["xla"]
-    assert "platform is cpu" in choose_grouped_matmul(describe_grouped_matmul(*shapes())).rejected["mosaic"]
+    assert (
+        "platform is cpu"
+        in choose_grouped_matmul(describe_grouped_matmul(*shapes())).rejected["mosaic"]
+    )
 
 
 def test_every_fault_is_named() -> None:
     x, w, sizes = np.zeros((4, 3), np.float32), np.zeros((2, 5, 6), np.float16), np.zeros(3)
-    with pytest.raises(ValueError, match=r"the same D, .*one dtype .*cast the weights.*group_sizes must be integers, got float64"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"the same D, .*one dtype .*cast the weights.*group_sizes must be integers, got "
+            r"float64"
+        ),
+    ):
         grouped_matmul(x, w, sizes)  # pyright: ignore
     with pytest.raises(ValueError, match=r"x must be \[T, D\]"):
         grouped_matmul(x[0], w, sizes)  # pyright: ignore
-    with pytest.raises(ValueError, match="implementation must be one of mosaic, xla or None, got 'triton'"):
-        grouped_matmul(x, np.zeros((2, 3, 6), np.float32), np.zeros(2, int), implementation="triton")  # pyright: ignore
+    with pytest.raises(
+        ValueError, match="implementation must be one of mosaic, xla or None, got 'triton'"
+    ):
+        grouped_matmul(
+            x, np.zeros((2, 3, 6), np.float32), np.zeros(2, int), implementation="triton"
+        )  # pyright: ignore
 
 
 def gradients(**features):
@@ -138,10 +183,15 @@ def gradients(**features):
 @pytest.mark.deviceless
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
 def test_memory_does_not_grow_with_groups(implementation: str) -> None:
-    """Needs at most the tokens' gradient, and one matrix in fp32 with its product. lax.ragged_dot needs a copy per group."""
+    """Needs at most the tokens' gradient, and one matrix in fp32 with its product. lax.ragged_dot
+    needs a copy per group."""
     place, temporaries = jax.sharding.SingleDeviceSharding(devices("h100", 1)[0]), {}
     for E in (8, 32):
-        compiled = jax.jit(gradients(**HOPPER | {"implementation": implementation})).lower(*shapes(E=E, place=place)).compile()
+        compiled = (
+            jax.jit(gradients(**HOPPER | {"implementation": implementation}))
+            .lower(*shapes(E=E, place=place))
+            .compile()
+        )
         memory = compiled.memory_analysis()
         assert memory is not None
         temporaries[E] = memory.temp_size_in_bytes
@@ -168,7 +218,9 @@ def test_kernels_compile_well(D: int, F: int, E: int, reports: str) -> None:
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("name", "columns"), covering.pairs(["rows", "transposed", "weights"], [64, 128, 256, 192]))
+@pytest.mark.parametrize(
+    ("name", "columns"), covering.pairs(["rows", "transposed", "weights"], [64, 128, 256, 192])
+)
 def test_every_plan_compiles_well(name: str, columns: int, reports: str) -> None:
     x, w, sizes = shapes(T=8192)
     [kernel] = resources(*single(name, columns, x, w, sizes), cache=reports)
@@ -181,7 +233,12 @@ def single(name: str, columns: int, x, w, sizes):
     if name == "weights":
         return lambda *a: hopper.weights(plan.Plan(columns), *a), x, dy, sizes
     transposed = name == "transposed"
-    return lambda *a: hopper.rows(plan.Plan(columns), *a, transpose=transposed), dy if transposed else x, w, sizes
+    return (
+        lambda *a: hopper.rows(plan.Plan(columns), *a, transpose=transposed),
+        dy if transposed else x,
+        w,
+        sizes,
+    )
 
 
 @pytest.mark.deviceless
@@ -194,17 +251,30 @@ def test_the_machine_code_keeps_a_product_in_flight(name: str) -> None:
     [code] = machine_code.machine_code(*single(name, 256, *shapes(T=8192)))
     assert code.local_memory == 0
     *tiles, steps = code.loops  # the first step of a product of rows is in the outer loop
-    assert [loop.waits for loop in tiles] == ([] if name == "weights" else [(1, 0)]), code.loops  # the end of a tile
-    assert steps.waits == (1,) and steps.count(machine_code.MATMUL) == plan.STEP // 16, steps.summary()
+    # the end of a tile
+    assert [loop.waits for loop in tiles] == ([] if name == "weights" else [(1, 0)]), code.loops
+    assert steps.waits == (1,) and steps.count(machine_code.MATMUL) == plan.STEP // 16, (
+        steps.summary()
+    )
 
 
 @pytest.mark.parametrize(
-    ("T", "D", "F", "E"), [(8192, 2048, 1024, 64), (8192, 2048, 768, 64), (8192, 4096, 1408, 64), (65536, 2048, 768, 128)]
+    ("T", "D", "F", "E"),
+    [
+        (8192, 2048, 1024, 64),
+        (8192, 2048, 768, 64),
+        (8192, 4096, 1408, 64),
+        (65536, 2048, 768, 128),
+    ],
 )
 def test_balanced_groups_keep_the_sms_busy(T: int, D: int, F: int, E: int) -> None:
     sizes = plan.balanced(T, E)
     assert sum(sizes) == T and len(sizes) == E
-    for kernel in (plan.plan_rows(sizes, F), plan.plan_rows(sizes, D), plan.plan_weights(sizes, D, F)):
+    for kernel in (
+        plan.plan_rows(sizes, F),
+        plan.plan_rows(sizes, D),
+        plan.plan_weights(sizes, D, F),
+    ):
         assert kernel[1].efficiency >= 0.9, kernel
 
 
@@ -221,4 +291,6 @@ def test_the_table_covers_each_row_of_its_group(name: str) -> None:
     assert covered.min() == covered.max() == 1 and n <= len(table)
     sizes = [*SIZES[name], T - sum(SIZES[name])]
     before = [begin % plan.ALIGNED for begin in np.cumsum([0, *sizes[:-1]])]
-    assert n == sum(-(-(size + more) // 128) for size, more in zip(sizes, before, strict=True) if size), "a tile more than the rows need"
+    assert n == sum(
+        -(-(size + more) // 128) for size, more in zip(sizes, before, strict=True) if size
+    ), "a tile more than the rows need"

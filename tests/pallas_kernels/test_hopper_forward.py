@@ -1,4 +1,5 @@
-"""The forward pass alone: its variants against the formula in the interpreter, and the overlap of its machine code."""
+"""The forward pass alone: its variants against the formula in the interpreter, and the overlap of
+its machine code."""
 
 import functools
 import math
@@ -34,19 +35,33 @@ SLOW = {
     "alternating": ForwardTiles(64, 3, overlapped=False),
     "wide": ForwardTiles(192, 2),
 }  # fmt: skip
-PACKED = {"segment_ids": np.sort(np.random.default_rng(1).integers(0, 4, (1, 450))), "window": 120, "softcap": 5.0}
+PACKED = {
+    "segment_ids": np.sort(np.random.default_rng(1).integers(0, 4, (1, 450))),
+    "window": 120,
+    "softcap": 5.0,
+}
 
 
 def check(tiles: ForwardTiles, S: int, seed: int | None = None, **features: Any) -> None:
     """Against the formula, with two query heads for each kv head."""
-    q, k, v = (normal(1, S, n, 64, seed=seed).astype(jnp.bfloat16) for n, seed in ((2, 0), (1, 3), (1, 1)))
-    problem = describe_attention(q, k, v, return_lse=True, platform="gpu", capability=(9, 0), **features)
+    q, k, v = (
+        normal(1, S, n, 64, seed=seed).astype(jnp.bfloat16) for n, seed in ((2, 0), (1, 3), (1, 1))
+    )
+    problem = describe_attention(
+        q, k, v, return_lse=True, platform="gpu", capability=(9, 0), **features
+    )
     sides = {name: features[name] for name in ("segment_ids",) if name in features}
     sides |= {"kv_segment_ids": sides["segment_ids"]} if sides else {}
     with interpreted(seed):
-        call = jax.jit(lambda q, k, v: attention(q, k, v, problem, Tiling(tiles, Tiles(64, 2), Tiles(64, 2)), **sides))
+        call = jax.jit(
+            lambda q, k, v: attention(
+                q, k, v, problem, Tiling(tiles, Tiles(64, 2), Tiles(64, 2)), **sides
+            )
+        )
         found = jax.block_until_ready(call(q, k, v))
-    wanted = jax.jit(functools.partial(reference_attention, **features))(*(np.asarray(x, np.float32) for x in (q, k, v)))
+    wanted = jax.jit(functools.partial(reference_attention, **features))(
+        *(np.asarray(x, np.float32) for x in (q, k, v))
+    )
     assert_close(found, wanted, 0.01)
     assert_close(found[1], wanted[1], 1e-5)
 
@@ -59,7 +74,9 @@ def test_variants_equal_the_formula(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("name", [*VARIANTS, *SLOW])
-def test_variants_equal_the_formula_with_features_and_in_any_order(name: str, seed: int | None) -> None:
+def test_variants_equal_the_formula_with_features_and_in_any_order(
+    name: str, seed: int | None
+) -> None:
     tiles = (VARIANTS | SLOW)[name]
     check(tiles, 450, seed, **PACKED)
     check(tiles, 450, seed, causal=False)
@@ -75,17 +92,22 @@ def compiled(tiles: ForwardTiles, H: int, V: int, **features: Any) -> machine_co
     spec = Spec(S, S, 1 / math.sqrt(H), **features)
     ids = jax.ShapeDtypeStruct((B, S), jnp.int32)
     sides: dict[str, Any] = {"q_ids": ids, "k_ids": ids} if spec.segments else {}
-    sides |= {"table": jax.ShapeDtypeStruct((B, S // tiles.rows, 4), jnp.int32)} if spec.segments else {}
+    sides |= (
+        {"table": jax.ShapeDtypeStruct((B, S // tiles.rows, 4), jnp.int32)} if spec.segments else {}
+    )
     sides |= {"sinks": jax.ShapeDtypeStruct((4,), jnp.float32)} if spec.sinks else {}
     candidate = Candidate("forward", (H, V), tiles)
-    [code] = machine_code.machine_code(lambda *x: run(spec, candidate, *x), sides, *shapes(candidate, S, B, 4, 2, "bfloat16"))
+    [code] = machine_code.machine_code(
+        lambda *x: run(spec, candidate, *x), sides, *shapes(candidate, S, B, 4, 2, "bfloat16")
+    )
     assert code.local_memory == 0
     [loop] = code.loops
     return loop
 
 
 def assert_overlapped(loop: machine_code.Loop, tiles: ForwardTiles, H: int) -> None:
-    """QK is waited for with PV in flight, every exponential is computed meanwhile, and nothing else waits for wgmmas."""
+    """QK is waited for with PV in flight, every exponential is computed meanwhile, and nothing else
+    waits for wgmmas."""
     assert loop.count("HGMMA") == tiles.height // 64 * (H + tiles.block) // 16
     assert loop.waits == (1, 0)
     # One for each logit, one for each of the rows that a thread has.
@@ -102,7 +124,8 @@ def test_the_softmax_overlaps_with_the_matmul_in_the_machine_code() -> None:
 
 @pytest.mark.deviceless
 def test_without_the_overlap_nothing_is_in_flight_during_the_softmax() -> None:
-    """What the test above would see if ptxas undid it: this schedule waits for each product before it goes on."""
+    """What the test above would see if ptxas undid it: this schedule waits for each product before
+    it goes on."""
     tiles = ForwardTiles(128, 2, overlapped=False)
     loop = compiled(tiles, 128, 128, causal=False)
     assert loop.waits == (0, 0) and set(loop.in_flight("MUFU.EX2")) == {0}
@@ -111,15 +134,30 @@ def test_without_the_overlap_nothing_is_in_flight_during_the_softmax() -> None:
 
 
 def served() -> list[Any]:
-    """The overlapped entries of the table with what each must serve: an entry marked plain serves no features, and its own mask."""
+    """The overlapped entries of the table with what each must serve: an entry marked plain serves
+    no features, and its own mask."""
     features = {"causal": {}, "full": {"causal": False}, "everything": EVERYTHING}
     causal = {"causal": (None, True), "full": (None, False), "everything": ()}
-    rows = [(number, row) for number, row in enumerate(tuning.entries()) if row.tiling.forward.overlapped]
-    cases = [(number, name) for number, row in rows for name in features if not row.plain or row.causal in causal[name]]
+    rows = [
+        (number, row)
+        for number, row in enumerate(tuning.entries())
+        if row.tiling.forward.overlapped
+    ]
+    cases = [
+        (number, name)
+        for number, row in rows
+        for name in features
+        if not row.plain or row.causal in causal[name]
+    ]
     hardest = dict(cases)  # everything, or the one mask of a plain entry
-    on_ci = {(number, hardest[number]) for number, row in rows if row.head_dims in ((128, 128), (64, 64))}
+    on_ci = {
+        (number, hardest[number]) for number, row in rows if row.head_dims in ((128, 128), (64, 64))
+    }
     marks = {case: pytest.mark.slow if case in on_ci else pytest.mark.exhaustive for case in cases}
-    return [pytest.param(number, features[name], marks=marks[number, name], id=f"{number}-{name}") for number, name in cases]
+    return [
+        pytest.param(number, features[name], marks=marks[number, name], id=f"{number}-{name}")
+        for number, name in cases
+    ]
 
 
 @pytest.mark.deviceless

@@ -1,13 +1,16 @@
-"""Faults planted into our kernels, one at a time: the interpreter or the check of what is compiled finds each, by name.
+"""Faults planted into our kernels, one at a time: the interpreter or the check of what is compiled
+finds each, by name.
 
 The faults are data, in kernel_mutations.toml. An entry has:
 
-- changes: pairs of a text that is in the file (of pallas_kernels/attention/hopper, or of `folder`) exactly once, and what replaces it;
+- changes: pairs of a text that is in the file (of pallas_kernels/attention/hopper, or of `folder`)
+  exactly once, and what replaces it;
 - runs: the case in which it shows, of CASES below;
 - caught: a regular expression that the error must match; or
 - equivalent: why it is no fault, where the case must still give the right numbers.
 
-A kernel that was rewritten has its texts elsewhere: `test_a_fault_has_its_place` then fails for each of them.
+A kernel that was rewritten has its texts elsewhere: `test_a_fault_has_its_place` then fails for
+each of them.
 """
 
 import contextlib
@@ -42,7 +45,10 @@ COMPILE_BUDGET = 90
 HOPPER = "pallas_kernels.attention.hopper"
 PLACES = {
     HOPPER: (package, "hopper", hopper),
-    **{one.__name__: (pallas_kernels, one.__name__.split(".")[1], one) for one in (grouped, stacked)},
+    **{
+        one.__name__: (pallas_kernels, one.__name__.split(".")[1], one)
+        for one in (grouped, stacked)
+    },
 }
 """Packages of kernels -> their parent, the attribute of it, and themselves."""
 SEEDS = None, 1
@@ -69,16 +75,24 @@ class Mutation:
     @property
     def source(self) -> str:
         """The file with its changes. Raises AssertionError if a text is not there exactly once."""
-        source = (Path(pallas_kernels.__file__).parent / self.folder / self.file).read_text(encoding="utf-8")
+        source = (Path(pallas_kernels.__file__).parent / self.folder / self.file).read_text(
+            encoding="utf-8"
+        )
         for old, new in self.changes:
             times = source.count(old)
-            assert times == 1, f"{self.id}: the text to change is {times} times in {self.file}, so find its new place:\n{old}"
+            assert times == 1, (
+                f"{self.id}: the text to change is {times} times in {self.file}, so find its new "
+                f"place:\n{old}"
+            )
             source = source.replace(old, new)
         return source
 
 
 MUTATIONS = [
-    Mutation(**entry) for entry in tomllib.loads(Path(__file__).with_name("kernel_mutations.toml").read_text(encoding="utf-8"))["mutation"]
+    Mutation(**entry)
+    for entry in tomllib.loads(
+        Path(__file__).with_name("kernel_mutations.toml").read_text(encoding="utf-8")
+    )["mutation"]
 ]
 
 
@@ -97,10 +111,15 @@ class _Planted(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 @contextlib.contextmanager
 def planted(mutation: Mutation | None) -> Iterator[None]:
-    """A context in which modules of the Hopper kernels are imported anew, with the mutation; those of before are back after it."""
+    """A context in which modules of the Hopper kernels are imported anew, with the mutation; those
+    of before are back after it."""
 
     def loaded() -> dict[str, ModuleType]:
-        return {name: module for name, module in sys.modules.items() if f"{name}.".startswith(tuple(f"{place}." for place in PLACES))}
+        return {
+            name: module
+            for name, module in sys.modules.items()
+            if f"{name}.".startswith(tuple(f"{place}." for place in PLACES))
+        }
 
     before = loaded()
     for name in before:
@@ -124,7 +143,8 @@ def module(name: str, package: str = HOPPER) -> Any:
 
 
 def formula(q: Any, k: Any, v: Any, dout: Any) -> dict[str, np.ndarray]:
-    """Attention without a mask, and its gradients, of one head in fp32: q [S, H], k [T, H], v and dout [T or S, V]."""
+    """Attention without a mask, and its gradients, of one head in fp32: q [S, H], k [T, H], v and
+    dout [T or S, V]."""
     s = q @ k.T / np.sqrt(q.shape[1])
     lse = np.log(np.exp(s).sum(1))
     p = np.exp(s - lse[:, None])
@@ -134,57 +154,108 @@ def formula(q: Any, k: Any, v: Any, dout: Any) -> dict[str, np.ndarray]:
     return {"out": out, "lse": lse, "delta": delta, "dq": ds @ k, "dk": ds.T @ q, "dv": p.T @ dout}
 
 
-def one_kernel(kernel: str, S: int, T: int, H: int = 64, block: int = 64) -> dict[str, tuple[Any, Any]]:
-    """Runs one kernel on one tile of rows and several blocks of columns, in two slots. Returns (found, wanted) by name."""
+def one_kernel(
+    kernel: str, S: int, T: int, H: int = 64, block: int = 64
+) -> dict[str, tuple[Any, Any]]:
+    """Runs one kernel on one tile of rows and several blocks of columns, in two slots. Returns
+    (found, wanted) by name."""
     spec = module("spec")
-    arrays = [normal(1, length, 1, H, seed=i).astype(jnp.bfloat16) for i, length in enumerate((S, T, T, S))]
+    arrays = [
+        normal(1, length, 1, H, seed=i).astype(jnp.bfloat16)
+        for i, length in enumerate((S, T, T, S))
+    ]
     wanted = formula(*(np.asarray(x[0, :, 0], np.float32) for x in arrays))
-    what, tiles = spec.Spec(S, T, H**-0.5, causal=False), (spec.ForwardTiles if kernel == "forward" else spec.Tiles)(block, 2)
+    what, tiles = (
+        spec.Spec(S, T, H**-0.5, causal=False),
+        (spec.ForwardTiles if kernel == "forward" else spec.Tiles)(block, 2),
+    )
     if kernel == "forward":
-        found = dict(zip(("out", "lse"), jax.jit(lambda *x: module("forward").forward(what, tiles, *x, {}))(*arrays[:3]), strict=True))
+        found = dict(
+            zip(
+                ("out", "lse"),
+                jax.jit(lambda *x: module("forward").forward(what, tiles, *x, {}))(*arrays[:3]),
+                strict=True,
+            )
+        )
     else:
-        arrays += [np.asarray(wanted[name] * factor, np.float32)[None, None] for name, factor in (("lse", spec.LOG2E), ("delta", 1))]
+        arrays += [
+            np.asarray(wanted[name] * factor, np.float32)[None, None]
+            for name, factor in (("lse", spec.LOG2E), ("delta", 1))
+        ]
         if kernel == "dq":
-            found = {"dq": jax.jit(lambda *x: module("backward_queries").dq(what, tiles, *x, {}))(*arrays)}
+            found = {
+                "dq": jax.jit(lambda *x: module("backward_queries").dq(what, tiles, *x, {}))(
+                    *arrays
+                )
+            }
         elif kernel in ("red", "tma"):  # of the fused backward
             fused = module("fused_tiles").FusedTiles(block, 2, kernel)
-            found = jax.jit(lambda *x: dict(module("backward_fused").backward_fused(what, fused, *x, {})))(*arrays)
+            found = jax.jit(
+                lambda *x: dict(module("backward_fused").backward_fused(what, fused, *x, {}))
+            )(*arrays)
         else:
-            found = jax.jit(lambda *x: dict(module("backward_keys").dkv(what, tiles, *x, {})))(*arrays)
-    return {name: (np.asarray(x, np.float32).reshape(wanted[name].shape), wanted[name]) for name, x in found.items()}
+            found = jax.jit(lambda *x: dict(module("backward_keys").dkv(what, tiles, *x, {})))(
+                *arrays
+            )
+    return {
+        name: (np.asarray(x, np.float32).reshape(wanted[name].shape), wanted[name])
+        for name, x in found.items()
+    }
 
 
 def empty_rows() -> dict[str, tuple[Any, Any]]:
-    """The gradients where the last queries see no key; they are compared with those without these queries."""
+    """The gradients where the last queries see no key; they are compared with those without these
+    queries."""
     spec, differentiable = module("spec"), module("differentiable")
     q, k, v, dout = (normal(1, 128, 1, 64, seed=i).astype(jnp.bfloat16) for i in range(4))
     tiling = differentiable.Tiling(spec.ForwardTiles(64, 2), *[spec.Tiles(64, 2)] * 2)
     of = jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)
-    problem = describe_attention(of, of, of, q_offset=60, window=50, return_lse=True, platform="gpu", capability=(9, 0))
+    problem = describe_attention(
+        of, of, of, q_offset=60, window=50, return_lse=True, platform="gpu", capability=(9, 0)
+    )
 
     @jax.jit
     def gradients(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        return jax.vjp(lambda *x: differentiable.attention(*x, problem, tiling, q_offset=60)[0], q, k, v)[1](dout)
+        return jax.vjp(
+            lambda *x: differentiable.attention(*x, problem, tiling, q_offset=60)[0], q, k, v
+        )[1](dout)
 
     sees = np.arange(128)[:, None, None] < 128 - 60 + 49  # the queries that see a key
-    found, wanted = gradients(q, k, v, dout), gradients(q, k, v, np.where(sees, dout, jnp.bfloat16(0)))
+    found, wanted = (
+        gradients(q, k, v, dout),
+        gradients(q, k, v, np.where(sees, dout, jnp.bfloat16(0))),
+    )
     return {
-        name: (np.asarray(x, np.float32), np.asarray(y, np.float32)) for name, x, y in zip(("dq", "dk", "dv"), found, wanted, strict=True)
+        name: (np.asarray(x, np.float32), np.asarray(y, np.float32))
+        for name, x, y in zip(("dq", "dk", "dv"), found, wanted, strict=True)
     }
 
 
 def one_stack() -> dict[str, tuple[Any, Any]]:
-    """The kernels of the stacked matmul in row 1 of 3: 3 or 4 tiles that exceed its edges, 5 or 6 steps each, in 4 slots."""
-    kernels, plan = module("hopper", "pallas_kernels.stacked"), module("plan", "pallas_kernels.stacked")
-    plain, adding, row = module("plan", "pallas_kernels.grouped").Plan(256, 1), plan.AddingPlan(256, 1), jnp.int32(1)
+    """The kernels of the stacked matmul in row 1 of 3: 3 or 4 tiles that exceed its edges, 5 or 6
+    steps each, in 4 slots."""
+    kernels, plan = (
+        module("hopper", "pallas_kernels.stacked"),
+        module("plan", "pallas_kernels.stacked"),
+    )
+    plain, adding, row = (
+        module("plan", "pallas_kernels.grouped").Plan(256, 1),
+        plan.AddingPlan(256, 1),
+        jnp.int32(1),
+    )
     random = np.random.default_rng(0)
-    x, dy, w, sums = (random.standard_normal(shape).astype(np.float32) for shape in ((384, 192), (384, 320), (3, 192, 320), (3, 192, 320)))
+    x, dy, w, sums = (
+        random.standard_normal(shape).astype(np.float32)
+        for shape in ((384, 192), (384, 320), (3, 192, 320), (3, 192, 320))
+    )
     narrow = [a.astype(jnp.bfloat16) for a in (x, dy, w)]
     x, dy, w = (a.astype(np.float32) for a in narrow)
 
     @jax.jit
     def both(x: Any, dy: Any, w: Any, sums: Any) -> Any:
-        return kernels.product(plain, dy, w, row, transpose=True), kernels.add(adding, sums, row, x, dy)
+        return kernels.product(plain, dy, w, row, transpose=True), kernels.add(
+            adding, sums, row, x, dy
+        )
 
     dx, added = (np.asarray(a, np.float32) for a in both(*narrow, sums))
     wanted = sums.copy()
@@ -205,7 +276,8 @@ CASES = {
 
 
 def wrong(case: str, seed: int | None) -> str:
-    """What is wrong with a case, interpreted: the interpreter's error, or which numbers differ; nothing if all is right."""
+    """What is wrong with a case, interpreted: the interpreter's error, or which numbers differ;
+    nothing if all is right."""
     try:
         with interpreted(seed):
             pairs = CASES[case]()
@@ -223,7 +295,9 @@ def compiled() -> str:
     """What the check of the compiled forward finds."""
     spec = module("spec")
     what, shape = spec.Spec(256, 256, 0.1), jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.bfloat16)
-    [kernel] = resources(lambda *x: module("forward").forward(what, spec.ForwardTiles(64, 2), *x, {}), *[shape] * 3)
+    [kernel] = resources(
+        lambda *x: module("forward").forward(what, spec.ForwardTiles(64, 2), *x, {}), *[shape] * 3
+    )
     return "; ".join(faults(kernel))
 
 
@@ -242,12 +316,17 @@ def test_nothing_is_wrong_without_a_fault(case: str) -> None:
 def test_a_planted_module_is_gone_afterwards() -> None:
     before = sys.modules[f"{HOPPER}.spec"]
     with planted(next(each for each in MUTATIONS if each.file == "spec.py")):
-        assert module("spec").REGISTERS != before.REGISTERS and module("backward_keys").REGISTERS == module("spec").REGISTERS
+        assert (
+            module("spec").REGISTERS != before.REGISTERS
+            and module("backward_keys").REGISTERS == module("spec").REGISTERS
+        )
     assert module("spec") is before and sys.modules[HOPPER] is hopper
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each.runs != "compiled"], ids=lambda each: each.id)
+@pytest.mark.parametrize(
+    "mutation", [each for each in MUTATIONS if each.runs != "compiled"], ids=lambda each: each.id
+)
 def test_a_fault_is_found_by_name(mutation: Mutation) -> None:
     with planted(mutation):
         said = next(filter(None, (wrong(mutation.runs, seed) for seed in SEEDS)), "")
@@ -256,7 +335,9 @@ def test_a_fault_is_found_by_name(mutation: Mutation) -> None:
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each.runs == "compiled"], ids=lambda each: each.id)
+@pytest.mark.parametrize(
+    "mutation", [each for each in MUTATIONS if each.runs == "compiled"], ids=lambda each: each.id
+)
 def test_a_fault_that_only_hardware_has_is_found_in_what_is_compiled(mutation: Mutation) -> None:
     assert not compiled()
     with planted(mutation):

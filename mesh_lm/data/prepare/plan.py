@@ -1,4 +1,6 @@
-"""Splits input files into shards of text. The same files give the same shards for any number of workers."""
+"""Splits input files into shards of text. The same files give the same shards for any number of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from mesh_lm.errors import ConfigError
 SHARD = 2 * 2**20
 """Approximate bytes of text in a shard: a few seconds of work."""
 _SLICE = 16
-"""Shards' worth of text in a part of a large row group; each part decodes the earlier ones again."""
+"""Shards' worth of text in a part of a large row group; each part decodes the earlier ones
+again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +26,12 @@ class FileRange:
 
     path: str
     kind: Literal["jsonl", "list", "txt", "parquet", "other"]
-    """list: a .json with one list. other: a file of a directory with an unknown suffix; it is one document if it is UTF-8."""
+    """list: a .json with one list. other: a file of a directory with an unknown suffix; it is one
+    document if it is UTF-8."""
     start: int = 0
     stop: int = 0
-    """In bytes: lines that start in [start, stop) belong to the range. In rows for a .parquet file."""
+    """In bytes: lines that start in [start, stop) belong to the range. In rows for a .parquet
+    file."""
     group: int = 0
     """Row group of a .parquet file."""
     entire_file: bool = True
@@ -35,7 +40,9 @@ class FileRange:
 
 @dataclasses.dataclass(frozen=True)
 class ReadUnit:
-    """Input that can be read independently: a range of a large file, several small files, or one compressed file."""
+    """Input that can be read independently: a range of a large file, several small files, or one
+    compressed file.
+    """
 
     segments: tuple[FileRange, ...]
     size: int
@@ -81,7 +88,9 @@ class ReadPlan:
     @property
     def tasks(self) -> int:
         """An upper bound on the number of shards."""
-        return sum(2**10 if formats.is_compressed(unit.segments[0].path) else 1 for unit in self.units)
+        return sum(
+            2**10 if formats.is_compressed(unit.segments[0].path) else 1 for unit in self.units
+        )
 
     def shards(self, unit: int = 0, chunk: int = 0) -> Iterator[TextShard]:
         """Yields the shards in order, starting at a chunk of a unit."""
@@ -89,10 +98,14 @@ class ReadPlan:
             yield from _shards(number, self.units[number], chunk if number == unit else 0)
 
 
-def make(inputs: Sequence[str], field: str, output: str = "", skip_bad_lines: bool = False) -> ReadPlan:
-    """Returns the plan for files and directories in the given order; in directories, files of the prefix `output` are skipped.
+def make(
+    inputs: Sequence[str], field: str, output: str = "", skip_bad_lines: bool = False
+) -> ReadPlan:
+    """Returns the plan for files and directories in the given order; in directories, files of the
+    prefix `output` are skipped.
 
-    skip_bad_lines: whether lines may lack `field`; else the .json files of a directory whose first line does are refused here, all at once.
+    skip_bad_lines: whether lines may lack `field`; else the .json files of a directory whose first
+    line does are refused here, all at once.
 
     Raises:
       ConfigError: a path is missing, empty, unreadable or of an unsupported type.
@@ -101,20 +114,35 @@ def make(inputs: Sequence[str], field: str, output: str = "", skip_bad_lines: bo
     for given in inputs:
         path = Path(given).expanduser()
         if path.is_dir():
-            names = [name for name in sources.below(path) if (path / name).stat().st_size and not written.is_of_prefix(output, path / name)]
+            names = [
+                name
+                for name in sources.below(path)
+                if (path / name).stat().st_size and not written.is_of_prefix(output, path / name)
+            ]
             if not names:
-                raise ConfigError(f"--input={given} has no files, or only hidden or empty ones; give one with text")
-            formats.require_all_readable((path / name for name in names), "" if skip_bad_lines else field)
+                raise ConfigError(
+                    f"--input={given} has no files, or only hidden or empty ones; give one "
+                    "with "
+                    "text"
+                )
+            formats.require_all_readable(
+                (path / name for name in names), "" if skip_bad_lines else field
+            )
             for name in names:
                 planner.add(path / name)
         elif not path.is_file():
-            raise ConfigError(f"--input={given}: no such file or directory; give {formats.SUFFIXES} files, or directories")
+            raise ConfigError(
+                f"--input={given}: no such file or directory; give {formats.SUFFIXES} files, "
+                "or "
+                "directories"
+            )
         elif path.stat().st_size == 0:
             raise ConfigError(f"--input={given} is empty; leave it out")
         elif formats.kind_of(path) is None:
             formats.require_readable(path)
             raise ConfigError(
-                f"--input={given}: files of type {path.suffix or '(none)'} are not read; give {formats.SUFFIXES} files, "
+                f"--input={given}: files of type {path.suffix or '(none)'} are not read; give "
+                f"{formats.SUFFIXES} files, "
                 "or a directory of text"
             )
         else:
@@ -154,7 +182,11 @@ class _Planner:
             for start in range(0, stat.st_size, SHARD):
                 stop = min(start + SHARD, stat.st_size)
                 ends = kind == "jsonl" or stop == stat.st_size
-                self._units.append(ReadUnit((FileRange(path, kind, start, stop, entire_file=False),), stop - start, ends))
+                self._units.append(
+                    ReadUnit(
+                        (FileRange(path, kind, start, stop, entire_file=False),), stop - start, ends
+                    )
+                )
 
     def _add_parquet(self, file: Path, path: str, on_disk: int) -> None:
         groups = formats.row_groups(file, self._field)
@@ -163,7 +195,11 @@ class _Planner:
             parts = max(1, min(n_rows, -(-size // (_SLICE * SHARD))))
             for part in range(parts):
                 start, stop = n_rows * part // parts, n_rows * (part + 1) // parts
-                self._add_small(FileRange(path, "parquet", start, stop, group), size // parts, on_disk * size // total // parts)
+                self._add_small(
+                    FileRange(path, "parquet", start, stop, group),
+                    size // parts,
+                    on_disk * size // total // parts,
+                )
 
     def _add_small(self, segment: FileRange, size: int, on_disk: int) -> None:
         self._small.append((segment, on_disk))
@@ -173,7 +209,12 @@ class _Planner:
 
     def _flush(self) -> None:
         if self._small:
-            self._units.append(ReadUnit(tuple(segment for segment, _ in self._small), sum(size for _, size in self._small)))
+            self._units.append(
+                ReadUnit(
+                    tuple(segment for segment, _ in self._small),
+                    sum(size for _, size in self._small),
+                )
+            )
             self._small, self._small_size = [], 0
 
     def plan(self) -> ReadPlan:
@@ -182,7 +223,9 @@ class _Planner:
 
 
 def _is_text(file: Path, size: int) -> bool:
-    """Whether a file is UTF-8. Only the start of a small file is checked: it can still be skipped later, a range of a large one cannot."""
+    """Whether a file is UTF-8. Only the start of a small file is checked: it can still be skipped
+    later, a range of a large one cannot.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with formats.opened(file) as (opened, _):
@@ -208,7 +251,16 @@ def _shards(number: int, unit: ReadUnit, skip: int) -> Iterator[TextShard]:
             last = not following
             if chunk >= skip:
                 ends = last or segment.kind == "jsonl"
-                yield TextShard(number, chunk, unit.segments, (unit.size if last else end) - start, ends, last, data, line)
+                yield TextShard(
+                    number,
+                    chunk,
+                    unit.segments,
+                    (unit.size if last else end) - start,
+                    ends,
+                    last,
+                    data,
+                    line,
+                )
             if last:
                 return
             chunk, line, start, data = chunk + 1, line + data.count(b"\n"), end, following

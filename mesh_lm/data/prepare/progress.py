@@ -17,18 +17,29 @@ _LINE_SECONDS = 10.0
 
 
 class Display:
-    """Displays `Totals`, starting from `start`, relative to `size`, the bytes on disk of all inputs."""
+    """Displays `Totals`, starting from `start`, relative to `size`, the bytes on disk of all
+    inputs.
+    """
 
-    def __init__(self, file: TextIO, size: int, start: Totals, clock: Callable[[], float] = time.monotonic) -> None:
-        # The file is checked, not rich, which takes FORCE_COLOR for a terminal and would draw a bar into a log.
+    def __init__(
+        self, file: TextIO, size: int, start: Totals, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        # The file is checked, not rich, which takes FORCE_COLOR for a terminal and would draw a bar
+        # into a log.
         console = Console(file=file)
         self._file, self._size, self._start, self._clock = file, max(1, size), start, clock
         self._started = self._last_line = clock()
         self._bar = None
         if file.isatty() and not console.is_dumb_terminal:
-            columns = TextColumn("{task.percentage:.0f}%"), BarColumn(bar_width=None), TextColumn("{task.fields[text]}")
+            columns = (
+                TextColumn("{task.percentage:.0f}%"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[text]}"),
+            )
             self._bar = Progress(*columns, console=console, expand=True, refresh_per_second=4)
-            self._task = self._bar.add_task("", total=self._size, completed=start.size, text="starting the workers")
+            self._task = self._bar.add_task(
+                "", total=self._size, completed=start.size, text="starting the workers"
+            )
 
     def show(self, totals: Totals) -> None:
         """Updates the bar, or prints a line if the last one is ten seconds old."""
@@ -49,7 +60,10 @@ class Display:
         seconds = max(self._clock() - self._started, 1e-9)
         rate = (totals.bytes - self._start.bytes) / 1e6 / seconds
         left = (self._size - totals.size) * seconds / max(1, totals.size - self._start.size)
-        return f"{rate:.1f} MB/s  {totals.tokens:,} tokens  eta {datetime.timedelta(seconds=math.ceil(left))}"
+        return (
+            f"{rate:.1f} MB/s  {totals.tokens:,} tokens  eta "
+            f"{datetime.timedelta(seconds=math.ceil(left))}"
+        )
 
     def __enter__(self) -> Self:
         if self._bar:

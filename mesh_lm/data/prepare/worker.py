@@ -64,7 +64,9 @@ class Encoded:
 
 
 def start() -> None:
-    """Sets up a worker process: one thread; it ignores Ctrl-C (the parent terminates it) and exits if the parent does."""
+    """Sets up a worker process: one thread; it ignores Ctrl-C (the parent terminates it) and exits
+    if the parent does.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = "1"
     if parent := multiprocessing.parent_process():
@@ -88,16 +90,27 @@ class Encoder:
         self._settings, self._tokenizer = settings, tokenizer or load_tokenizer(settings.tokenizer)
 
     def __call__(self, shard: TextShard) -> Encoded:
-        """Returns the encoded shard. Raises ConfigError for an unreadable file or, unless they are skipped, a bad line."""
+        """Returns the encoded shard. Raises ConfigError for an unreadable file or, unless they are
+        skipped, a bad line.
+        """
         encoded = Encoded.empty()
-        # Each batch has one text, because the tokenizer's own threads would compete with the other workers.
-        documents = list(encode(self._tokenizer, self.texts(shard, encoded), batch=1, piece=PIECE, lost=encoded.lose))
+        # Each batch has one text, because the tokenizer's own threads would compete with the other
+        # workers.
+        documents = list(
+            encode(
+                self._tokenizer, self.texts(shard, encoded), batch=1, piece=PIECE, lost=encoded.lose
+            )
+        )
         if not documents and _is_part_of_a_document(shard.segments[0]):  # no line starts here
             documents = [np.array([self._tokenizer.eod], np.int32)]
         if not shard.ends:
             documents[-1] = documents[-1][:-1]
         encoded.lengths = np.array([len(ids) for ids in documents], np.int64)
-        encoded.tokens = np.concatenate([encoded.tokens, *documents], dtype=dtype_of(self._tokenizer.vocab_size), casting="unsafe")
+        encoded.tokens = np.concatenate(
+            [encoded.tokens, *documents],
+            dtype=dtype_of(self._tokenizer.vocab_size),
+            casting="unsafe",
+        )
         return encoded
 
     def texts(self, shard: TextShard, counts: Encoded) -> Iterator[str]:
@@ -118,7 +131,9 @@ class Encoder:
             return
         try:
             with open(path, "rb") if shard.data is None else io.BytesIO(shard.data) as file:
-                lines = _lines(file, segment) if shard.data is None else ((-1, line) for line in file)
+                lines = (
+                    _lines(file, segment) if shard.data is None else ((-1, line) for line in file)
+                )
                 if segment.kind == "jsonl":
                     yield from self._rows(lines, path, shard.first_line, counts)
                 else:
@@ -128,7 +143,9 @@ class Encoder:
         except OSError as error:
             raise formats.unreadable(path, error) from error
 
-    def _rows(self, lines: Iterable[tuple[int, bytes]], path: Path, first_line: int, counts: Encoded) -> Iterator[str]:
+    def _rows(
+        self, lines: Iterable[tuple[int, bytes]], path: Path, first_line: int, counts: Encoded
+    ) -> Iterator[str]:
         for number, (offset, line) in enumerate(lines, first_line):
             if formats.is_blank(line):
                 continue
@@ -137,7 +154,8 @@ class Encoder:
             except ConfigError:
                 if not self._settings.skip_bad_lines:
                     where = f"{path}, line {number if offset < 0 else _line_number(path, offset)}"
-                    formats.text_of(line, self._settings.text_field, where)  # raises again, with the line number
+                    # raises again, with the line number
+                    formats.text_of(line, self._settings.text_field, where)
                 counts.bad_lines += 1
 
     def _items(self, path: Path, counts: Encoded) -> Iterator[str]:
@@ -157,7 +175,9 @@ class Encoder:
                 counts.bad_files += 1
                 return ""
             where = f" (byte {lines[0][0] + error.start})" if lines[0][0] >= 0 else ""
-            raise ConfigError(f"{segment.path} is not UTF-8{where}; convert it, or leave it out") from error
+            raise ConfigError(
+                f"{segment.path} is not UTF-8{where}; convert it, or leave it out"
+            ) from error
 
 
 def _is_part_of_a_document(segment: FileRange) -> bool:
@@ -168,7 +188,8 @@ def _lines(file: BinaryIO, segment: FileRange) -> Iterator[tuple[int, bytes]]:
     """Yields (offset, line) for the lines that start in the range."""
     if segment.start:
         file.seek(segment.start - 1)
-        file.readline(segment.stop - segment.start + 1)  # bounded, because a line may be longer than many ranges
+        # bounded, because a line may be longer than many ranges
+        file.readline(segment.stop - segment.start + 1)
     offset = file.tell()
     while offset < segment.stop and (line := file.readline()):
         yield offset, line

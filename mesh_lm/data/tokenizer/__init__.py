@@ -1,10 +1,27 @@
-"""Tokenizers: `load_tokenizer(spec)` loads one, `Tokenizer.train` trains one. Each library is imported in one file.
+"""Tokenizers: `load_tokenizer(spec)` loads one, `Tokenizer.train` trains one. Each library is
+imported in one file.
 
-Four kinds share one interface (`base.Tokenizer`): Hugging Face's tokenizer.json (`hugging_face`), SentencePiece models (`sentence_piece`),
-tiktoken rank files (`ranks`), and plain bytes (`plain_bytes`).
+Four kinds share one interface (`base.Tokenizer`): Hugging Face's tokenizer.json (`hugging_face`),
+SentencePiece models (`sentence_piece`), tiktoken rank files (`ranks`), and plain bytes
+(`plain_bytes`).
 """
 
-from mesh_lm.data.tokenizer.base import EOD, FORMER, MIN_VOCAB, DecodeStream, Tokenizer, smaller_than_asked
+from mesh_lm.data.tokenizer.base import (
+    EOD,
+    FORMER,
+    MIN_VOCAB,
+    DecodeStream,
+    Tokenizer,
+    smaller_than_asked,
+)
 from mesh_lm.data.tokenizer.load import load_tokenizer
 
-__all__ = ["EOD", "FORMER", "MIN_VOCAB", "DecodeStream", "Tokenizer", "load_tokenizer", "smaller_than_asked"]
+__all__ = [
+    "EOD",
+    "FORMER",
+    "MIN_VOCAB",
+    "DecodeStream",
+    "Tokenizer",
+    "load_tokenizer",
+    "smaller_than_asked",
+]

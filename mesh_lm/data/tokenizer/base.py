@@ -20,7 +20,8 @@ EOD = "<|endoftext|>"
 MIN_VOCAB = 257
 """256 bytes and the end-of-document token: enough to encode every text."""
 FORMER = (
-    "warning: {} is of an older version, which split white space at the end of a text otherwise; all other ids are the same, and it is "
+    "warning: {} is of an older version, which split white space at the end of a text otherwise; "
+    "all other ids are the same, and it is "
     "read as it is"
 )
 """What a log says about data or weights with one of a tokenizer's former fingerprints."""
@@ -31,21 +32,24 @@ class Tokenizer(ABC):
     """Encodes text to token ids and decodes them.
 
     Attributes:
-      vocab_size: ids are 0 to vocab_size - 1; some may be unused.
-      eod: id of the end-of-document token. No text encodes to it, not even its spelling.
-      fingerprint: SHA-256 (hex) of the vocabulary, its rules and the EOD. Tokenizers with equal fingerprints give equal ids.
-      former_fingerprints: those that older versions gave this tokenizer, whose ids differed in white space at the ends of texts only.
+      vocab_size: ids are 0 to vocab_size - 1; some may be unused. eod: id of the end-of-document
+      token. No text encodes to it, not even its spelling. fingerprint: SHA-256 (hex) of the
+      vocabulary, its rules and the EOD. Tokenizers with equal fingerprints give equal ids.
+      former_fingerprints: those that older versions gave this tokenizer, whose ids differed in
+      white space at the ends of texts only.
         Data and weights that were made with them are still accepted.
-      joins: whether decode(a + b) == decode(a) + decode(b) for encodings a and b of two texts, so that a long text can be encoded in
+      joins: whether decode(a + b) == decode(a) + decode(b) for encodings a and b of two texts, so
+      that a long text can be encoded in
         pieces. True for byte-level vocabularies; others may put a space at the start of each piece.
-      is_lossless: whether it is known that decode(encode(text)) has every character of any text: it has a token for each byte, and no
+      is_lossless: whether it is known that decode(encode(text)) has every character of any text: it
+      has a token for each byte, and no
         rule that drops or rewrites text.
-      library: the package whose version may affect the ids; "" for none.
-      unknown: id of the token that stands for text outside the vocabulary, such as <unk>; None if there is none.
+      library: the package whose version may affect the ids; "" for none. unknown: id of the token
+      that stands for text outside the vocabulary, such as <unk>; None if there is none.
       special_ids: ids of all special tokens, the EOD among them, which stand for no text.
-      companions: what transformers keeps beside the tokenizer in the directory that it was loaded from.
-      is_in_transformers: whether transformers can load what `save` writes.
-      kind: what it is, in a few words, for messages.
+      companions: what transformers keeps beside the tokenizer in the directory that it was loaded
+      from. is_in_transformers: whether transformers can load what `save` writes. kind: what it is,
+      in a few words, for messages.
     """
 
     vocab_size: int
@@ -63,7 +67,8 @@ class Tokenizer(ABC):
 
     @staticmethod
     def train(texts: Iterable[str], vocab: int) -> Tokenizer:
-        """Trains a byte-level BPE (Radford et al. 2019, GPT-2) of at most `vocab` entries; see `hugging_face.train`.
+        """Trains a byte-level BPE (Radford et al. 2019, GPT-2) of at most `vocab` entries; see
+        `hugging_face.train`.
 
         Raises:
           ConfigError: vocab < 257.
@@ -82,26 +87,36 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the ids, with special tokens spelled out.
 
-        Invalid UTF-8 becomes U+FFFD, as does an id outside the vocabulary, which a model with a padded vocabulary may produce.
+        Invalid UTF-8 becomes U+FFFD, as does an id outside the vocabulary, which a model with a
+        padded vocabulary may produce.
         """
         stream = self.stream()
         return stream.push(*ids) + stream.flush()
 
     def lost_bytes(self, text: str, ids: np.ndarray) -> int:
-        """Returns the UTF-8 bytes of a text's characters that its `ids` do not spell; 0 if decoding gives the text back.
+        """Returns the UTF-8 bytes of a text's characters that its `ids` do not spell; 0 if decoding
+        gives the text back.
 
-        Both are compared in Unicode's form NFC, by how often each character occurs: a tokenizer that writes a character in a canonically
-        equivalent way loses nothing. One that drops, folds or replaces characters does, and so does one that has an id for "unknown".
+        Both are compared in Unicode's form NFC, by how often each character occurs: a tokenizer
+        that writes a character in a canonically equivalent way loses nothing. One that drops, folds
+        or replaces characters does, and so does one that has an id for "unknown".
         """
         data, spelled = text.encode(), self._spelled(ids)
         if spelled == data:
             return 0
         known = spelled if self.unknown is None else self._spelled(ids[ids != self.unknown])
-        wanted, found = (Counter(unicodedata.normalize("NFC", each)) for each in (text, known.decode(errors="replace")))
-        return min(len(data), sum(n * len(character.encode()) for character, n in (wanted - found).items()))
+        wanted, found = (
+            Counter(unicodedata.normalize("NFC", each))
+            for each in (text, known.decode(errors="replace"))
+        )
+        return min(
+            len(data), sum(n * len(character.encode()) for character, n in (wanted - found).items())
+        )
 
     def token_ids(self) -> dict[str, int]:
-        """Returns "eos_token_id", and "bos_token_id" and "pad_token_id" where the tokenizer has these tokens."""
+        """Returns "eos_token_id", and "bos_token_id" and "pad_token_id" where the tokenizer has
+        these tokens.
+        """
         ids = {"eos_token_id": self.eod}
         for name in ("bos_token_id", "pad_token_id"):
             role = name.removesuffix("_id")
@@ -119,11 +134,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def special(self, name: str) -> int | None:
-        """Returns the id of the special token `name`, such as <|fim_prefix|>, or None if there is none."""
+        """Returns the id of the special token `name`, such as <|fim_prefix|>, or None if there is
+        none.
+        """
 
     @abstractmethod
     def save(self, directory: Path) -> Path:
-        """Saves the tokenizer atomically to an existing directory. Returns the file; `load_tokenizer` accepts either path."""
+        """Saves the tokenizer atomically to an existing directory. Returns the file;
+        `load_tokenizer` accepts either path.
+        """
 
     @abstractmethod
     def _spell(self) -> list[bytes]:
@@ -143,7 +162,9 @@ class Tokenizer(ABC):
 
 
 class DecodeStream:
-    """Decodes ids incrementally: the results of `push` and `flush` add up to `decode` of all ids, and never split a character."""
+    """Decodes ids incrementally: the results of `push` and `flush` add up to `decode` of all ids,
+    and never split a character.
+    """
 
     def __init__(self, spellings: list[bytes], leading_space: bool) -> None:
         self._spellings, self._drop_space = spellings, leading_space
@@ -152,7 +173,9 @@ class DecodeStream:
     def push(self, *ids: int) -> str:
         """Returns the text that these ids complete; "" inside a character."""
         n = len(self._spellings)
-        return self._text(b"".join(self._spellings[i] if 0 <= i < n else _UNKNOWN for i in map(int, ids)))
+        return self._text(
+            b"".join(self._spellings[i] if 0 <= i < n else _UNKNOWN for i in map(int, ids))
+        )
 
     def flush(self) -> str:
         """Returns U+FFFD for an unfinished character, else "". Resets the decoder."""
@@ -166,11 +189,14 @@ class DecodeStream:
 
 
 def smaller_than_asked(tokenizer: Tokenizer, asked: int) -> str:
-    """Returns what to tell the user of a tokenizer with fewer entries than were asked for; empty if it has all of them."""
+    """Returns what to tell the user of a tokenizer with fewer entries than were asked for; empty if
+    it has all of them.
+    """
     if tokenizer.vocab_size >= asked:
         return ""
     return (
-        f"the tokenizer has {tokenizer.vocab_size} entries instead of {asked}, because no other pair of tokens occurs often enough in the "
+        f"the tokenizer has {tokenizer.vocab_size} entries instead of {asked}, because no other "
+        "pair of tokens occurs often enough in the "
         f"text to become one; model.vocab_size={tokenizer.vocab_size} would be enough"
     )
 

@@ -1,6 +1,8 @@
-"""The files that transformers keeps beside a tokenizer: special tokens, padding, chat templates, and settings for generation.
+"""The files that transformers keeps beside a tokenizer: special tokens, padding, chat templates,
+and settings for generation.
 
-They do not change the ids of a text, and nothing here uses them. They are kept so that an export has what the original directory has.
+They do not change the ids of a text, and nothing here uses them. They are kept so that an export
+has what the original directory has.
 """
 
 from __future__ import annotations
@@ -19,11 +21,17 @@ CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, CHAT_TEMPLATE, GENERATION)
 _MORE_TEMPLATES = "additional_chat_templates"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""The special tokens that a model's config.json and its settings for generation name by their ids."""
+"""The special tokens that a model's config.json and its settings for generation name by their
+ids."""
 _ANY_CLASS = "PreTrainedTokenizerFast"
 """The class that takes everything from tokenizer.json."""
-_IMPLIED = {"gpt2": ("bos_token", "unk_token"), "qwen2": ("pad_token", "unk_token"), "qwen3": ("pad_token", "unk_token")}
-"""Roles that <|endoftext|> has in transformers where neither file names a class or the token: by the type of the model beside it."""
+_IMPLIED = {
+    "gpt2": ("bos_token", "unk_token"),
+    "qwen2": ("pad_token", "unk_token"),
+    "qwen3": ("pad_token", "unk_token"),
+}
+"""Roles that <|endoftext|> has in transformers where neither file names a class or the token: by
+the type of the model beside it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +43,20 @@ class Companions:
     special_tokens: dict[str, Any] = dataclasses.field(default_factory=dict)
     """special_tokens_map.json, which older versions write."""
     added_tokens: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """added_tokens.json, which older versions write: the ids of tokens that the vocabulary itself lacks."""
+    """added_tokens.json, which older versions write: the ids of tokens that the vocabulary itself
+    lacks."""
     chat_template: str = ""
     """chat_template.jinja, which precedes the template in tokenizer_config.json."""
     implied: tuple[str, ...] = ()
     """More roles of the end-of-document token."""
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """generation_config.json, or the ids of special tokens in the model's config.json, from which transformers makes one."""
+    """generation_config.json, or the ids of special tokens in the model's config.json, from which
+    transformers makes one."""
 
     def token(self, role: str) -> str | None:
-        """Returns the spelling of the token with a role, such as "eos_token"; None if no file names one."""
+        """Returns the spelling of the token with a role, such as "eos_token"; None if no file names
+        one.
+        """
         for named in (self.config, self.special_tokens):
             token = named.get(role)
             spelling = token.get("content") if isinstance(token, dict) else token
@@ -53,7 +65,9 @@ class Companions:
         return None
 
     def files(self, eos_token: str) -> dict[str, bytes]:
-        """Returns the contents of the files to write, by name. eos_token: the end-of-document token, for files that name none."""
+        """Returns the contents of the files to write, by name. eos_token: the end-of-document
+        token, for files that name none.
+        """
         missing = [role for role in ("eos_token", *self.implied) if self.token(role) is None]
         config = {"tokenizer_class": _ANY_CLASS, **self.config, **dict.fromkeys(missing, eos_token)}
         files = {CONFIG: _encoded(config)}
@@ -66,43 +80,66 @@ class Companions:
         return files | self.generation_file()
 
     def generation_file(self) -> dict[str, bytes]:
-        """Returns generation_config.json with its name, if there is one. It belongs to the model, whatever the tokenizer."""
+        """Returns generation_config.json with its name, if there is one. It belongs to the model,
+        whatever the tokenizer.
+        """
         return {GENERATION: _encoded(self.generation)} if self.generation else {}
 
 
 def read(directory: Path) -> Companions:
-    """Returns what a directory has beside its tokenizer. Raises ConfigError for a file that cannot be read."""
+    """Returns what a directory has beside its tokenizer. Raises ConfigError for a file that cannot
+    be read.
+    """
     config = _read(directory / CONFIG)
     model = _model_config(directory)
     class_name = config.get("tokenizer_class") or model.get("tokenizer_class")
     if class_name:
         config["tokenizer_class"] = class_name
-    code = json.dumps(config.pop("auto_map", None))  # classes in files of the directory, which are not kept
+    # classes in files of the directory, which are not kept
+    code = json.dumps(config.pop("auto_map", None))
     if class_name and f".{str(class_name).removesuffix('Fast')}" in code:
         config["tokenizer_class"] = _ANY_CLASS
     implied = () if class_name else _IMPLIED.get(str(model.get("model_type")), ())
     chat_template = _read_text(directory / CHAT_TEMPLATE)
-    templates = {path.stem: _read_text(path) for path in sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))}
+    templates = {
+        path.stem: _read_text(path)
+        for path in sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))
+    }
     if templates:
         if chat_template:
             templates = {"default": chat_template, **templates}
             chat_template = ""
-        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
+        config["chat_template"] = [
+            {"name": name, "template": template} for name, template in templates.items()
+        ]
     generation = _read_generation(directory, model)
-    return Companions(config, _read(directory / SPECIAL_TOKENS), _read(directory / ADDED_TOKENS), chat_template, implied, generation)
+    return Companions(
+        config,
+        _read(directory / SPECIAL_TOKENS),
+        _read(directory / ADDED_TOKENS),
+        chat_template,
+        implied,
+        generation,
+    )
 
 
 def generation_of(directory: Path) -> Companions:
-    """Returns the settings for generation alone, for a tokenizer that transformers does not have. Raises ConfigError as `read`."""
+    """Returns the settings for generation alone, for a tokenizer that transformers does not have.
+    Raises ConfigError as `read`.
+    """
     return Companions(generation=_read_generation(directory, _model_config(directory)))
 
 
 def _read_generation(directory: Path, model: dict[str, Any]) -> dict[str, Any]:
-    return _read(directory / GENERATION) or {name: model[name] for name in TOKEN_IDS if model.get(name) is not None}
+    return _read(directory / GENERATION) or {
+        name: model[name] for name in TOKEN_IDS if model.get(name) is not None
+    }
 
 
 def _model_config(directory: Path) -> dict[str, Any]:
-    """Returns the config.json of a model of transformers; {} where there is none, or one of another program."""
+    """Returns the config.json of a model of transformers; {} where there is none, or one of another
+    program.
+    """
     try:
         model = strict_json.read(directory / "config.json")
     except (OSError, ValueError):
@@ -116,7 +153,9 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}, which describes the tokenizer beside it: {error}") from error
+        raise ConfigError(
+            f"cannot read {path}, which describes the tokenizer beside it: {error}"
+        ) from error
 
 
 def _read_text(path: Path) -> str:
@@ -125,7 +164,9 @@ def _read_text(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}, which describes the tokenizer beside it: {error}") from error
+        raise ConfigError(
+            f"cannot read {path}, which describes the tokenizer beside it: {error}"
+        ) from error
 
 
 def _encoded(content: dict[str, Any]) -> bytes:

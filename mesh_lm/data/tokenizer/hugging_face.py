@@ -1,4 +1,6 @@
-"""Hugging Face's tokenizer.json, and training of a byte-level BPE. The only file that imports `tokenizers`."""
+"""Hugging Face's tokenizer.json, and training of a byte-level BPE. The only file that imports
+`tokenizers`.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +27,30 @@ _WITHOUT_MEANING = ("version", "truncation", "padding", "post_processor")
 
 
 class HuggingFace(Tokenizer):
-    """The tokenizer of a tokenizer.json, byte-level (GPT-2, Llama 3, Qwen) or converted from SentencePiece (Llama 2, Gemma).
+    """The tokenizer of a tokenizer.json, byte-level (GPT-2, Llama 3, Qwen) or converted from
+    SentencePiece (Llama 2, Gemma).
 
-    Its truncation, padding and templates are ignored: documents are complete, and the EOD is appended elsewhere.
+    Its truncation, padding and templates are ignored: documents are complete, and the EOD is
+    appended elsewhere.
     """
 
     library = "tokenizers"
     is_in_transformers = True
     kind = "a tokenizer.json"
 
-    def __init__(self, text: str, path: Path, eod: str | None = None, companions: Companions = Companions()) -> None:
+    def __init__(
+        self, text: str, path: Path, eod: str | None = None, companions: Companions = Companions()
+    ) -> None:
         """Parses a tokenizer.json.
 
         Args:
-          text: contents of the tokenizer.json.
-          path: the file, for messages.
-          eod: spelling of the end-of-document token; None: the first common one that the vocabulary has.
-          companions: what `save` writes beside it.
+          text: contents of the tokenizer.json. path: the file, for messages. eod: spelling of the
+          end-of-document token; None: the first common one that the vocabulary has. companions:
+          what `save` writes beside it.
 
         Raises:
-          ConfigError: the file is damaged, lacks the EOD, or is of a kind whose ids do not stand for bytes.
+          ConfigError: the file is damaged, lacks the EOD, or is of a kind whose ids do not stand
+          for bytes.
         """
         self._text, self._data = text, _parse(text, path)
         self.companions = companions
@@ -57,23 +63,30 @@ class HuggingFace(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._data))
         except Exception as error:  # `tokenizers` raises bare Exception
             raise ConfigError(f"cannot load the tokenizer {path}: {error}") from error
-        self._tokenizer.encode_special_tokens = True  # <|endoftext|> spelled in a document must not end it
+        # <|endoftext|> spelled in a document must not end it
+        self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._added = {token["content"]: self._vocab[token["content"]] for token in added}  # the library may override a file's "id"
+        # the library may override a file's "id"
+        self._added = {token["content"]: self._vocab[token["content"]] for token in added}
         self.vocab_size, self.eod = max(self._vocab.values()) + 1, self._added[self._eod_name]
-        self.special_ids = frozenset(self._added[token["content"]] for token in added if token.get("special"))
+        self.special_ids = frozenset(
+            self._added[token["content"]] for token in added if token.get("special")
+        )
         self._decoders = _decoders(self._data.get("decoder"), path)
         self.joins, self.unknown = "ByteLevel" in self._decoders, self._unknown()
         self._leading_space = bool(self._decoders & {"Strip", "Metaspace"})
         self.is_lossless = self._loses_nothing()
         meaning = {key: value for key, value in self._data.items() if key not in _WITHOUT_MEANING}
-        self.fingerprint = fingerprint("hugging_face", json.dumps(meaning, sort_keys=True).encode(), self.eod)
+        self.fingerprint = fingerprint(
+            "hugging_face", json.dumps(meaning, sort_keys=True).encode(), self.eod
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Implements `Tokenizer.encode_batch`."""
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: no character offsets
+        # fast: no character offsets
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def special(self, name: str) -> int | None:
@@ -81,41 +94,72 @@ class HuggingFace(Tokenizer):
         return self._added.get(name)
 
     def save(self, directory: Path) -> Path:
-        """Writes the original tokenizer.json and its companions, which name the EOD; Hugging Face's libraries read all of them."""
+        """Writes the original tokenizer.json and its companions, which name the EOD; Hugging Face's
+        libraries read all of them.
+        """
         files = {**self.companions.files(self._eod_name), FILE: self._text.encode()}
         write_files(directory, files)
         return directory / FILE
 
     def _unknown(self) -> int | None:
-        """Returns the id of the unknown token, which a BPE or WordPiece model names, and a Unigram model numbers."""
+        """Returns the id of the unknown token, which a BPE or WordPiece model names, and a Unigram
+        model numbers.
+        """
         model = self._data["model"]
-        return model.get("unk_id") if model.get("unk_token") is None else self._vocab.get(model["unk_token"])
+        return (
+            model.get("unk_id")
+            if model.get("unk_token") is None
+            else self._vocab.get(model["unk_token"])
+        )
 
     def _loses_nothing(self) -> bool:
-        """Returns whether it is a byte-level BPE with the whole alphabet, and without any of the rules that drop or rewrite text."""
+        """Returns whether it is a byte-level BPE with the whole alphabet, and without any of the
+        rules that drop or rewrite text.
+        """
         model, splitter = self._data["model"], self._data.get("pre_tokenizer") or {}
         steps = splitter.get("pretokenizers", [splitter])
         return (
             model.get("type") == "BPE"
-            and not any(model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+            and not any(
+                model.get(name)
+                for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+            )
             and not self._data.get("normalizer")
             and [step.get("type") for step in steps].count("ByteLevel") == 1
-            and all(step["type"] in ("ByteLevel", "Split", "Digits") and step.get("behavior") != "Removed" for step in steps)
+            and all(
+                step["type"] in ("ByteLevel", "Split", "Digits")
+                and step.get("behavior") != "Removed"
+                for step in steps
+            )
             and "ByteLevel" in self._decoders
             and all(character in model["vocab"] for character in _byte_alphabet())
-            and not any(token.get("lstrip") or token.get("rstrip") for token in self._data.get("added_tokens") or ())
+            and not any(
+                token.get("lstrip") or token.get("rstrip")
+                for token in self._data.get("added_tokens") or ()
+            )
         )
 
     def _spell(self) -> list[bytes]:
         spellings = [b""] * self.vocab_size
-        special = {token["content"] for token in self._data.get("added_tokens") or () if token.get("special")}
+        special = {
+            token["content"]
+            for token in self._data.get("added_tokens") or ()
+            if token.get("special")
+        }
         alphabet = {character: bytes([byte]) for byte, character in enumerate(_byte_alphabet())}
         for token, i in self._vocab.items():
             if token in special or (token in self._added and self.joins):
                 spellings[i] = token.encode()
             elif self.joins:
-                spellings[i] = b"".join(alphabet.get(character, character.encode()) for character in token)
-            elif "ByteFallback" in self._decoders and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                spellings[i] = b"".join(
+                    alphabet.get(character, character.encode()) for character in token
+                )
+            elif (
+                "ByteFallback" in self._decoders
+                and len(token) == 6
+                and token.startswith("<0x")
+                and token.endswith(">")
+            ):
                 spellings[i] = bytes([int(token[3:5], 16)])
             else:
                 spellings[i] = token.replace("\u2581", " ").encode()
@@ -123,7 +167,8 @@ class HuggingFace(Tokenizer):
 
 
 def train(texts: Iterable[str], vocab: int) -> HuggingFace:
-    """Trains a byte-level BPE of at most `vocab` entries; fewer if the text has too few repeated pairs.
+    """Trains a byte-level BPE of at most `vocab` entries; fewer if the text has too few repeated
+    pairs.
 
     The same texts give the same tokenizer on any number of cores, and decode(encode(text)) == text.
 
@@ -132,26 +177,32 @@ def train(texts: Iterable[str], vocab: int) -> HuggingFace:
     """
     if vocab < MIN_VOCAB:
         raise ConfigError(
-            f"data.tokenizer_vocab={vocab} is too small; a byte-level vocabulary has at least {MIN_VOCAB}: 256 bytes and {EOD}"
+            f"data.tokenizer_vocab={vocab} is too small; a byte-level vocabulary has at least "
+            f"{MIN_VOCAB}: 256 bytes and {EOD}"
         )
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[EOD], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[EOD], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return HuggingFace(tokenizer.to_str(), Path(FILE), EOD)
 
 
 def load(path: Path) -> HuggingFace:
-    """Loads the tokenizer.json at `path`. Its EOD is the eos_token of a tokenizer_config.json or special_tokens_map.json next to it.
+    """Loads the tokenizer.json at `path`. Its EOD is the eos_token of a tokenizer_config.json or
+    special_tokens_map.json next to it.
 
     Raises:
       ConfigError: the file is missing, damaged or has no EOD.
     """
     companions = beside.read(path.parent)
     try:
-        return HuggingFace(path.read_text(encoding="utf-8"), path, companions.token("eos_token"), companions)
+        return HuggingFace(
+            path.read_text(encoding="utf-8"), path, companions.token("eos_token"), companions
+        )
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot load the tokenizer {path}: {error}") from error
 
@@ -160,7 +211,11 @@ def _find_eod(added: list[str], wanted: str | None, path: Path) -> str:
     if wanted is not None:
         if wanted in added:
             return wanted
-        raise ConfigError(f"{path} has no token {wanted!r}, which the files beside it name as eos_token; fetch all files of one model")
+        raise ConfigError(
+            f"{path} has no token {wanted!r}, which the files beside it name as eos_token; "
+            "fetch "
+            "all files of one model"
+        )
     for name in _EODS:
         if name in added:
             return name
@@ -179,23 +234,37 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         return data
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"cannot load the tokenizer {path}: it is not a tokenizer.json of Hugging Face ({problem})") from error
+        raise ConfigError(
+            f"cannot load the tokenizer {path}: it is not a tokenizer.json of Hugging Face "
+            f"({problem})"
+        ) from error
 
 
 def _decoders(decoder: dict[str, Any] | None, path: Path) -> set[str]:
-    """Returns the types of the decoder's steps; Strip and Metaspace only if they remove a leading space."""
-    steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder or {"type": "none"}]
+    """Returns the types of the decoder's steps; Strip and Metaspace only if they remove a leading
+    space.
+    """
+    steps = (
+        decoder["decoders"]
+        if decoder and decoder["type"] == "Sequence"
+        else [decoder or {"type": "none"}]
+    )
     kinds = set()
     for step in steps:
         kind = step["type"]
-        takes_space = step.get("start") == 1 if kind == "Strip" else step.get("prepend_scheme", "always") != "never"
+        takes_space = (
+            step.get("start") == 1
+            if kind == "Strip"
+            else step.get("prepend_scheme", "always") != "never"
+        )
         known = {
             "Replace": step.get("pattern") == {"String": "\u2581"} and step.get("content") == " ",
             "Strip": step.get("content") == " " and step.get("stop") == 0,
         }
         if kind not in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace") and not known.get(kind):
             raise ConfigError(
-                f"{path}: a tokenizer with decoder step {kind} is not supported; byte-level ones (GPT-2, Llama 3, Qwen) and those "
+                f"{path}: a tokenizer with decoder step {kind} is not supported; byte-level ones "
+                "(GPT-2, Llama 3, Qwen) and those "
                 "converted from SentencePiece (Llama 2, Gemma) are"
             )
         if kind not in ("Strip", "Metaspace") or takes_space:
@@ -204,7 +273,9 @@ def _decoders(decoder: dict[str, Any] | None, path: Path) -> set[str]:
 
 
 def _byte_alphabet() -> list[str]:
-    """Returns the character for each byte (Radford et al. 2019): itself if it is printable, else one from U+0100 on."""
+    """Returns the character for each byte (Radford et al. 2019): itself if it is printable, else
+    one from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

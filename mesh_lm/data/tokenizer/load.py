@@ -11,21 +11,28 @@ from mesh_lm.errors import ConfigError, hub_hint
 
 _BY_PRECEDENCE = ("tokenizer.json", sentence_piece.FILE, ranks.FILE, plain_bytes.FILE)
 _FILES = (*_BY_PRECEDENCE, *companions.FILES)
-KINDS = "a tokenizer.json or the directory that holds one, a SentencePiece .model, a .tiktoken rank file, or the word bytes"
+KINDS = (
+    "a tokenizer.json or the directory that holds one, a SentencePiece .model, a .tiktoken rank "
+    "file, or the word bytes"
+)
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Returns the tokenizer that `spec` names.
 
-    - a tokenizer.json of Hugging Face. Its end-of-document token is the eos_token of the tokenizer_config.json next to it, else the first
+    - a tokenizer.json of Hugging Face. Its end-of-document token is the eos_token of the
+      tokenizer_config.json next to it, else the first
       of <|endoftext|>, <|end_of_text|>, </s>, <eos> in the vocabulary;
-    - a SentencePiece .model, or a tiktoken rank file (.tiktoken, or Llama 3's tokenizer.model); the contents decide which. A
+    - a SentencePiece .model, or a tiktoken rank file (.tiktoken, or Llama 3's tokenizer.model); the
+      contents decide which. A
       rank file has neither pattern nor special tokens; see `ranks` for the assumed ones;
-    - a directory with one of these, such as a Hugging Face model or one written by `Tokenizer.save`; tokenizer.json takes precedence;
+    - a directory with one of these, such as a Hugging Face model or one written by
+      `Tokenizer.save`; tokenizer.json takes precedence;
     - `bytes`: 256 bytes and <|endoftext|>.
 
     Raises:
-      ConfigError: the file is missing, damaged, of an unknown kind, or without an end-of-document token; the message names it.
+      ConfigError: the file is missing, damaged, of an unknown kind, or without an end-of-document
+      token; the message names it.
     """
     if str(spec) == "bytes":
         return plain_bytes.Bytes()
@@ -34,7 +41,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if path.is_dir():
         path = _inside(path)
     if not path.is_file():
-        raise ConfigError(f"tokenizer {spec}: no such file or directory; give {KINDS}{hub_hint(str(spec))}")
+        raise ConfigError(
+            f"tokenizer {spec}: no such file or directory; give {KINDS}{hub_hint(str(spec))}"
+        )
     if path.suffix == ".json":
         from mesh_lm.data.tokenizer import hugging_face
 
@@ -49,7 +58,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return ranks.Ranks(data, path, companions.generation_of(path.parent))
     if path.suffix == ".model":
         return sentence_piece.SentencePiece(data, path, companions.read(path.parent))
-    raise ConfigError(f"tokenizer {spec}: files of type {path.suffix or '(none)'} are not read; give {KINDS}")
+    raise ConfigError(
+        f"tokenizer {spec}: files of type {path.suffix or '(none)'} are not read; give {KINDS}"
+    )
 
 
 def _inside(directory: Path) -> Path:
@@ -59,5 +70,11 @@ def _inside(directory: Path) -> Path:
     candidates = sorted([*directory.glob("*.model"), *directory.glob("*.tiktoken")])
     if len(candidates) == 1:
         return candidates[0]
-    what = f"several: {', '.join(path.name for path in candidates)}; name one" if candidates else f"none; give {KINDS}"
-    raise ConfigError(f"tokenizer {directory}: expected one tokenizer in this directory, found {what}")
+    what = (
+        f"several: {', '.join(path.name for path in candidates)}; name one"
+        if candidates
+        else f"none; give {KINDS}"
+    )
+    raise ConfigError(
+        f"tokenizer {directory}: expected one tokenizer in this directory, found {what}"
+    )

@@ -1,15 +1,18 @@
-"""tiktoken rank files: one line of `base64-of-bytes rank` per token, as OpenAI and Meta publish them. Imports tiktoken.
+"""tiktoken rank files: one line of `base64-of-bytes rank` per token, as OpenAI and Meta publish
+them. Imports tiktoken.
 
-Such a file has neither the pattern that splits text into words nor the special tokens. Both are known for published files, which are
-recognised by their number of ranks:
+Such a file has neither the pattern that splits text into words nor the special tokens. Both are
+known for published files, which are recognised by their number of ranks:
 
-  50256 (GPT-2, r50k) and 50280 (p50k): GPT-2's pattern, <|endoftext|> = 50256
-  100256 (cl100k): its pattern, <|endoftext|> = 100257, and the fill-in-the-middle tokens
-  128000 (Llama 3): Meta's pattern, which splits white space at the end of a text otherwise than cl100k's, and 256 special tokens; EOD is
+  50256 (GPT-2, r50k) and 50280 (p50k): GPT-2's pattern, <|endoftext|> = 50256 100256 (cl100k): its
+  pattern, <|endoftext|> = 100257, and the fill-in-the-middle tokens 128000 (Llama 3): Meta's
+  pattern, which splits white space at the end of a text otherwise than cl100k's, and 256 special
+  tokens; EOD is
     <|end_of_text|> = 128001
   199998 (o200k): its pattern, <|endoftext|> = 199999
 
-For any other number the pattern is that of cl100k, and <|endoftext|> is the id after the highest rank.
+For any other number the pattern is that of cl100k, and <|endoftext|> is the id after the highest
+rank.
 
 Sources: tiktoken_ext/openai_public.py of tiktoken; llama/tokenizer.py of meta-llama/llama3.
 """
@@ -30,21 +33,39 @@ from mesh_lm.data.tokenizer.companions import Companions
 from mesh_lm.errors import ConfigError
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# Possessive (++), that is without backtracking, so that a long run of one character does not overflow the stack.
-_CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-# As in llama/tokenizer.py: an early cl100k, without its special case of white space at the end ("\n " is two words, not one).
-_META = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER, _SUFFIX = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+# Possessive (++), that is without backtracking, so that a long run of one character does not
+# overflow the stack.
+_CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| "
+    r"?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+# As in llama/tokenizer.py: an early cl100k, without its special case of white space at the end ("\n
+# " is two words, not one).
+_META = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER, _SUFFIX = (
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+)
 _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _RESERVED = [f"<|reserved_special_token_{i}|>" for i in range(251)]
 _LLAMA3 = [
-    "<|begin_of_text|>", "<|end_of_text|>", *_RESERVED[:4], "<|start_header_id|>", "<|end_header_id|>", _RESERVED[4], "<|eot_id|>",
+    "<|begin_of_text|>", "<|end_of_text|>", *_RESERVED[:4], "<|start_header_id|>",
+    "<|end_header_id|>", _RESERVED[4], "<|eot_id|>",
     *_RESERVED[5:],
 ]  # fmt: skip
-_FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260, "<|endofprompt|>": 100276}
+_FIM = {
+    "<|fim_prefix|>": 100258,
+    "<|fim_middle|>": 100259,
+    "<|fim_suffix|>": 100260,
+    "<|endofprompt|>": 100276,
+}
 _PUBLISHED: dict[int, tuple[str, dict[str, int]]] = {
     50256: (_GPT2, {EOD: 50256}),
     50280: (_GPT2, {EOD: 50256}),
@@ -58,7 +79,9 @@ FILE = "tokenizer.tiktoken"
 
 
 class Ranks(Tokenizer):
-    """A tiktoken tokenizer; `data`: contents of a rank file. Raises ConfigError if it is damaged or tiktoken is not installed."""
+    """A tiktoken tokenizer; `data`: contents of a rank file. Raises ConfigError if it is damaged or
+    tiktoken is not installed.
+    """
 
     is_lossless = True  # `_parse` requires all bytes, and the patterns skip nothing
     library = "tiktoken"
@@ -67,21 +90,35 @@ class Ranks(Tokenizer):
     def __init__(self, data: bytes, path: Path, companions: Companions = Companions()) -> None:
         self.companions = companions
         self._data, self._ranks = data, _parse(data, path)
-        pattern, self._specials = _PUBLISHED.get(len(self._ranks), (_CL100K, {EOD: max(self._ranks.values()) + 1}))
-        self._encoding = _tiktoken().Encoding("ranks", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=self._specials)
+        pattern, self._specials = _PUBLISHED.get(
+            len(self._ranks), (_CL100K, {EOD: max(self._ranks.values()) + 1})
+        )
+        self._encoding = _tiktoken().Encoding(
+            "ranks", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=self._specials
+        )
         self.eod = self._specials.get(EOD, self._specials.get("<|end_of_text|>", -1))
         self.vocab_size = self._encoding.n_vocab
         self.special_ids = frozenset(self._specials.values())
-        rest = (sorted(self._specials.items()), sorted((rank, token.hex()) for token, rank in self._ranks.items()))
+        rest = (
+            sorted(self._specials.items()),
+            sorted((rank, token.hex()) for token, rank in self._ranks.items()),
+        )
         patterns = [pattern, *filter(None, [_FORMERLY.get(pattern)])]
-        self.fingerprint, *former = (fingerprint("ranks", repr((each, *rest)).encode(), self.eod) for each in patterns)
+        self.fingerprint, *former = (
+            fingerprint("ranks", repr((each, *rest)).encode(), self.eod) for each in patterns
+        )
         self.former_fingerprints = tuple(former)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Implements `Tokenizer.encode_batch`."""
         if len(texts) == 1:  # avoids starting threads
             return [np.array(self._encoding.encode_ordinary(texts[0]), np.int32)]
-        return [np.array(ids, np.int32) for ids in self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)]
+        return [
+            np.array(ids, np.int32)
+            for ids in self._encoding.encode_ordinary_batch(
+                list(texts), num_threads=os.cpu_count() or 1
+            )
+        ]
 
     def special(self, name: str) -> int | None:
         """Implements `Tokenizer.special`."""
@@ -94,7 +131,9 @@ class Ranks(Tokenizer):
 
     def _spell(self) -> list[bytes]:
         spellings = [b""] * self.vocab_size
-        for token, rank in (self._ranks | {name.encode(): i for name, i in self._specials.items()}).items():
+        for token, rank in (
+            self._ranks | {name.encode(): i for name, i in self._specials.items()}
+        ).items():
             spellings[rank] = token
         return spellings
 
@@ -117,12 +156,21 @@ def _parse(data: bytes, path: Path) -> dict[bytes, int]:
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise ConfigError(
-                f"{path}, line {number}: expected a token in base64 and its rank, got {line[:60]!r}; fetch it again"
+                f"{path}, line {number}: expected a token in base64 and its rank, got "
+                f"{line[:60]!r}; fetch it again"
             ) from error
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise ConfigError(f"{path} has no rank for {len(missing)} of the 256 bytes, such as {missing[0]}: it is truncated; fetch it again")
+        raise ConfigError(
+            f"{path} has no rank for {len(missing)} of the 256 bytes, such as {missing[0]}: it "
+            "is "
+            "truncated; fetch it again"
+        )
     if len(set(ranks.values())) < len(ranks):
-        raise ConfigError(f"{path} has {len(ranks)} tokens but only {len(set(ranks.values()))} ranks; fetch it again")
+        raise ConfigError(
+            f"{path} has {len(ranks)} tokens but only {len(set(ranks.values()))} ranks; fetch "
+            "it "
+            "again"
+        )
     return ranks
 
 
@@ -130,5 +178,7 @@ def _tiktoken() -> Any:
     try:
         import tiktoken
     except ImportError as error:
-        raise ConfigError("a tiktoken rank file needs tiktoken: pip install -e '.[data]'") from error
+        raise ConfigError(
+            "a tiktoken rank file needs tiktoken: pip install -e '.[data]'"
+        ) from error
     return tiktoken

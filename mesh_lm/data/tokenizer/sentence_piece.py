@@ -1,4 +1,6 @@
-"""SentencePiece models (Kudo and Richardson 2018, arXiv 1808.06226), as in Llama 2, Mistral and T5. Imports sentencepiece."""
+"""SentencePiece models (Kudo and Richardson 2018, arXiv 1808.06226), as in Llama 2, Mistral and T5.
+Imports sentencepiece.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ _SPACE = "\u2581"  # how pieces spell a space
 
 
 class SentencePiece(Tokenizer):
-    """A SentencePiece tokenizer; `data`: contents of the model file. The EOD is its end-of-sentence piece.
+    """A SentencePiece tokenizer; `data`: contents of the model file. The EOD is its end-of-sentence
+    piece.
 
-    A model may normalise text (NFKC, spaces) and lack characters, so decode(encode(text)) can differ from the text.
+    A model may normalise text (NFKC, spaces) and lack characters, so decode(encode(text)) can
+    differ from the text.
 
     Raises:
-      ConfigError: the model is damaged or has no end-of-sentence piece, or sentencepiece is not installed.
+      ConfigError: the model is damaged or has no end-of-sentence piece, or sentencepiece is not
+      installed.
     """
 
     joins = False
@@ -36,20 +41,30 @@ class SentencePiece(Tokenizer):
         self._data, self._model = data, _load(data, path)
         self.vocab_size, self.eod = self._model.get_piece_size(), self._model.eos_id()
         if self.eod < 0:
-            raise ConfigError(f"{path} has no end-of-sentence piece to end documents with; train it with one (eos_id >= 0)")
-        self.fingerprint, self.unknown = fingerprint("sentencepiece", data, self.eod), self._model.unk_id()
+            raise ConfigError(
+                f"{path} has no end-of-sentence piece to end documents with; train it with one "
+                "(eos_id >= 0)"
+            )
+        self.fingerprint, self.unknown = (
+            fingerprint("sentencepiece", data, self.eod),
+            self._model.unk_id(),
+        )
         self.special_ids = frozenset(i for i in range(self.vocab_size) if self._model.is_control(i))
         self._leading_space = self._model.encode("a", out_type=str)[0].startswith(_SPACE)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Implements `Tokenizer.encode_batch`."""
         threads = 1 if len(texts) == 1 else -1
-        return [np.array(ids, np.int32) for ids in self._model.encode(list(texts), out_type=int, num_threads=threads)]
+        return [
+            np.array(ids, np.int32)
+            for ids in self._model.encode(list(texts), out_type=int, num_threads=threads)
+        ]
 
     def special(self, name: str) -> int | None:
         """Implements `Tokenizer.special`."""
         i = self._model.piece_to_id(name)
-        return i if self._model.is_control(i) else None  # user-defined pieces are text; an unknown name gives the id of <unk>
+        # user-defined pieces are text; an unknown name gives the id of <unk>
+        return i if self._model.is_control(i) else None
 
     def save(self, directory: Path) -> Path:
         """Implements `Tokenizer.save`."""
@@ -78,5 +93,6 @@ def _load(data: bytes, path: Path) -> Any:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
     except RuntimeError as error:
         raise ConfigError(
-            f"{path} is neither a SentencePiece model nor a tiktoken rank file: {str(error).strip()}; fetch it again"
+            f"{path} is neither a SentencePiece model nor a tiktoken rank file: "
+            f"{str(error).strip()}; fetch it again"
         ) from error

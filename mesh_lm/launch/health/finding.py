@@ -1,4 +1,6 @@
-"""What a health check returns, and how all checks of a node are run at once, within a limited time."""
+"""What a health check returns, and how all checks of a node are run at once, within a limited
+time.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,33 @@ Check = Callable[[], Result]
 
 
 class Examination:
-    """One run of all checks, each in a thread of its own. One that hangs on a dead disk cannot be ended, and is not started again."""
+    """One run of all checks, each in a thread of its own. One that hangs on a dead disk cannot be
+    ended, and is not started again.
+    """
 
-    def __init__(self, checks: Mapping[str, Check], limit: float = LIMIT, before: Examination | None = None) -> None:
-        """Starts them. limit: seconds. before: the last examination; a check that still runs since then is waited for instead."""
-        running = {name: each for name, each in before._running.items() if each.is_alive()} if before else {}
-        self._running = {name: running.get(name) or _Running(name, check) for name, check in checks.items()}
+    def __init__(
+        self, checks: Mapping[str, Check], limit: float = LIMIT, before: Examination | None = None
+    ) -> None:
+        """Starts them. limit: seconds. before: the last examination; a check that still runs since
+        then is waited for instead.
+        """
+        running = (
+            {name: each for name, each in before._running.items() if each.is_alive()}
+            if before
+            else {}
+        )
+        self._running = {
+            name: running.get(name) or _Running(name, check) for name, check in checks.items()
+        }
         self._limit = limit
 
     def findings(self) -> list[Finding] | None:
         """Returns the result of each check; None while one of them runs and has time left."""
         found = {name: each.finding for name, each in self._running.items()}
-        if any(found[name] is None and time.monotonic() - each.began < self._limit for name, each in self._running.items()):
+        if any(
+            found[name] is None and time.monotonic() - each.began < self._limit
+            for name, each in self._running.items()
+        ):
             return None
         late = f"no answer within {self._limit:g} s"
         return [each or Finding(name, "unknown", late) for name, each in found.items()]
@@ -65,6 +82,8 @@ class _Running(threading.Thread):
 
 
 def one_line(text: str) -> str:
-    """Returns a text as the launchers' messages accept it: one printable line of at most 300 characters."""
+    """Returns a text as the launchers' messages accept it: one printable line of at most 300
+    characters.
+    """
     line = " ".join(text.split())
     return "".join(letter if letter.isprintable() else "?" for letter in line)[:_LONGEST]

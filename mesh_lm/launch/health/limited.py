@@ -1,4 +1,6 @@
-"""Runs a program within a limited time, even one that hangs in the kernel, which SIGKILL does not end."""
+"""Runs a program within a limited time, even one that hangs in the kernel, which SIGKILL does not
+end.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,22 @@ _KILLED = 2.0
 """Seconds to wait for a program that got SIGKILL."""
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], limit: float) -> tuple[int | None, str]:
-    """Returns (status, output) of a command; the status is None if it did not end within `limit` seconds, and was killed.
+def run(
+    command: Sequence[str], environment: Mapping[str, str], limit: float
+) -> tuple[int | None, str]:
+    """Returns (status, output) of a command; the status is None if it did not end within `limit`
+    seconds, and was killed.
 
     The output goes to a file, because whatever keeps a pipe open would have to be waited for.
     """
     with _file() as output:
         process = subprocess.Popen(
-            tied(command), env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            tied(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             status = process.wait(limit)
@@ -33,9 +43,15 @@ def run(command: Sequence[str], environment: Mapping[str, str], limit: float) ->
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILLED)
         # pread leaves the position alone, which the program shares as long as it lives.
-        return status, os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
+        return status, os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(
+            errors="replace"
+        )
 
 
 def _file() -> IO[bytes]:
     """Returns a file in memory where the system has them: a full disk would lose the output."""
-    return os.fdopen(os.memfd_create("output"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+    return (
+        os.fdopen(os.memfd_create("output"), "w+b")
+        if hasattr(os, "memfd_create")
+        else tempfile.TemporaryFile()
+    )

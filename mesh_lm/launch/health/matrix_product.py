@@ -1,10 +1,12 @@
-"""A program: multiplies two matrices of small integers on each device and compares the digest of the product with the known one.
+"""A program: multiplies two matrices of small integers on each device and compares the digest of
+the product with the known one.
 
-All sums are integers below 2^24, so fp32, TF32 and bf16 with any order of summation give the same bits on any hardware. It is run as a
-file, without the package: `python matrix_product.py gpu` (by JAX, on all devices that it sees), or `cpu` (by NumPy).
+All sums are integers below 2^24, so fp32, TF32 and bf16 with any order of summation give the same
+bits on any hardware. It is run as a file, without the package: `python matrix_product.py gpu` (by
+JAX, on all devices that it sees), or `cpu` (by NumPy).
 
-It prints "devices N S": their number, and the seconds until they were found; then "compiled S", when the first device has its program;
-then "N ok", "N failed: why" or "N unknown: why" for each.
+It prints "devices N S": their number, and the seconds until they were found; then "compiled S",
+when the first device has its program; then "N ok", "N failed: why" or "N unknown: why" for each.
 """
 
 import hashlib
@@ -20,15 +22,23 @@ DIGESTS = {
     4096: "e65d0e69613199bb17a0cc67402b63b5d499c447c2ef4eac6792124a83933859",
 }
 """Rows of the matrices -> SHA-256 of the product as int32."""
-_FAULTS = re.compile(r"ILLEGAL_ADDRESS|illegal memory access|ECC|[Uu]ncorrectable|LAUNCH_FAILED|unspecified launch failure|LAUNCH_TIMEOUT")
-"""What errors of a faulty device say. Others, such as a lack of memory that another process holds, are no fault of the hardware."""
+_FAULTS = re.compile(
+    r"ILLEGAL_ADDRESS|illegal memory access|ECC|[Uu]ncorrectable|LAUNCH_FAILED|unspecified "
+    r"launch "
+    r"failure|LAUNCH_TIMEOUT"
+)
+"""What errors of a faulty device say. Others, such as a lack of memory that another process holds,
+are no fault of the hardware."""
 _BEGAN = time.monotonic()
 
 
 def matrices(size: int) -> tuple[np.ndarray, ...]:
     """Returns two matrices of integers from -7 to 7, as fp32."""
     i, j = np.ogrid[:size, :size]
-    return tuple(((i * 7919 + j * 31 + i * j * factor) % 65537 % 15 - 7).astype(np.float32) for factor in (3, 5))
+    return tuple(
+        ((i * 7919 + j * 31 + i * j * factor) % 65537 % 15 - 7).astype(np.float32)
+        for factor in (3, 5)
+    )
 
 
 def is_right(product: Any) -> bool:
@@ -43,7 +53,9 @@ def verdict(product: Any) -> str:
 
 
 def what_failed(error: Exception) -> str:
-    """Returns failed and the error if its text shows a fault of the device, else unknown and the error."""
+    """Returns failed and the error if its text shows a fault of the device, else unknown and the
+    error.
+    """
     text = " ".join(str(error).split())
     return f"{'failed' if _FAULTS.search(text) else 'unknown'}: {text[:200]}"
 

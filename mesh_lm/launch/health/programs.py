@@ -22,7 +22,9 @@ _QUIET = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONWARNINGS": "ignore"}
 
 
 def own_command(command: Sequence[str], environment: Mapping[str, str]) -> Result:
-    """Returns failed if the command ends with a status other than 0, with the last line that it printed."""
+    """Returns failed if the command ends with a status other than 0, with the last line that it
+    printed.
+    """
     path = shutil.which(command[0], path=environment.get("PATH")) or command[0]
     status, text = run([path, *command[1:]], environment, _OWN)
     last = (text.strip().splitlines() or [""])[-1]
@@ -30,11 +32,17 @@ def own_command(command: Sequence[str], environment: Mapping[str, str]) -> Resul
         return "unknown", f"{command[0]} did not end within {_OWN:g} s"
     if status in (126, 127):  # as shells say that they cannot run it
         return "unknown", f"{command[0]} cannot be run: {last}"
-    return ("failed", last or f"{command[0]} ended with status {status}") if status else ("ok", last)
+    return (
+        ("failed", last or f"{command[0]} ended with status {status}") if status else ("ok", last)
+    )
 
 
-def matrix_product(kind: str, environment: Mapping[str, str], program: Path = _PROGRAM, limit: float = _PRODUCT) -> Result:
-    """Returns failed if a device computes a wrong product, reports a fault or hangs. kind: "cpu" or "gpu", as `matrix_product.py`."""
+def matrix_product(
+    kind: str, environment: Mapping[str, str], program: Path = _PROGRAM, limit: float = _PRODUCT
+) -> Result:
+    """Returns failed if a device computes a wrong product, reports a fault or hangs. kind: "cpu" or
+    "gpu", as `matrix_product.py`.
+    """
     status, text = run([sys.executable, "-P", str(program), kind], {**environment, **_QUIET}, limit)
     if not (found := re.search(r"^devices (\d+) [\d.]+$", text, re.MULTILINE)):
         last = (text.strip().splitlines() or [f"status {status}"])[-1]
@@ -46,9 +54,23 @@ def matrix_product(kind: str, environment: Mapping[str, str], program: Path = _P
         return "failed", f"{'; '.join(bad)}; take the node out of service, and test the device"
     missing = [str(i) for i in range(int(found[1])) if str(i) not in results]
     compiled = re.search(r"^compiled ([\d.]+)$", text, re.MULTILINE)
-    if missing and status is None and compiled and (seconds := limit - float(compiled[1])) >= _HANGS:
-        return "failed", f"device {missing[0]} did not finish a matrix product within {seconds:.0f} s: reset it, or reboot"
-    if unclear := [f"device {i} {how.removeprefix('unknown: ')}" for i, how in results.items() if how != "ok"]:
+    if (
+        missing
+        and status is None
+        and compiled
+        and (seconds := limit - float(compiled[1])) >= _HANGS
+    ):
+        return (
+            "failed",
+            (
+                f"device {missing[0]} did not finish a matrix product within {seconds:.0f} s: "
+                "reset "
+                "it, or reboot"
+            ),
+        )
+    if unclear := [
+        f"device {i} {how.removeprefix('unknown: ')}" for i, how in results.items() if how != "ok"
+    ]:
         return "unknown", "; ".join(unclear)
     return (
         ("unknown", f"no result of device {', '.join(missing)}, status {status}")

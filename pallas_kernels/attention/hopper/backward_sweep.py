@@ -2,7 +2,8 @@
 
 With dp = dout v^T and delta = rowsum(dout * out), for raw dot products s = q k^T,
 
-ds = p * (dp - delta), dq = ds k, dk = ds^T q, dv = p^T dout, where p = exp(scale * s - lse), and dq and dk are scaled at the end.
+ds = p * (dp - delta), dq = ds k, dk = ds^T q, dv = p^T dout, where p = exp(scale * s - lse), and dq
+and dk are scaled at the end.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.hopper.spec import SHARED_MEMORY, Spec, opaque, spread
 
 _IDS = 2048
-"""Bytes for segment ids; SHARED_MEMORY leaves room for other vectors. Reserved without segments, too, for the same number of slots."""
+"""Bytes for segment ids; SHARED_MEMORY leaves room for other vectors. Reserved without segments,
+too, for the same number of slots."""
 
 
 def slots(stages: int, kept: int, held: int, other: int) -> tuple[int, int]:
-    """The slots of two rings, of `held` and `other` 16-bit numbers each, besides `kept` ones: at most `stages`, both 2 before one has 3.
+    """The slots of two rings, of `held` and `other` 16-bit numbers each, besides `kept` ones: at
+    most `stages`, both 2 before one has 3.
 
-    `held`: read until the end of a step. The other ring may get one slot only, whose copy is then not hidden.
+    `held`: read until the end of a step. The other ring may get one slot only, whose copy is then
+    not hidden.
     """
     for n in range(stages, 0, -1):
         rest = min(stages, ((SHARED_MEMORY - _IDS) // 2 - kept - n * held) // other)
@@ -34,12 +38,16 @@ def slots(stages: int, kept: int, held: int, other: int) -> tuple[int, int]:
 
 
 def tight(sums: int, block: int, operands: int) -> bool:
-    """Whether registers are too few for products to overlap: they hold `sums` columns, s and dp, and 16-bit operands."""
+    """Whether registers are too few for products to overlap: they hold `sums` columns, s and dp,
+    and 16-bit operands.
+    """
     return sums // 2 + block + operands * block // 4 > 192
 
 
 class Ring:
-    """A ring of slots in shared memory: `take` waits until a slot is filled, `give` lets the producer overwrite it."""
+    """A ring of slots in shared memory: `take` waits until a slot is filled, `give` lets the
+    producer overwrite it.
+    """
 
     def __init__(self, here: Any, free: Any, size: int) -> None:
         self.here, self.free, self.size = here, free, size
@@ -52,14 +60,17 @@ class Ring:
         """The slot of a turn, after it is filled."""
         slot = self.slot(turn)
         plgpu.barrier_wait(self.here.at[slot])
-        return slot if self.size > 1 else opaque(slot)  # with one slot, its address is the same in every step
+        # with one slot, its address is the same in every step
+        return slot if self.size > 1 else opaque(slot)
 
     def give(self, turn: Any) -> None:
         """Marks the slot of a turn as free."""
         plgpu.barrier_arrive(self.free.at[self.slot(turn)])
 
     def fill(self, turn: Any, *copies: tuple[Any, Callable[[Any], Any]]) -> None:
-        """Producer: copies each source to its target, a function of the slot, once the slot is free."""
+        """Producer: copies each source to its target, a function of the slot, once the slot is
+        free.
+        """
         slot = self.slot(turn)
         pl.when(turn >= self.size)(lambda: plgpu.barrier_wait(self.free.at[slot]))
         for source, target in copies:
@@ -67,7 +78,9 @@ class Ring:
 
 
 def weights(spec: Spec, s: Array, lse: Array, axis: int, mask: Array | None) -> tuple[Array, Array]:
-    """(p, p times the slope of the soft cap), from raw dot products. lse: to the base 2, along `axis` of the tile."""
+    """(p, p times the slope of the soft cap), from raw dot products. lse: to the base 2, along
+    `axis` of the tile.
+    """
     if spec.softcap is not None:
         s = jnp.tanh(s * spec.capped)
     if mask is not None:

@@ -1,4 +1,6 @@
-"""The tiles of the fused backward pass, and the shared memory and barriers that they take. Sizes as in `spec.py`."""
+"""The tiles of the fused backward pass, and the shared memory and barriers that they take. Sizes as
+in `spec.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ ROWS = WARPGROUP * COMPUTING
 
 @dataclasses.dataclass(frozen=True)
 class FusedTiles:
-    """Tile sizes of the fused kernel: `block` queries at a time, at most `stages` of them in shared memory.
+    """Tile sizes of the fused kernel: `block` queries at a time, at most `stages` of them in shared
+    memory.
 
-    add: how dQ gets to global memory: "red", atomic additions from registers, or "tma", a reducing copy from shared memory.
+    add: how dQ gets to global memory: "red", atomic additions from registers, or "tma", a reducing
+    copy from shared memory.
     """
 
     block: int
@@ -32,7 +36,10 @@ class FusedTiles:
 
     def __post_init__(self) -> None:
         if self.block not in (64, 128) or self.stages < 1 or self.add not in ADDITIONS:
-            raise ValueError(f"a block has 64 or 128 queries, at least 1 stage, and adds by red or tma, not {self}")
+            raise ValueError(
+                "a block has 64 or 128 queries, at least 1 stage, and adds by red or tma, not "
+                f"{self}"
+            )
 
     @property
     def rows(self) -> int:
@@ -40,7 +47,9 @@ class FusedTiles:
         return ROWS
 
     def fitting(self, spec: Spec) -> FusedTiles:
-        """These tiles, or smaller ones if a call has too few registers: the slope of a soft cap needs some for each query of a block."""
+        """These tiles, or smaller ones if a call has too few registers: the slope of a soft cap
+        needs some for each query of a block.
+        """
         return self if spec.softcap is None else dataclasses.replace(self, block=WARPGROUP)
 
 
@@ -49,7 +58,8 @@ class FusedShape(NamedTuple):
 
     block: int
     part: int
-    """Columns of dQ that a warpgroup makes of 64 queries: half of them, or all of those of its own 64 of 128 queries."""
+    """Columns of dQ that a warpgroup makes of 64 queries: half of them, or all of those of its own
+    64 of 128 queries."""
     swizzled: int
     """Columns of a tile of K, Q and dS^T in shared memory, which divide a part."""
     q_stages: int
@@ -69,11 +79,15 @@ def shape_of(tiles: FusedTiles, q: Array, k: Array, v: Array, by_head: bool) -> 
 
 
 def sums_fit(H: int, V: int) -> bool:
-    """Whether a thread's registers hold the sums of dK and dV of 64 keys, beside S^T and dP^T of 64 queries."""
+    """Whether a thread's registers hold the sums of dK and dV of 64 keys, beside S^T and dP^T of 64
+    queries.
+    """
     return H + V <= 256
 
 
-def scratch_of(spec: Spec, tiles: FusedTiles, shape: FusedShape, q: Array, k: Array, v: Array) -> dict[str, Any]:
+def scratch_of(
+    spec: Spec, tiles: FusedTiles, shape: FusedShape, q: Array, k: Array, v: Array
+) -> dict[str, Any]:
     """Shared memory and barriers."""
     H, V, C, W = q.shape[3], v.shape[3], shape.block, COMPUTING
     staged = math.gcd(shape.part, 32)
@@ -82,10 +96,14 @@ def scratch_of(spec: Spec, tiles: FusedTiles, shape: FusedShape, q: Array, k: Ar
         "v_s": _matrix(WARPGROUP, V, v.dtype, math.gcd(V, 64), (W,)),
         "q_s": _matrix(C, H, q.dtype, shape.swizzled, (shape.q_stages,)),
         "dout_s": _matrix(C, V, q.dtype, math.gcd(V, 64), (shape.dout_stages,)),
-        # dS^T of each warpgroup. With two slots, one meeting a step says both that the other's is there and that it has read mine.
+        # dS^T of each warpgroup. With two slots, one meeting a step says both that the other's is
+        # there and that it has read mine.
         "ds_s": _matrix(WARPGROUP, C, q.dtype, shape.swizzled, (2, W)),
-        "dq_s": _matrix(WARPGROUP, shape.part, jnp.float32, staged, (W,)) if tiles.add == "tma" else None,
-        # lse and delta share one array, and so do numbers and ids, because each array takes at least a kilobyte.
+        "dq_s": _matrix(WARPGROUP, shape.part, jnp.float32, staged, (W,))
+        if tiles.add == "tma"
+        else None,
+        # lse and delta share one array, and so do numbers and ids, because each array takes at
+        # least a kilobyte.
         "vectors_s": plgpu.SMEM((shape.q_stages + shape.dout_stages, C), jnp.float32),
         "ints_s": plgpu.SMEM((C + (ROWS + shape.q_stages * C) * spec.segments,), jnp.int32),
         "here": plgpu.Barrier(num_arrivals=2 * W + spec.segments + 1, num_barriers=1),
@@ -100,5 +118,8 @@ def scratch_of(spec: Spec, tiles: FusedTiles, shape: FusedShape, q: Array, k: Ar
 
 def _matrix(rows: int, columns: int, dtype: Any, wide: int, copies: tuple[int, ...]) -> Any:
     """As `spec.matrix`, with tiles of `wide` columns."""
-    transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(jnp.dtype(dtype).itemsize * wide))
+    transforms = (
+        plgpu.TilingTransform((8, wide)),
+        plgpu.SwizzleTransform(jnp.dtype(dtype).itemsize * wide),
+    )
     return plgpu.SMEM((*copies, rows, columns), dtype, transforms=transforms)

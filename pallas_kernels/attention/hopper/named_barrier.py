@@ -1,7 +1,9 @@
-"""Named barriers of a block (PTX: bar.sync, bar.arrive), with which one warpgroup waits for another.
+"""Named barriers of a block (PTX: bar.sync, bar.arrive), with which one warpgroup waits for
+another.
 
-They take one instruction and no shared memory; an mbarrier takes an arrival of every thread and a loop that tests it. Pallas has none, so
-these are primitives, which the interpreter knows too. They order instructions, not memory: nothing may be read on their account.
+They take one instruction and no shared memory; an mbarrier takes an arrival of every thread and a
+loop that tests it. Pallas has none, so these are primitives, which the interpreter knows too. They
+order instructions, not memory: nothing may be read on their account.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ _THREADS = 256
 
 
 def wait(number: Any) -> None:
-    """Waits until another warpgroup arrives at a barrier. number: int32, 8 to 15, others belong to Pallas and to CUDA."""
+    """Waits until another warpgroup arrives at a barrier. number: int32, 8 to 15, others belong to
+    Pallas and to CUDA.
+    """
     _wait.bind(number)
 
 
@@ -40,7 +44,13 @@ def _primitive(name: str, instruction: str) -> Primitive:
         from jax._src.lib.mlir.dialects import llvm
 
         number = lowering._ensure_ir_value(number, ctx.avals_in[0].dtype)
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [number], f"{instruction} $0, {_THREADS};", "r", has_side_effects=True)
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [number],
+            f"{instruction} $0, {_THREADS};",
+            "r",
+            has_side_effects=True,
+        )
         return ()
 
     return primitive

@@ -1,4 +1,6 @@
-"""Interpreted warpgroups and blocks: their asynchronous operations in flight, and what they wait for."""
+"""Interpreted warpgroups and blocks: their asynchronous operations in flight, and what they wait
+for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from pallas_kernels.dev.interpreter.memory import Actor, Barrier, Fault, MemoryR
 
 
 class KernelError(RuntimeError):
-    """Raised for a kernel that would fail on the hardware, or that the interpreter cannot run. The message says where."""
+    """Raised for a kernel that would fail on the hardware, or that the interpreter cannot run. The
+    message says where.
+    """
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,16 @@ class Wait:
 
 
 Steps = Generator[Wait | None, None, Any]
-"""The execution of a thread: yields a Wait to be resumed when it is ready, and None where other threads may run."""
+"""The execution of a thread: yields a Wait to be resumed when it is ready, and None where other
+threads may run."""
 
 
 @dataclass(eq=False)
 class Thread(Actor):
     """A warpgroup. wgmmas and stores are its asynchronous operations in flight, oldest first.
 
-    visits: how often it has reached each run_scoped, by the identity of the equation: threads meet if their visits are equal.
+    visits: how often it has reached each run_scoped, by the identity of the equation: threads meet
+    if their visits are equal.
     """
 
     axes: dict[Any, int]
@@ -65,7 +71,9 @@ class Thread(Actor):
 
 @dataclass(eq=False)
 class NamedBarrier:
-    """A barrier of two warpgroups, one that waits and one that only arrives. completed: how often both have arrived."""
+    """A barrier of two warpgroups, one that waits and one that only arrives. completed: how often
+    both have arrived.
+    """
 
     arrived_threads: set[int] = field(default_factory=set)
     completed: int = 0
@@ -75,8 +83,8 @@ class NamedBarrier:
 class Block:
     """A CUDA block: the allocations of its threads, and where they met.
 
-    scopes: allocations of each visit to a shared run_scoped. arrivals: the clocks of the threads that have reached it.
-    named: the named barriers in use.
+    scopes: allocations of each visit to a shared run_scoped. arrivals: the clocks of the threads
+    that have reached it. named: the named barriers in use.
     """
 
     where: str
@@ -87,10 +95,15 @@ class Block:
     named: dict[int, NamedBarrier] = field(default_factory=dict)
 
     def meet(self, number: int, thread: Thread) -> NamedBarrier:
-        """The named barrier of this number, after the arrival of a thread. Raises Fault if the hardware would count it wrongly."""
+        """The named barrier of this number, after the arrival of a thread. Raises Fault if the
+        hardware would count it wrongly.
+        """
         barrier = self.named.setdefault(number, NamedBarrier())
         if thread.index in barrier.arrived_threads:
-            raise Fault(f"arrives twice at named barrier {number}, which another warpgroup has not reached: the barrier would let go")
+            raise Fault(
+                f"arrives twice at named barrier {number}, which another warpgroup has not "
+                "reached: the barrier would let go"
+            )
         barrier.arrived_threads.add(thread.index)
         if len(barrier.arrived_threads) == 2:
             barrier.arrived_threads.clear()
@@ -101,7 +114,10 @@ class Block:
         """Raises Fault if copies are in flight at the end of the block."""
         for barrier in self.barriers:
             if barrier.copies:
-                raise Fault(f"the block ends before any thread waits for {barrier.copies[0].what} on {barrier.name}")
+                raise Fault(
+                    f"the block ends before any thread waits for {barrier.copies[0].what} on "
+                    f"{barrier.name}"
+                )
 
 
 def place_of(eqn: Any) -> str:

@@ -33,10 +33,18 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(("rules", "mesh"), [("ddp", {}), ("hsdp+megatron+zero1", {"data": 2, "fsdp": 2, "tensor": 2})])
-def test_a_checkpoint_of_jax_0_10_2_restores_here_on_any_mesh(copy: Path, rules: str, mesh: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("rules", "mesh"), [("ddp", {}), ("hsdp+megatron+zero1", {"data": 2, "fsdp": 2, "tensor": 2})]
+)
+def test_a_checkpoint_of_jax_0_10_2_restores_here_on_any_mesh(
+    copy: Path, rules: str, mesh: dict[str, int]
+) -> None:
     """The fixture was written with jax 0.10.2 and is read with the installed jax."""
-    versions = json.loads((copy / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata").read_text(encoding="utf-8"))["versions"]
+    versions = json.loads(
+        (copy / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata").read_text(
+            encoding="utf-8"
+        )
+    )["versions"]
     assert versions["jax"] == "0.10.2"
     shard = shard_on(rules, **mesh)
     with Checkpoints(at(copy)) as checkpoints:
@@ -45,16 +53,29 @@ def test_a_checkpoint_of_jax_0_10_2_restores_here_on_any_mesh(copy: Path, rules:
         state = saved.state(fixture.abstract(fixture.CONFIG, shard))
     assert not state.pop("recent").any(), "that format has none"
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        np.testing.assert_array_equal(leaf, fixture.pattern(jax.tree_util.keystr(path), leaf.shape, leaf.dtype))
+        np.testing.assert_array_equal(
+            leaf, fixture.pattern(jax.tree_util.keystr(path), leaf.shape, leaf.dtype)
+        )
         assert leaf.sharding.mesh.shape == shard.mesh.shape
 
 
 def test_the_tree_on_disk_is_plain(copy: Path) -> None:
     """The keys are our parameter names: the format contains no class of Flax or optax."""
-    metadata = json.loads((copy / "checkpoints" / str(fixture.STEP) / "state" / "_METADATA").read_text(encoding="utf-8"))
-    keys = {tuple(key["key"] for key in leaf["key_metadata"]) for leaf in metadata["tree_metadata"].values()}
+    metadata = json.loads(
+        (copy / "checkpoints" / str(fixture.STEP) / "state" / "_METADATA").read_text(
+            encoding="utf-8"
+        )
+    )
+    keys = {
+        tuple(key["key"] for key in leaf["key_metadata"])
+        for leaf in metadata["tree_metadata"].values()
+    }
     names = fixture.abstract(fixture.CONFIG, shard_on("ddp"))["params"]
-    assert keys == {("step",), ("skipped",), *((kind, name) for kind in ("params", "mu", "nu") for name in names)}
+    assert keys == {
+        ("step",),
+        ("skipped",),
+        *((kind, name) for kind in ("params", "mu", "nu") for name in names),
+    }
 
 
 def test_changed_fields_are_reported(copy: Path) -> None:
@@ -85,7 +106,9 @@ def test_a_checkpoint_is_found_by_its_run_and_by_its_step(copy: Path) -> None:
     found = saved.state({"params": abstract["params"]})
     assert found.keys() == {"params"} and found["params"].keys() == abstract["params"].keys()
     for name, leaf in found["params"].items():
-        np.testing.assert_array_equal(leaf, fixture.pattern(f"['params']['{name}']", leaf.shape, leaf.dtype))
+        np.testing.assert_array_equal(
+            leaf, fixture.pattern(f"['params']['{name}']", leaf.shape, leaf.dtype)
+        )
 
 
 def test_policy(tmp_path: Path) -> None:
@@ -106,21 +129,32 @@ def test_policy(tmp_path: Path) -> None:
         assert checkpoints.newest().step == 8
 
 
-@pytest.mark.parametrize("tail", ["No space left on device [os_error_code='28']", "[OS error 28: No space left on device]"])
+@pytest.mark.parametrize(
+    "tail",
+    ["No space left on device [os_error_code='28']", "[OS error 28: No space left on device]"],
+)
 def test_the_reason_of_a_failed_save_is_not_cut_off(tail: str) -> None:
     """TensorStore's own text on a full tmpfs, in two versions: names first, and the reason last."""
     files = f'Failed writing: "{"/deep" * 40}/40.saving-3f56f/state/d/c4f1436810845cb42097687872b622c4.__lock": '
-    text = f'RESOURCE_EXHAUSTED: Error writing "mu.blocks/c/0/0" in OCDBT database at local file "/state/": {files}'
-    assert quiet.reason(ValueError(f"{text}{tail} [source locations='tensorstore/a.cc:1\ntensorstore/b.cc:2']")) == (
-        "[Errno 28] No space left on device"
+    text = (
+        'RESOURCE_EXHAUSTED: Error writing "mu.blocks/c/0/0" in OCDBT database at local file '
+        f'"/state/": {files}'
     )
+    assert quiet.reason(
+        ValueError(f"{text}{tail} [source locations='tensorstore/a.cc:1\ntensorstore/b.cc:2']")
+    ) == ("[Errno 28] No space left on device")
     assert quiet.reason(ValueError(f"{text}the peer is gone")).endswith("the peer is gone")
-    assert quiet.reason(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
+    assert (
+        quiet.reason(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
+    )
     assert quiet.reason(RuntimeError()) == "RuntimeError()"
 
 
-def test_a_failed_save_is_retried_when_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each failure is seen three steps after its save; the last save is a StorageError with the reason, so that it is tried again."""
+def test_a_failed_save_is_retried_when_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each failure is seen three steps after its save; the last save is a StorageError with the
+    reason, so that it is tried again."""
     config = at(tmp_path, checkpoint=CheckpointConfig(every=20))
     layout = ModelLayout.of(config.model, shard_on("ddp"))
     state = fixture.filled(fixture.abstract(config, layout.shard))
@@ -133,23 +167,35 @@ def test_a_failed_save_is_retried_when_it_says(tmp_path: Path, monkeypatch: pyte
 
         seen = checkpoints._outcome
         monkeypatch.setattr(checkpoints._saver, "save", full)
-        monkeypatch.setattr(checkpoints, "_outcome", lambda: manager._WRITING if step < checkpoints._writing + 3 else seen())
+        monkeypatch.setattr(
+            checkpoints,
+            "_outcome",
+            lambda: manager._WRITING if step < checkpoints._writing + 3 else seen(),
+        )
         for step in range(20, 100):
             if checkpoints.due(step):
                 state = checkpoints.save(step, state, {"position": step}, layout, fixture.OPTIMIZER)
             checkpoints.poll(step)
         begun = [int(n) for n in re.findall(r"^saving step (\d+)", "\n".join(said), re.M)]
-        announced = [int(n) for n in re.findall(r"retried (?:after step|at once, with step) (\d+)", "\n".join(said))]
+        announced = [
+            int(n)
+            for n in re.findall(r"retried (?:after step|at once, with step) (\d+)", "\n".join(said))
+        ]
         assert begun == [20, 25, 32, 40, 59, 60, 80] and announced == [*begun[1:], 100], said
         with pytest.raises(
-            ConfigError, match=r"^step 101 could not be saved in .*: \[Errno 28\] No space left on device; there is no"
+            ConfigError,
+            match=(
+                r"^step 101 could not be saved in .*: \[Errno 28\] No space left on device; there "
+                r"is no"
+            ),
         ) as last:
             checkpoints.save(101, state, {"position": 101}, layout, fixture.OPTIMIZER, last=True)
         assert storage_failed(last.value)
 
 
 def test_errors_after_the_first_failure_are_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silences TensorStore writes that end after a failed one closed the event loop, and pending Orbax reads; other errors are shown."""
+    """Silences TensorStore writes that end after a failed one closed the event loop, and pending
+    Orbax reads; other errors are shown."""
     told: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_type))
     promise, future = ts.Promise.new()
@@ -165,7 +211,10 @@ def test_errors_after_the_first_failure_are_silenced(monkeypatch: pytest.MonkeyP
     asyncio.run(never_waited_for())
     promise.set_result(None)
     code = "async def read():\n try: await future\n finally: raise OSError"
-    exec(compile(code, "site-packages/orbax/serialization.py", "exec"), orbax := {"future": ts.Promise.new()[1]})
+    exec(
+        compile(code, "site-packages/orbax/serialization.py", "exec"),
+        orbax := {"future": ts.Promise.new()[1]},
+    )
 
     async def left() -> None:
         orbax["read"]().send(None)
@@ -178,12 +227,17 @@ def test_errors_after_the_first_failure_are_silenced(monkeypatch: pytest.MonkeyP
 
 def test_another_model_is_refused_before_any_array_is_read(copy: Path) -> None:
     shutil.rmtree(copy / "checkpoints" / str(fixture.STEP) / "state" / "d")  # the arrays
-    wider = dataclasses.replace(fixture.CONFIG, model=dataclasses.replace(fixture.CONFIG.model, d_ff=16, tied=False))
+    wider = dataclasses.replace(
+        fixture.CONFIG, model=dataclasses.replace(fixture.CONFIG.model, d_ff=16, tied=False)
+    )
     with Checkpoints(at(copy)) as checkpoints, pytest.raises(ConfigError) as caught:
         saved = checkpoints.newest()
         assert saved is not None
         saved.state(fixture.abstract(wider, shard_on("ddp")))
     lines = str(caught.value).split("\n")
     assert lines[0].endswith("checkpoints/307 is a checkpoint of another model")
-    assert "  - blocks.mlp.up.weight: [2, 8, 32, 'float32'] in the checkpoint, [2, 8, 16, 'float32'] in this config" in lines
+    assert (
+        "  - blocks.mlp.up.weight: [2, 8, 32, 'float32'] in the checkpoint, [2, 8, 16, 'float32'] "
+        "in this config"
+    ) in lines
     assert "  - head: absent in the checkpoint, [64, 8, 'float32'] in this config" in lines

@@ -1,4 +1,5 @@
-"""Copies of local checkpoints on another node: whole or absent, from the job's own processes only, and never in the way of training."""
+"""Copies of local checkpoints on another node: whole or absent, from the job's own processes only,
+and never in the way of training."""
 
 import contextlib
 import os
@@ -25,12 +26,19 @@ SIZE = 3 * 2**20 + 17
 
 
 class Nodes:
-    """Two nodes with a directory each. Process 1 sends to process 0, whose server stores the files."""
+    """Two nodes with a directory each. Process 1 sends to process 0, whose server stores the
+    files."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.secret = root, Secret(b"a secret of this job")
         self.stored: list[int] = []
-        self.server = Server(self.secret, LOOPBACK, lambda step, process: self.place("b", step, process), self.stored.append, 2)
+        self.server = Server(
+            self.secret,
+            LOOPBACK,
+            lambda step, process: self.place("b", step, process),
+            self.stored.append,
+            2,
+        )
         self.senders: list[Sender] = []
 
     def place(self, node: str, step: int, process: int = 1) -> Path:
@@ -44,7 +52,12 @@ class Nodes:
         return place
 
     def sender(self, port: int | None = None, secret: Secret | None = None) -> Sender:
-        sender = Sender(secret or self.secret, [(LOOPBACK, port or self.server.port)], lambda step: self.place("a", step), 1)
+        sender = Sender(
+            secret or self.secret,
+            [(LOOPBACK, port or self.server.port)],
+            lambda step: self.place("a", step),
+            1,
+        )
         self.senders.append(sender)
         return sender
 
@@ -59,7 +72,10 @@ class Nodes:
     def settled(self) -> list[str]:
         """Returns `arrived`, once nothing is on its way."""
         deadline = time.monotonic() + 10
-        while any(name.startswith("arriving") for name in self.arrived()) and time.monotonic() < deadline:
+        while (
+            any(name.startswith("arriving") for name in self.arrived())
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         return self.arrived()
 
@@ -89,7 +105,9 @@ def test_a_step_arrives_and_comes_back(nodes: Nodes) -> None:
     assert equal(place, kept)
     place.joinpath(FILES[0]).write_bytes(b"another life of the same step")
     sender.send(12)
-    assert sender.wait(10) and equal(place, nodes.place("b", 12)), "a step that is saved again replaces its copy"
+    assert sender.wait(10) and equal(place, nodes.place("b", 12)), (
+        "a step that is saved again replaces its copy"
+    )
     assert nodes.stored[:1] == [1], "older copies are removed then"
 
 
@@ -104,7 +122,11 @@ def test_what_is_not_there_is_a_problem(nodes: Nodes) -> None:
         conversation.send(**request)
         with pytest.raises(TransferFailed, match=said):
             conversation.receive("sizes")
-    for request in ({"get": "../14", "process": 1}, {"get": 14, "process": -1}, {"put": 1, "process": 1, "sizes": [1]}):
+    for request in (
+        {"get": "../14", "process": 1},
+        {"get": 14, "process": -1},
+        {"put": 1, "process": 1, "sizes": [1]},
+    ):
         conversation = nodes.connect()
         conversation.send(**request)
         with pytest.raises(TransferFailed, match="hung up"):
@@ -113,10 +135,13 @@ def test_what_is_not_there_is_a_problem(nodes: Nodes) -> None:
 
 
 def proxy(port: int, change: Callable[[bytes, int], bytes | None]) -> int:
-    """Returns a port that passes on to `port` what change(piece, bytes before it) returns; None: it hangs up."""
+    """Returns a port that passes on to `port` what change(piece, bytes before it) returns; None: it
+    hangs up."""
     listener = socket.create_server((LOOPBACK, 0))
 
-    def pass_on(source: socket.socket, target: socket.socket, change: Callable[[bytes, int], bytes | None]) -> None:
+    def pass_on(
+        source: socket.socket, target: socket.socket, change: Callable[[bytes, int], bytes | None]
+    ) -> None:
         n = 0
         with contextlib.suppress(OSError):
             while (piece := source.recv(2**16)) and (changed := change(piece, n)) is not None:
@@ -129,7 +154,9 @@ def proxy(port: int, change: Callable[[bytes, int], bytes | None]) -> int:
     def serve() -> None:
         client, _ = listener.accept()
         server = socket.create_connection((LOOPBACK, port))
-        threading.Thread(target=pass_on, args=(server, client, lambda piece, n: piece), daemon=True).start()
+        threading.Thread(
+            target=pass_on, args=(server, client, lambda piece, n: piece), daemon=True
+        ).start()
         pass_on(client, server, change)
 
     threading.Thread(target=serve, daemon=True).start()
@@ -137,7 +164,8 @@ def proxy(port: int, change: Callable[[bytes, int], bytes | None]) -> int:
 
 
 def test_a_slow_disk_at_the_receiver(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes to the disk while the files arrive, and the sender waits longer for that than for a piece."""
+    """It writes to the disk while the files arrive, and the sender waits longer for that than for a
+    piece."""
     synced: list[int] = []
 
     def slow(descriptor: int) -> None:
@@ -168,10 +196,15 @@ def test_a_damaged_stream_is_not_stored(nodes: Nodes, capsys: pytest.CaptureFixt
     sender.send(12)
     assert sender.wait(10) and nodes.settled() == [] and nodes.stored == []
     said = capsys.readouterr().out
-    assert "warning: step 12 could not be copied to the node at 127.0.0.1: the files arrived with other bytes than were sent; " in said
+    assert (
+        "warning: step 12 could not be copied to the node at 127.0.0.1: the files arrived with "
+        "other bytes than were sent; "
+    ) in said
 
 
-def test_a_peer_that_dies_half_way_leaves_nothing(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_that_dies_half_way_leaves_nothing(
+    nodes: Nodes, capsys: pytest.CaptureFixture[str]
+) -> None:
     nodes.saved(12)
     sender = nodes.sender(proxy(nodes.server.port, lambda piece, n: piece if n < 2**20 else None))
     sender.send(12)
@@ -182,7 +215,9 @@ def test_a_peer_that_dies_half_way_leaves_nothing(nodes: Nodes, capsys: pytest.C
     assert sender.wait(10) and capsys.readouterr().out == "", "said once, until it works again"
 
 
-def test_a_silent_peer_holds_nobody_up(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_peer_holds_nobody_up(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A save returns at once, steps that waited are skipped, and the newest one follows."""
     monkeypatch.setattr(transfer, "HANDSHAKE", 1.0)
     deaf = socket.create_server((LOOPBACK, 0))
@@ -198,8 +233,14 @@ def test_a_silent_peer_holds_nobody_up(nodes: Nodes, monkeypatch: pytest.MonkeyP
     assert time.monotonic() - began < 0.5
     assert sender.wait(10)
     said = capsys.readouterr().out
-    assert "warning: step 14 was not copied to another node: copying step 12 took longer than checkpoint.local_every steps; " in said
-    assert "a lost node means the newest checkpoint in the output until checkpoint.local_every is longer than a copy takes" in said
+    assert (
+        "warning: step 14 was not copied to another node: copying step 12 took longer than "
+        "checkpoint.local_every steps; "
+    ) in said
+    assert (
+        "a lost node means the newest checkpoint in the output until checkpoint.local_every is "
+        "longer than a copy takes"
+    ) in said
     assert said.count("warning") == 1
     monkeypatch.setattr(copies, "_REPEAT", 0.0)
     sender.send(16)
@@ -225,7 +266,9 @@ def test_what_was_rolled_back_is_given_up(nodes: Nodes, capsys: pytest.CaptureFi
     assert sender.wait(10) and nodes.settled() == [] and capsys.readouterr().out == ""
 
 
-def test_who_does_not_know_the_secret_is_refused(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_does_not_know_the_secret_is_refused(
+    nodes: Nodes, capsys: pytest.CaptureFixture[str]
+) -> None:
     nodes.saved(12)
     sender = nodes.sender(secret=Secret(b"the secret of another job"))
     sender.send(12)
@@ -233,10 +276,18 @@ def test_who_does_not_know_the_secret_is_refused(nodes: Nodes, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "could not be copied to the node at 127.0.0.1: it does not accept this secret" in said
     deadline = time.monotonic() + 10
-    while "it has another secret" not in said and time.monotonic() < deadline:  # the server's thread prints it
+    # the server's thread prints it
+    while "it has another secret" not in said and time.monotonic() < deadline:
         time.sleep(0.01)
         said += capsys.readouterr().out
-    assert said.count("refused a connection for local checkpoints, the last from 127.0.0.1: it has another secret") == 1
+    assert (
+        said.count(
+            "refused a connection for local checkpoints, the last from 127.0.0.1: it has "
+            "another "
+            "secret"
+        )
+        == 1
+    )
     for _ in range(20):
         with pytest.raises((Refused, TransferFailed)):
             nodes.connect(Secret(b"the secret of another job"))
@@ -246,7 +297,10 @@ def test_who_does_not_know_the_secret_is_refused(nodes: Nodes, capsys: pytest.Ca
 def test_the_secret_of_another_purpose_is_not_enough(nodes: Nodes) -> None:
     """What was recorded from a launcher's conversation cannot be used here."""
     channel = Channel(nodes.secret, "rendezvous", serves=False)
-    with socket.create_connection((LOOPBACK, nodes.server.port), 5) as connection, pytest.raises(Refused):
+    with (
+        socket.create_connection((LOOPBACK, nodes.server.port), 5) as connection,
+        pytest.raises(Refused),
+    ):
         while True:
             connection.sendall(channel.outgoing)
             channel.outgoing = b""
@@ -255,11 +309,14 @@ def test_the_secret_of_another_purpose_is_not_enough(nodes: Nodes) -> None:
 
 
 def test_strangers_cannot_keep_the_job_out(nodes: Nodes) -> None:
-    """300 connections that say nothing, or too much: the step arrives meanwhile, and few threads are held."""
+    """300 connections that say nothing, or too much: the step arrives meanwhile, and few threads
+    are held."""
     strangers = [socket.create_connection((LOOPBACK, nodes.server.port), 5) for _ in range(300)]
     for n, stranger in enumerate(strangers):
         with contextlib.suppress(OSError):  # it was the oldest of too many
-            stranger.sendall([b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 5000, b"[" * 2000 + b"\n"][n % 4])
+            stranger.sendall(
+                [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 5000, b"[" * 2000 + b"\n"][n % 4]
+            )
     place, sender = nodes.saved(12), nodes.sender()
     sender.send(12)
     assert sender.wait(10) and equal(place, nodes.place("b", 12))
@@ -268,8 +325,11 @@ def test_strangers_cannot_keep_the_job_out(nodes: Nodes) -> None:
         stranger.close()
 
 
-def test_a_full_disk_at_the_receiver(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Known before anything is sent, or found while the files are written: the sender warns with the reason, and nothing remains."""
+def test_a_full_disk_at_the_receiver(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Known before anything is sent, or found while the files are written: the sender warns with
+    the reason, and nothing remains."""
     nodes.saved(12)
     sender, before = nodes.sender(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
@@ -278,7 +338,10 @@ def test_a_full_disk_at_the_receiver(nodes: Nodes, monkeypatch: pytest.MonkeyPat
         assert sender.wait(10)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "could not be copied to the node at 127.0.0.1: File too large; training continues" in capsys.readouterr().out
+    assert (
+        "could not be copied to the node at 127.0.0.1: File too large; training continues"
+        in capsys.readouterr().out
+    )
     assert nodes.settled() == []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("usage", (), {"free": SIZE}))
     other = nodes.sender()
@@ -287,20 +350,32 @@ def test_a_full_disk_at_the_receiver(nodes: Nodes, monkeypatch: pytest.MonkeyPat
     assert f"{SIZE + 12} bytes do not fit into the {SIZE} that are free" in capsys.readouterr().out
     monkeypatch.undo()
     other.send(12)
-    assert other.wait(10) and nodes.arrived() == ["12"] and equal(nodes.place("a", 12), nodes.place("b", 12))
+    assert (
+        other.wait(10)
+        and nodes.arrived() == ["12"]
+        and equal(nodes.place("a", 12), nodes.place("b", 12))
+    )
 
 
 def test_the_ring() -> None:
     nodes = [[0, 1], [2, 3], [4]]
     assert [receivers(nodes, process, 1) for process in range(5)] == [[2], [3], [4], [4], [0]]
-    assert [receivers(nodes, process, 2) for process in range(5)] == [[2, 4], [3, 4], [4, 0], [4, 1], [0, 2]]
+    assert [receivers(nodes, process, 2) for process in range(5)] == [
+        [2, 4],
+        [3, 4],
+        [4, 0],
+        [4, 1],
+        [0, 2],
+    ]
 
 
 def test_who_holds_what() -> None:
     """Its own files come first; a step of which one process's files are nowhere is not offered."""
     listings = [[[12, [0, 2]], [14, [0]]], [[12, [1, 0]], [14, [1, 0]]], [[14, [1]]]]
     assert _holders(listings) == {12: [0, 1, 0]}
-    assert _holders([[], [[12, [0, 1]]]]) == {12: [1, 1]}, "its node may have another number than before"
+    assert _holders([[], [[12, [0, 1]]]]) == {12: [1, 1]}, (
+        "its node may have another number than before"
+    )
     assert _holders([[[12, [0]]], []]) == {} and _holders([[]]) == {}
 
 
@@ -309,4 +384,6 @@ def test_the_address_to_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_address("") == ("", socket.gethostname())
     known = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9876))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **named: known)
-    assert own_address("node0:9876") == ("", "node0"), "the coordinator's own host, which has a loopback address for its name"
+    assert own_address("node0:9876") == ("", "node0"), (
+        "the coordinator's own host, which has a loopback address for its name"
+    )

@@ -1,4 +1,5 @@
-"""The lease of an output: one holder at a time; a dead one is replaced, a live one is not, and one that was replaced writes no more."""
+"""The lease of an output: one holder at a time; a dead one is replaced, a live one is not, and one
+that was replaced writes no more."""
 
 import dataclasses
 import errno
@@ -29,7 +30,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def elsewhere(**changes: object) -> Holder:
     """A holder on another machine, with a process id that is free here."""
-    return dataclasses.replace(Holder.this_process(), **{"host": "node7", "machine": "another", "pid": FREE, "life": "0badcafe"} | changes)
+    return dataclasses.replace(
+        Holder.this_process(),
+        **{"host": "node7", "machine": "another", "pid": FREE, "life": "0badcafe"} | changes,
+    )
 
 
 def held(output: Path) -> Holder:
@@ -60,7 +64,9 @@ def test_a_lease_is_taken_renewed_and_released(tmp_path: Path) -> None:
 
 def test_a_live_process_here_is_named_and_refused_at_once(tmp_path: Path) -> None:
     mine = Lease.acquire(tmp_path)
-    with pytest.raises(ConfigError, match=r"in use by an earlier call in this process, which has not ended; end it"):
+    with pytest.raises(
+        ConfigError, match=r"in use by an earlier call in this process, which has not ended; end it"
+    ):
         Lease.acquire(tmp_path, wait=lambda seconds: pytest.fail("it waited"))
     mine.require()
     mine.release()
@@ -68,7 +74,10 @@ def test_a_live_process_here_is_named_and_refused_at_once(tmp_path: Path) -> Non
     assert status
     first = dataclasses.replace(Holder.this_process(), pid=1, started=status[1])
     (tmp_path / ".lease").write_bytes(first.encoded())
-    message = r"in use: process 1 on \S+ since \d{4}-\d\d-\d\d .*; end that run, or set output .* delete .*\.lease"
+    message = (
+        r"in use: process 1 on \S+ since \d{4}-\d\d-\d\d .*; end that run, or set output .* delete "
+        r".*\.lease"
+    )
     with pytest.raises(ConfigError, match=message):
         Lease.acquire(tmp_path, wait=lambda seconds: pytest.fail("it waited"))
 
@@ -82,18 +91,27 @@ def test_a_holder_of_a_later_version_that_renews_is_refused(tmp_path: Path) -> N
             nonlocal n
             n += 1
             assert n < 10
-            (tmp_path / ".lease").write_text(text.replace('"renewed": 0', f'"renewed": {n}') + " " * n, encoding="utf-8")
+            (tmp_path / ".lease").write_text(
+                text.replace('"renewed": 0', f'"renewed": {n}') + " " * n, encoding="utf-8"
+            )
 
         (tmp_path / ".lease").write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError, match="in use: process 4194303" if "more" in text else "in use: an unknown process"):
+        with pytest.raises(
+            ConfigError,
+            match="in use: process 4194303" if "more" in text else "in use: an unknown process",
+        ):
             Lease.acquire(tmp_path, wait=renew)
 
 
-def test_a_disk_that_fails_for_a_moment_costs_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_for_a_moment_costs_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(commit, "_PAUSE", 0.01)
     mine = Lease.acquire(tmp_path)
     failures, require = [OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "away")], mine.require
-    monkeypatch.setattr(mine, "require", lambda: (_ for _ in ()).throw(failures.pop()) if failures else require())
+    monkeypatch.setattr(
+        mine, "require", lambda: (_ for _ in ()).throw(failures.pop()) if failures else require()
+    )
     one = commit.Commit(tmp_path / "7.saving-x", tmp_path / "7", mine)
     (tmp_path / "7.saving-x").mkdir()
     until(lambda: not one.pending)
@@ -108,7 +126,9 @@ def test_a_dead_process_here_is_replaced_at_once(tmp_path: Path, how: str) -> No
     holder = Holder.this_process()
     status = lease._status(child.pid)
     assert status
-    holder = dataclasses.replace(holder, pid=child.pid, started=status[1] - (how != "killed"), life="0badcafe")
+    holder = dataclasses.replace(
+        holder, pid=child.pid, started=status[1] - (how != "killed"), life="0badcafe"
+    )
     (tmp_path / ".lease").write_bytes(holder.encoded())
     if how == "killed":
         assert holder.alive
@@ -121,12 +141,17 @@ def test_a_dead_process_here_is_replaced_at_once(tmp_path: Path, how: str) -> No
     child.communicate()
 
 
-def test_a_silent_holder_on_another_machine_is_replaced_after_a_bounded_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_holder_on_another_machine_is_replaced_after_a_bounded_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / ".lease").write_bytes(elsewhere().encoded())
     waited: list[float] = []
     mine = Lease.acquire(tmp_path, wait=waited.append)
     assert sum(waited) == STALE and held(tmp_path).life == mine.life
-    assert "in use by process 4194303 on node7 since " in (said := capsys.readouterr().out) and "waiting up to 30 s" in said
+    assert (
+        "in use by process 4194303 on node7 since " in (said := capsys.readouterr().out)
+        and "waiting up to 30 s" in said
+    )
     mine.release()
 
 
@@ -143,7 +168,8 @@ def test_a_holder_on_another_machine_that_renews_is_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="process 4194303 on node7"):
         Lease.acquire(tmp_path, wait=renew)
     assert n == 5
-    with pytest.raises(StorageError, match="node7"):  # status 75: a scheduler may try it again later
+    # status 75: a scheduler may try it again later
+    with pytest.raises(StorageError, match="node7"):
         Lease.acquire(tmp_path, patience=60, wait=renew)
     assert n > 60, "a restart waits for the processes of the earlier start"
     assert held(tmp_path).life == other.life
@@ -162,8 +188,11 @@ def test_a_restart_gets_the_lease_when_its_predecessor_ends(tmp_path: Path) -> N
     assert waited == 3
 
 
-def test_a_commit_between_the_look_at_the_lease_and_its_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is suspended there and replaced can no longer name its save, not even while the other one is removing it."""
+def test_a_commit_between_the_look_at_the_lease_and_its_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is suspended there and replaced can no longer name its save, not even while the
+    other one is removing it."""
     (saving := tmp_path / "7.saving-old").mkdir()
     (saving / "arrays").write_text("complete", encoding="utf-8")
     real, tried = shutil.rmtree, []
@@ -185,13 +214,18 @@ def test_a_holder_that_was_replaced_writes_no_more(tmp_path: Path) -> None:
     (tmp_path / ".lease").write_bytes(elsewhere().encoded())
     until(lambda: mine._lost)
     for check in (mine.require_kept, mine.require):
-        with pytest.raises(ReplacedError, match=r"taken over by process 4194303 on node7 since .*this run writes no more"):
+        with pytest.raises(
+            ReplacedError,
+            match=r"taken over by process 4194303 on node7 since .*this run writes no more",
+        ):
             check()
     mine.release()
     assert held(tmp_path) == elsewhere(since=held(tmp_path).since), "another's lease is not touched"
 
 
-def test_the_commit_after_a_suspension_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_after_a_suspension_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread that renews the lease was suspended, too, and has noticed nothing."""
     monkeypatch.setattr(lease, "RENEW", 1000.0)
     mine = Lease.acquire(tmp_path)
@@ -202,16 +236,26 @@ def test_the_commit_after_a_suspension_is_refused(tmp_path: Path, monkeypatch: p
     mine.release()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\0" * 512, b"{}", b"[" * 100_000], ids=["deleted", "empty", "zeros", "{}", "nested"])
-def test_a_lease_that_was_deleted_or_damaged_is_written_again(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"\0" * 512, b"{}", b"[" * 100_000],
+    ids=["deleted", "empty", "zeros", "{}", "nested"],
+)
+def test_a_lease_that_was_deleted_or_damaged_is_written_again(
+    tmp_path: Path, content: bytes | None
+) -> None:
     mine = Lease.acquire(tmp_path)
-    (tmp_path / ".lease").unlink() if content is None else (tmp_path / ".lease").write_bytes(content)
+    (tmp_path / ".lease").unlink() if content is None else (tmp_path / ".lease").write_bytes(
+        content
+    )
     mine.require()
     assert held(tmp_path).life == mine.life
     mine.release()
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 512, b'{"pid": 1}'], ids=["empty", "zeros", "fields missing"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 512, b'{"pid": 1}'], ids=["empty", "zeros", "fields missing"]
+)
 def test_a_damaged_lease_does_not_stop_a_run_for_good(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".lease").write_bytes(content)
     waited: list[float] = []
@@ -220,12 +264,20 @@ def test_a_damaged_lease_does_not_stop_a_run_for_good(tmp_path: Path, content: b
 
 
 def test_a_lease_that_was_renewed_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    seen, now, mine = elsewhere().encoded(), elsewhere(renewed=1).encoded(), Holder.this_process().encoded()
+    seen, now, mine = (
+        elsewhere().encoded(),
+        elsewhere(renewed=1).encoded(),
+        Holder.this_process().encoded(),
+    )
     (tmp_path / ".lease").write_bytes(now)
     assert not lease._succeeded(tmp_path / ".lease", seen, mine)
-    assert [path.name for path in tmp_path.iterdir()] == [".lease"] and (tmp_path / ".lease").read_bytes() == now
+    assert [path.name for path in tmp_path.iterdir()] == [".lease"] and (
+        tmp_path / ".lease"
+    ).read_bytes() == now
     assert lease._succeeded(tmp_path / ".lease", now, mine)
-    assert [path.name for path in tmp_path.iterdir()] == [".lease"] and (tmp_path / ".lease").read_bytes() == mine
+    assert [path.name for path in tmp_path.iterdir()] == [".lease"] and (
+        tmp_path / ".lease"
+    ).read_bytes() == mine
 
 
 def test_a_successor_that_was_killed_does_not_stop_others(tmp_path: Path) -> None:
@@ -249,10 +301,16 @@ def test_of_many_at_once_one_gets_a_stale_lease(tmp_path: Path) -> None:
             refused.append(error)
 
     for _ in range(10):
-        (tmp_path / ".lease").write_bytes(dataclasses.replace(Holder.this_process(), pid=FREE, life="0badcafe").encoded())
+        (tmp_path / ".lease").write_bytes(
+            dataclasses.replace(Holder.this_process(), pid=FREE, life="0badcafe").encoded()
+        )
         got: list[Lease] = []
         refused: list[ConfigError] = []
-        threads = [threading.Thread(target=attempt, args=(start, got, refused)) for start in [threading.Barrier(20)] for _ in range(20)]
+        threads = [
+            threading.Thread(target=attempt, args=(start, got, refused))
+            for start in [threading.Barrier(20)]
+            for _ in range(20)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

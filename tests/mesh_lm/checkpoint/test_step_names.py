@@ -43,7 +43,8 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 
 def resumed(output: Path) -> tuple[int, int] | None:
-    """Returns the step of the name and of the state from which a run resumes; None if it starts from scratch."""
+    """Returns the step of the name and of the state from which a run resumes; None if it starts
+    from scratch."""
     with Checkpoints(dataclasses.replace(fixture.CONFIG, output=str(output))) as checkpoints:
         found, restored = checkpoints.restore(LAYOUT, fixture.OPTIMIZER)
     return (found.step, int(restored["step"])) if found and restored else None
@@ -53,14 +54,22 @@ def test_a_renamed_step_is_not_used(run: Path, capsys: pytest.CaptureFixture[str
     steps = run / "checkpoints"
     (steps / "20").rename(steps / "40")
     for read in (lambda: find(run), lambda: newest(run).descriptions()):
-        with pytest.raises(DamagedCheckpoint, match=r"40 is damaged\n  - it is step 20 under another name; .* rename it to 20"):
+        with pytest.raises(
+            DamagedCheckpoint,
+            match=r"40 is damaged\n  - it is step 20 under another name; .* rename it to 20",
+        ):
             read()
     assert command.main(["verify", str(run)]) == 1
     assert "40: damaged\n  - it is step 20 under another name" in capsys.readouterr().out
     assert resumed(run) == (30, 30)
-    assert "it is step 20 under another name" in capsys.readouterr().out and (steps / "40.damaged").is_dir()
+    assert (
+        "it is step 20 under another name" in capsys.readouterr().out
+        and (steps / "40.damaged").is_dir()
+    )
     (steps / "40.damaged").rename(steps / "20.damaged")
-    assert command.main(["verify", str(run), "--step=20.damaged"]) == 0, "under its own number it is intact"
+    assert command.main(["verify", str(run), "--step=20.damaged"]) == 0, (
+        "under its own number it is intact"
+    )
 
 
 def test_swapped_steps_are_not_used(run: Path) -> None:
@@ -72,7 +81,9 @@ def test_swapped_steps_are_not_used(run: Path) -> None:
 
 
 @pytest.mark.parametrize("form", fixture.FORMATS)
-def test_an_older_checkpoint_is_compared_with_its_state(tmp_path: Path, form: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_older_checkpoint_is_compared_with_its_state(
+    tmp_path: Path, form: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Descriptions of earlier versions have no step."""
     run = Path(shutil.copytree(fixture.FORMATS[form], tmp_path / "run"))
     right, wrong = run / "checkpoints" / str(fixture.STEP), run / "checkpoints" / "400"
@@ -84,12 +95,17 @@ def test_an_older_checkpoint_is_compared_with_its_state(tmp_path: Path, form: in
     weights = {"params": fixture.abstract(fixture.CONFIG, LAYOUT.shard)["params"]}
     with pytest.raises(DamagedCheckpoint, match=f"it is step {fixture.STEP} under another name"):
         found.state(weights)
-    assert command.main(["verify", str(run)]) == 1 and "it is step 307 under another name" in capsys.readouterr().out
+    assert (
+        command.main(["verify", str(run)]) == 1
+        and "it is step 307 under another name" in capsys.readouterr().out
+    )
     with pytest.raises(ConfigError, match=r"is intact: 400\.damaged"):
         resumed(run)
 
 
-def test_directories_that_are_no_steps_are_named_and_left_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directories_that_are_no_steps_are_named_and_left_alone(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps = run / "checkpoints"
     names = ("0040", "\uff14\uff10", "\u0664\u0660")
     for name in names:
@@ -97,14 +113,19 @@ def test_directories_that_are_no_steps_are_named_and_left_alone(run: Path, capsy
     assert resumed(run) == (30, 30)
     said = capsys.readouterr().out
     for name in names:
-        assert f"warning: {steps / name} is not a step (that would be 40); it is ignored" in said and (steps / name).is_dir()
+        assert (
+            f"warning: {steps / name} is not a step (that would be 40); it is ignored" in said
+            and (steps / name).is_dir()
+        )
     assert newest(run).step == 30
     assert (steps / "30").is_dir() and find(steps / "0040") is None
 
 
 @pytest.mark.parametrize("item", ["data", "metadata"])
 @pytest.mark.parametrize("how", ["a directory", "below a file"])
-def test_something_else_in_place_of_a_description_is_damage(run: Path, item: str, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_something_else_in_place_of_a_description_is_damage(
+    run: Path, item: str, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = run / "checkpoints" / "30" / item
     if how == "a directory":
         (place / "metadata").unlink()

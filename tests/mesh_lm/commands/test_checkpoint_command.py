@@ -1,4 +1,5 @@
-"""`python -m mesh_lm.checkpoint` lists, verifies and compares checkpoints, without a mesh, and without the model's code."""
+"""`python -m mesh_lm.checkpoint` lists, verifies and compares checkpoints, without a mesh, and
+without the model's code."""
 
 import dataclasses
 import json
@@ -38,10 +39,18 @@ def saved(output: Path, config: TrainConfig, steps: tuple[int, ...], **mesh: int
     state = fixture.filled(fixture.abstract(config, layout.shard))
     with Checkpoints(config) as checkpoints:
         for step in steps:
-            checkpoints.save(step, state, {"position": step, "samples": f"{step:016x}"}, layout, fixture.OPTIMIZER)
+            checkpoints.save(
+                step,
+                state,
+                {"position": step, "samples": f"{step:016x}"},
+                layout,
+                fixture.OPTIMIZER,
+            )
             leaf = np.array(state["params"]["embedding"])
             leaf[3, 1:3] += [0.5, -2.0]
-            params = state["params"] | {"embedding": jax.device_put(leaf, state["params"]["embedding"].sharding)}
+            params = state["params"] | {
+                "embedding": jax.device_put(leaf, state["params"]["embedding"].sharding)
+            }
             state = state | {"params": params}
     return output
 
@@ -63,7 +72,11 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, s
 
 
 def files_of(step: Path, name: str) -> dict[str, object]:
-    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{step}/state/"}, "path": f"{name.replace('/', '.', 1)}/"}
+    return {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{step}/state/"},
+        "path": f"{name.replace('/', '.', 1)}/",
+    }
 
 
 def store(step: Path, name: str, **options: Any) -> ts.TensorStore:
@@ -72,13 +85,25 @@ def store(step: Path, name: str, **options: Any) -> ts.TensorStore:
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8, np.bool_, np.int64])
 @pytest.mark.parametrize(
-    ("shape", "part"), [((), ()), ((7,), (3,)), ((5, 6, 3), (2, 6, 2)), ((2, 70_000, 3), (1, 40_000, 3)), ((0, 4), (1, 4))]
+    ("shape", "part"),
+    [
+        ((), ()),
+        ((7,), (3,)),
+        ((5, 6, 3), (2, 6, 2)),
+        ((2, 70_000, 3), (1, 40_000, 3)),
+        ((0, 4), (1, 4)),
+    ],
 )
-def test_the_digest_of_parts_is_that_of_the_whole(dtype: type, shape: tuple[int, ...], part: tuple[int, ...]) -> None:
+def test_the_digest_of_parts_is_that_of_the_whole(
+    dtype: type, shape: tuple[int, ...], part: tuple[int, ...]
+) -> None:
     x = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
     chunks = {"name": "regular", "configuration": {"chunk_shape": part}}
     there = ts.open(
-        {"driver": "zarr3", "kvstore": "memory://", "metadata": {"chunk_grid": chunks}}, shape=shape, dtype=x.dtype, create=True
+        {"driver": "zarr3", "kvstore": "memory://", "metadata": {"chunk_grid": chunks}},
+        shape=shape,
+        dtype=x.dtype,
+        create=True,
     ).result()
     there[...] = x
     leaf = StoredArray(Path(), "x", there)
@@ -87,7 +112,9 @@ def test_the_digest_of_parts_is_that_of_the_whole(dtype: type, shape: tuple[int,
 
 
 def test_a_run_that_is_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert StoredArrays(run / "checkpoints" / "2")[CHANGED].part == (64, 2), "not read in one piece: sharded over four devices"
+    assert StoredArrays(run / "checkpoints" / "2")[CHANGED].part == (64, 2), (
+        "not read in one piece: sharded over four devices"
+    )
     status, out, err = said(capsys, "verify", run)
     line = r"{}: whole; 51 arrays, 28\.06 kB, state [0-9a-f]{{16}}, \d+\.\d s\n"
     assert (status, err) == (0, "") and re.fullmatch(line.format(1) + line.format(2), out), out
@@ -105,7 +132,9 @@ def test_verify_needs_no_device_and_no_code_of_the_model(run: Path) -> None:
 
 def test_format_1_has_no_digests(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = said(capsys, "verify", fixture.OUTPUT)
-    assert status == 0 and out.startswith("307: no digests (format 1); its arrays can be read; 50 arrays")
+    assert status == 0 and out.startswith(
+        "307: no digests (format 1); its arrays can be read; 50 arrays"
+    )
 
 
 def element(step: Path) -> str:
@@ -130,7 +159,9 @@ def part(step: Path) -> str:
 
 
 def missing(step: Path) -> str:
-    ts.KvStore.open(files_of(step, "nu/embedding")).result().delete_range(ts.KvStore.KeyRange()).result()
+    ts.KvStore.open(files_of(step, "nu/embedding")).result().delete_range(
+        ts.KvStore.KeyRange()
+    ).result()
     return "nu/embedding: is missing"
 
 
@@ -141,14 +172,20 @@ def index(step: Path) -> str:
 
 def tree(step: Path) -> str:
     described = json.loads((step / "state" / "_METADATA").read_text(encoding="utf-8"))
-    described["tree_metadata"] = {key: leaf for key, leaf in described["tree_metadata"].items() if key != "('mu', 'embedding')"}
+    described["tree_metadata"] = {
+        key: leaf
+        for key, leaf in described["tree_metadata"].items()
+        if key != "('mu', 'embedding')"
+    }
     (step / "state" / "_METADATA").write_text(json.dumps(described), encoding="utf-8")
     return "mu/embedding: is not in the list of arrays"
 
 
 def description(step: Path) -> str:
     metadata = step / "metadata" / "metadata"
-    metadata.write_text(metadata.read_text(encoding="utf-8").replace('"seed": 0', '"seed": 1'), encoding="utf-8")
+    metadata.write_text(
+        metadata.read_text(encoding="utf-8").replace('"seed": 0', '"seed": 1'), encoding="utf-8"
+    )
     return r"data/metadata and metadata/metadata are not those that were written \(seal\)"
 
 
@@ -162,14 +199,19 @@ def unsealed(step: Path) -> str:
 
 def undigested(step: Path) -> str:
     """As if a later version had saved an array that it did not digest."""
-    data, path = json.loads((step / "data" / "metadata").read_text(encoding="utf-8")), step / "metadata" / "metadata"
+    data, path = (
+        json.loads((step / "data" / "metadata").read_text(encoding="utf-8")),
+        step / "metadata" / "metadata",
+    )
     metadata = json.loads(path.read_text(encoding="utf-8"))
     del metadata["digests"]["nu/embedding"]
     path.write_text(json.dumps(metadata | {"seal": seal(data, metadata)}), encoding="utf-8")
     return "nu/embedding: was not saved: it has no digest"
 
 
-@pytest.mark.parametrize("damage", [element, shape, dtype, part, missing, index, tree, description, unsealed, undigested])
+@pytest.mark.parametrize(
+    "damage", [element, shape, dtype, part, missing, index, tree, description, unsealed, undigested]
+)
 def test_damage_is_named(run: Path, capsys: pytest.CaptureFixture[str], damage) -> None:
     reason = damage(run / "checkpoints" / "1")
     status, out, err = said(capsys, "verify", run)
@@ -177,15 +219,23 @@ def test_damage_is_named(run: Path, capsys: pytest.CaptureFixture[str], damage) 
     assert re.search(rf"^1: damaged\n(  - .*\n)*?  - {reason}\n", out) and "2: whole" in out, out
 
 
-def test_one_that_was_put_aside_is_verified_where_it_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_was_put_aside_is_verified_where_it_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     aside = (run / "checkpoints" / "2").rename(run / "checkpoints" / "2.damaged")
-    assert said(capsys, "verify", run)[1].startswith("1: whole") and "2" not in said(capsys, "verify", run)[1].split(":")[0]
+    assert (
+        said(capsys, "verify", run)[1].startswith("1: whole")
+        and "2" not in said(capsys, "verify", run)[1].split(":")[0]
+    )
     assert said(capsys, "verify", aside)[1].startswith("2.damaged: whole")
     assert said(capsys, "verify", run, "--step=2.damaged")[1].startswith("2.damaged: whole")
     aside.rename(run / "checkpoints" / "2.damaged-2")
     (run / "checkpoints" / "1").rename(run / "checkpoints" / "1.passed")
     status, _, err = said(capsys, "verify", run)
-    assert (status, err) == (2, "error: no complete checkpoint among 1.passed, 2.damaged-2; name one of them\n")
+    assert (status, err) == (
+        2,
+        "error: no complete checkpoint among 1.passed, 2.damaged-2; name one of them\n",
+    )
 
 
 def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +243,12 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = run / "checkpoints"
     for name in ("2.damaged", "3", "4.passed", "5.removed"):
         shutil.copytree(steps / "2", steps / name)
-    for name in ("10.orbax-checkpoint-tmp-1", "11.saving-0badcafe.orbax-checkpoint-tmp", "0004", "\uff14"):
+    for name in (
+        "10.orbax-checkpoint-tmp-1",
+        "11.saving-0badcafe.orbax-checkpoint-tmp",
+        "0004",
+        "\uff14",
+    ):
         shutil.copytree(steps / "1", steps / name)
     (steps / "3" / "metadata" / "metadata").unlink()
     for step in steps.iterdir():
@@ -201,7 +256,9 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = said(capsys, "ls", run)
     rows = [re.split(r"  +", line) for line in out.splitlines()]
     assert status == 1 and rows[0] == ["step", "written", "size", "format", "state", "samples"]
-    state = json.loads((steps / "2" / "metadata" / "metadata").read_text(encoding="utf-8"))["digests"]
+    state = json.loads((steps / "2" / "metadata" / "metadata").read_text(encoding="utf-8"))[
+        "digests"
+    ]
     assert rows[2][3:6] == ["3", combined(state), "0000000000000002"]
     assert {row[0]: row[-1] for row in rows[1:-1]} == {
         "1": "complete by its description",
@@ -221,7 +278,12 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_a_run_removes_meanwhile_is_no_error(tmp_path: Path) -> None:
     gone = CheckpointEntry(tmp_path / "4")
-    assert (gone.nbytes, gone.written, gone.described, gone.complete) == (0, 0.0, ("-", "-", "-"), False)
+    assert (gone.nbytes, gone.written, gone.described, gone.complete) == (
+        0,
+        0.0,
+        ("-", "-", "-"),
+        False,
+    )
 
 
 def test_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,19 +299,30 @@ def test_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_diff_of_the_same_bits_reads_none_of_them(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Saved by another run on another mesh; the difference in `output` is printed, but does not count."""
+def test_diff_of_the_same_bits_reads_none_of_them(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Saved by another run on another mesh; the difference in `output` is printed, but does not
+    count."""
     other = saved(tmp_path / "other", fixture.CONFIG, (1,), fsdp=2)
     capsys.readouterr()
     for step in (other / "checkpoints" / "1", run / "checkpoints" / "1"):
         shutil.rmtree(step / "state")
     status, out, _ = said(capsys, "diff", run / "checkpoints" / "1", other)
-    assert status == 0 and out.startswith("config  output: ") and "\nall arrays have the same bits: state " in out
+    assert (
+        status == 0
+        and out.startswith("config  output: ")
+        and "\nall arrays have the same bits: state " in out
+    )
 
 
-def test_diff_of_other_parts_other_shapes_and_no_digests(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_of_other_parts_other_shapes_and_no_digests(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = dataclasses.replace(fixture.CONFIG.model, d_ff=16, tied=False)
-    other = saved(tmp_path / "other", dataclasses.replace(fixture.CONFIG, model=model), (1, 2), fsdp=2)
+    other = saved(
+        tmp_path / "other", dataclasses.replace(fixture.CONFIG, model=model), (1, 2), fsdp=2
+    )
     capsys.readouterr()
     status, out, _ = said(capsys, "diff", run / "checkpoints" / "1", other)
     lines = out.splitlines()
@@ -259,18 +332,27 @@ def test_diff_of_other_parts_other_shapes_and_no_digests(run: Path, tmp_path: Pa
     assert f"{CHANGED}  max |a - b| 2, 2 of 512 elements" in lines
     status, out, _ = said(capsys, "diff", run / "checkpoints" / "1", fixture.OUTPUT)
     changed = {line.split()[0] for line in out.splitlines() if "|" in line or "only in" in line}
-    assert status == 1 and changed == {"recent"}, "the fixture holds the same pattern, and no leaf `recent`"
+    assert status == 1 and changed == {"recent"}, (
+        "the fixture holds the same pattern, and no leaf `recent`"
+    )
     assert said(capsys, "diff", fixture.OUTPUT, fixture.OUTPUT)[0] == 0
-    assert f"{CHANGED}  max |a - b| 2, 2 of 512 elements" in said(capsys, "diff", fixture.OUTPUT, run)[1]
+    assert (
+        f"{CHANGED}  max |a - b| 2, 2 of 512 elements"
+        in said(capsys, "diff", fixture.OUTPUT, run)[1]
+    )
 
 
 def test_diff_of_a_damaged_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part(run / "checkpoints" / "2")
     status, _, err = said(capsys, "diff", run / "checkpoints" / "1", run)
-    assert status == 1 and re.match(rf"error: {run}/checkpoints/2 is damaged\n  - {CHANGED}: cannot be read: ", err)
+    assert status == 1 and re.match(
+        rf"error: {run}/checkpoints/2 is damaged\n  - {CHANGED}: cannot be read: ", err
+    )
 
 
-def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")

@@ -53,7 +53,10 @@ def problems_of(*argv: str) -> list[str]:
         ([], {}),
         (["--degrees=200"], {"degrees": 200}),
         (["--degrees", "200", "--degrees", "-5"], {"degrees": -5}),
-        (["--flour", "wheat, fine", "spelt", "--crust=soft"], {"flour": ("rye", "wheat, fine", "spelt"), "crust": "soft"}),
+        (
+            ["--flour", "wheat, fine", "spelt", "--crust=soft"],
+            {"flour": ("rye", "wheat, fine", "spelt"), "crust": "soft"},
+        ),
         (["--times=1.5", "--times", "2"], {"times": (1.5, 2.0)}),
         (["--steam", "--seed=3"], {"steam": True, "seed": 3}),
         (["--steam=false"], {"steam": False}),
@@ -75,8 +78,14 @@ def test_values(argv: list[str], changes: dict):
         ([*REQUIRED, "--degrees=hot"], ["--degrees=hot: expected int"]),
         ([*REQUIRED, "--times=1,2"], ["--times=1,2: expected float"]),
         ([*REQUIRED, "--degrees"], ["--degrees: needs a value; expected int"]),
-        (["stray", *REQUIRED, "--degrees=1", "x.py"], ["stray: belongs to no option", "x.py: belongs to no option"]),
-        ([*REQUIRED, "--crust=sotf"], ["--crust=sotf: expected one of soft, hard; did you mean soft?"]),
+        (
+            ["stray", *REQUIRED, "--degrees=1", "x.py"],
+            ["stray: belongs to no option", "x.py: belongs to no option"],
+        ),
+        (
+            [*REQUIRED, "--crust=sotf"],
+            ["--crust=sotf: expected one of soft, hard; did you mean soft?"],
+        ),
         ([*REQUIRED, "--degrees=400"], ["--degrees=400 burns; at most 300"]),
     ],
 )
@@ -89,5 +98,12 @@ def test_help(capsys: pytest.CaptureFixture[str]):
         command(Bake, ["--help"], "Bakes bread.")
     out = capsys.readouterr().out
     assert end.value.code == 0
-    for text in ("Bakes bread.", "Where the bread goes.", "--degrees", "220", "{true,false}", "required"):
+    for text in (
+        "Bakes bread.",
+        "Where the bread goes.",
+        "--degrees",
+        "220",
+        "{true,false}",
+        "required",
+    ):
         assert text in out

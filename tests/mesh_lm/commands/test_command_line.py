@@ -134,7 +134,11 @@ def leaves(section: Any, prefix: str = "--config") -> Iterator[str]:
         ("launch.compile_cache", "", ""),
         ("rules", "zero1", PRESETS["zero1"]),
         ("rules", "fsdp+megatron_sp", preset("fsdp+megatron_sp")),
-        ("rules", "fsdp+reduce_float32", PRESETS["fsdp"].replace("fsdp+reduce_float32", reduction="float32")),
+        (
+            "rules",
+            "fsdp+reduce_float32",
+            PRESETS["fsdp"].replace("fsdp+reduce_float32", reduction="float32"),
+        ),
     ],
 )
 @pytest.mark.parametrize("joined", [True, False], ids=["=", "space"])
@@ -152,7 +156,14 @@ def test_overrides_leave_the_rest_alone(config: str) -> None:
     assert isinstance(plain, TrainConfig)
     assert type(plain.model).__name__ == "Mine"
     assert plain.rules.name == "ddp (changed)"
-    changed = parse([f"--config={config}", "--config.train.steps=3", "--config.train.steps=4", "--config.model.n-layers=6"])
+    changed = parse(
+        [
+            f"--config={config}",
+            "--config.train.steps=3",
+            "--config.train.steps=4",
+            "--config.model.n-layers=6",
+        ]
+    )
     expected = as_dict(plain)
     expected["train"]["steps"] = 4
     expected["model"]["n_layers"] = 6
@@ -168,12 +179,19 @@ def test_every_problem_at_once(config: str) -> None:
         "--config.model.n_layer: no such field; did you mean --config.model.n_layers=3?",
         "--config.n_layers: no such field; did you mean --config.model.n_layers=4?",
         "--config.trian.steps: no such field; did you mean --config.train.steps?",
-        "--config.steps: no such field; did you mean --config.train.steps or --config.profile.steps?",
+        (
+            "--config.steps: no such field; did you mean --config.train.steps or "
+            "--config.profile.steps?"
+        ),
         "--config.train.step: no such field; did you mean --config.train.steps?",
         "--config.train.steps=abc: expected int",
         "--config.train.steps=1e3: expected int",
         "--config.optimizer.lr: no such field; did you mean --config.optimizer.learning_rate=1?",
-        "--config.optimizer.schedule=cosin: expected one of cosine, wsd, linear, constant; did you mean cosine?",
+        (
+            "--config.optimizer.schedule=cosin: expected one of cosine, wsd, linear, constant; did "
+            "you "
+            "mean cosine?"
+        ),
         "--config.model: a section, not a field; set its fields, as in --config.model.vocab_size",
         "--config.model.sinks=yes: expected true or false",
         "--config.model.window=1,b: expected int, with commas between several and nothing for none",
@@ -190,11 +208,15 @@ def test_every_problem_at_once(config: str) -> None:
 def test_an_extra_mesh_axis_that_cannot_be(config: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse([f"--config={config}", "--config.mesh.extra=tensor=2"])
-    assert str(caught.value) == f"{config}: mesh.extra='tensor=2': the mesh has an axis 'tensor' already; set mesh.tensor=2"
+    assert str(caught.value) == (
+        f"{config}: mesh.extra='tensor=2': the mesh has an axis 'tensor' already; set mesh.tensor=2"
+    )
 
 
 def test_config_twice_or_without_a_file(config: str) -> None:
-    assert problems_of(f"--config={config}", f"--config={config}") == ["--config is given 2 times: mine.py, mine.py"]
+    assert problems_of(f"--config={config}", f"--config={config}") == [
+        "--config is given 2 times: mine.py, mine.py"
+    ]
     with pytest.raises(ConfigError, match=r"needs a file, as in --config=configs/gpt_tiny\.py"):
         parse(["--config"], default=config)
 
@@ -203,13 +225,25 @@ def test_config_twice_or_without_a_file(config: str) -> None:
     ("text", "message"),
     [
         ("x = 1\n", "mine.py: no function get_config() -> TrainConfig"),
-        ("def get_config():\n    return {}\n", "mine.py: get_config() returned dict; expected TrainConfig"),
+        (
+            "def get_config():\n    return {}\n",
+            "mine.py: get_config() returned dict; expected TrainConfig",
+        ),
         ("\n1 / 0\n", "mine.py:2: ZeroDivisionError: division by zero"),
-        ("import json\n\ndef get_config():\n    return json.loads('{')\n", "mine.py:4: JSONDecodeError: Expecting property name"),
-        ("import sharding_rules as s\n\nR = s.preset('dpd')\n", "mine.py:3: ShardingRuleError: no rules preset 'dpd'; did you mean 'ddp'?"),
+        (
+            "import json\n\ndef get_config():\n    return json.loads('{')\n",
+            "mine.py:4: JSONDecodeError: Expecting property name",
+        ),
+        (
+            "import sharding_rules as s\n\nR = s.preset('dpd')\n",
+            "mine.py:3: ShardingRuleError: no rules preset 'dpd'; did you mean 'ddp'?",
+        ),
         ("def get_config(:\n", "mine.py:1: SyntaxError: invalid syntax"),
         ("import nonesuch\n", "mine.py:1: ModuleNotFoundError: No module named 'nonesuch'"),
-        (CONFIG.replace("depth: int", "depth: Nonesuch"), "Mine: name 'Nonesuch' is not defined; the types of its fields must be"),
+        (
+            CONFIG.replace("depth: int", "depth: Nonesuch"),
+            "Mine: name 'Nonesuch' is not defined; the types of its fields must be",
+        ),
     ],
 )
 def test_bad_file(write: WriteConfig, text: str, message: str) -> None:
@@ -218,17 +252,28 @@ def test_bad_file(write: WriteConfig, text: str, message: str) -> None:
 
 def test_missing_file(config: str, tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
-    assert error_of("--config=other.py") == f"--config=other.py: no such file in {tmp_path} or {root}"
-    assert error_of("--config=minne.py") == f"--config=minne.py: no such file in {tmp_path} or {root}; did you mean mine.py?"
-    assert error_of(f"--config={tmp_path}/minne.py") == f"--config={tmp_path}/minne.py: no such file; did you mean {tmp_path}/mine.py?"
+    assert (
+        error_of("--config=other.py") == f"--config=other.py: no such file in {tmp_path} or {root}"
+    )
+    assert (
+        error_of("--config=minne.py")
+        == f"--config=minne.py: no such file in {tmp_path} or {root}; did you mean mine.py?"
+    )
+    assert (
+        error_of(f"--config={tmp_path}/minne.py")
+        == f"--config={tmp_path}/minne.py: no such file; did you mean {tmp_path}/mine.py?"
+    )
     Path("mine.yaml").touch()
     assert error_of("--config=mine.yaml").startswith(
-        "--config=mine.yaml: a config is a .py file with get_config(), or the config.json of a run; "
+        "--config=mine.yaml: a config is a .py file with get_config(), or the config.json of a "
+        "run; "
     )
 
 
 def test_a_file_beside_the_package_is_found_from_anywhere(config: str) -> None:
-    with pytest.raises(ConfigError, match=r"^mesh_lm/commands/command_line.py: no function get_config\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"^mesh_lm/commands/command_line.py: no function get_config\(\)"
+    ):
         parse(["--config=mesh_lm/commands/command_line.py"])
 
 
@@ -237,8 +282,11 @@ def test_post_init_of_the_user(config: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h", "--help-all"])
-def test_help(config: str, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options as the docs spell them, with their values; the complete help has types and all that is known."""
+def test_help(
+    config: str, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options as the docs spell them, with their values; the complete help has types and all that
+    is known."""
     if flag != "--help-all":  # which is laid out in columns where there is room
         monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as caught:
@@ -246,8 +294,16 @@ def test_help(config: str, flag: str, capsys: pytest.CaptureFixture[str], monkey
     assert caught.value.code == 0
     text = capsys.readouterr().out
     words = " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
-    hidden = {name for name in leaves(parse([f"--config={config}"])) if f"--{name.removeprefix('--config.')}" not in words}
-    assert "--config." not in words and "--model.n_layers" in words and ("--data.threads" in words) == (flag == "--help-all")
+    hidden = {
+        name
+        for name in leaves(parse([f"--config={config}"]))
+        if f"--{name.removeprefix('--config.')}" not in words
+    }
+    assert (
+        "--config." not in words
+        and "--model.n_layers" in words
+        and ("--data.threads" in words) == (flag == "--help-all")
+    )
     assert not hidden and "the values below are those of mine.py" in words
     complete = (
         "--model.n_layers INT How deep, in fathoms. (default: 5)",
@@ -264,7 +320,11 @@ def test_help(config: str, flag: str, capsys: pytest.CaptureFixture[str], monkey
         "--model.norm=layernorm Which norm [layernorm, rmsnorm] ",
         "--model.act=abs What is done to a number ",
         "--optimizer.learning_rate=0.0002 Peak learning rate ",
-        "--launch.deterministic=false On a GPU, use only operations that give the same bits every time",
+        (
+            "--launch.deterministic=false On a GPU, use only operations that give the same bits "
+            "every "
+            "time"
+        ),
         "--rules=ddp (changed) Sharding rules: a preset",
         "--mesh.tensor=1 Shards of each matmul (tensor parallelism); keep them inside a node ",
     )
@@ -273,6 +333,11 @@ def test_help(config: str, flag: str, capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_only_the_command_line_knows_tyro() -> None:
-    code = "import sys, mesh_lm.config, mesh_lm.report; sys.exit(sorted({'tyro', 'matplotlib'} & set(sys.modules)) or 0)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    code = (
+        "import sys, mesh_lm.config, mesh_lm.report; sys.exit(sorted({'tyro', 'matplotlib'} & "
+        "set(sys.modules)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

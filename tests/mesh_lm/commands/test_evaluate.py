@@ -1,4 +1,5 @@
-"""Perplexity of texts compared with one forward pass per token, and the command that measures it."""
+"""Perplexity of texts compared with one forward pass per token, and the command that measures
+it."""
 
 import gzip
 import json
@@ -23,7 +24,12 @@ from sharding_rules import MeshConfig
 
 COMPILE_BUDGET = 30
 SEQ = tiny_run.MODEL.seq_len
-TEXTS = ["A text of more than one window: " + "naïve and long, long, long. " * 4, "short", "x" * 48, "y" * 49]
+TEXTS = [
+    "A text of more than one window: " + "naïve and long, long, long. " * 4,
+    "short",
+    "x" * 48,
+    "y" * 49,
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cost(run: Path):
-    """Returns (tokens before it, at most SEQ; token) -> nats, from the model's logits for that context alone."""
+    """Returns (tokens before it, at most SEQ; token) -> nats, from the model's logits for that
+    context alone."""
     trained = TrainedModel.load(run, mesh=MeshConfig(data=8))
     logits = jax.jit(lambda params, tokens: trained.layout.bind(params).logits(token_batch(tokens)))
 
@@ -44,14 +51,20 @@ def cost(run: Path):
         for row, (context, _) in enumerate(cases):
             tokens[row, : len(context)] = context
         scores = np.asarray(jax.nn.log_softmax(logits(trained.params, tokens)))
-        return -sum(float(scores[row, len(context) - 1, token]) for row, (context, token) in enumerate(cases))
+        return -sum(
+            float(scores[row, len(context) - 1, token])
+            for row, (context, token) in enumerate(cases)
+        )
 
     return nats
 
 
 def test_the_mean_is_over_all_labels() -> None:
     """The mean over all tokens, not the last batch's, nor the mean of the batches' means."""
-    batches = [{"loss": np.float32(loss), "weight": np.float32(weight)} for loss, weight in ((6, 1), (1, 2), (3, 5))]
+    batches = [
+        {"loss": np.float32(loss), "weight": np.float32(weight)}
+        for loss, weight in ((6, 1), (1, 2), (3, 5))
+    ]
     assert evaluation.mean_loss(lambda params, batch: {**params, **batch}, {}, batches) == 10 / 8
     assert math.isnan(evaluation.mean_loss(lambda params, batch: batch, {}, []))
 
@@ -61,7 +74,9 @@ def test_compressors_of_much_text(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0).integers(0, 128, 2**20, np.uint8).tobytes().decode()
     texts = iter([random[: 2**19], random[: 2**19 + 1], "never read"])
     found = perplexity.compressed_bits_per_byte(texts)
-    assert [*found] == ["gzip -9 of the first 1 MiB", "xz -9 of the first 1 MiB"] and next(texts) == "never read"
+    assert [*found] == ["gzip -9 of the first 1 MiB", "xz -9 of the first 1 MiB"] and next(
+        texts
+    ) == "never read"
     whole = random[: 2**19] * 2
     assert found["gzip -9 of the first 1 MiB"] == 8 * len(gzip.compress(whole.encode(), 9)) / 2**20
 
@@ -71,7 +86,9 @@ def test_windows(n: int, seq_len: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, seq_len))
     done = 1
     for window, scored in windows(range(n), seq_len, stride):
-        assert list(window) == list(range(window[0], done + scored)), "tokens are left out or scored twice"
+        assert list(window) == list(range(window[0], done + scored)), (
+            "tokens are left out or scored twice"
+        )
         assert scored >= 1 and len(window) <= seq_len + 1
         assert len(window) - scored >= min(done, seq_len - stride + 1), "a token sees too little"
         done += scored
@@ -79,30 +96,63 @@ def test_windows(n: int, seq_len: int, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 20, SEQ])
-def test_perplexity(run: Path, cost, stride: int, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_perplexity(
+    run: Path,
+    cost,
+    stride: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(evaluate, "_TELL", 0.0)
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    arguments = [f"--checkpoint={run}", "--compile-cache=", f"--text={tmp_path}/texts.jsonl", f"--stride={stride}", f"--json={tmp_path}/r"]
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8"
+    )
+    arguments = [
+        f"--checkpoint={run}",
+        "--compile-cache=",
+        f"--text={tmp_path}/texts.jsonl",
+        f"--stride={stride}",
+        f"--json={tmp_path}/r",
+    ]
     assert evaluate.main([*arguments, "--mesh=data=2,tensor=4", "--rules=megatron_sp"]) == 0
     nats, tokens = 0.0, 0
     for text in TEXTS:
         ids = [tiny_run.BYTES.eod, *text.encode()]
         cases = []
         for i in range(1, len(ids)):
-            end = i if i <= SEQ else min(len(ids) - 1, SEQ + math.ceil((i - SEQ) / stride) * stride)  # end of the window that scores it
+            # end of the window that scores it
+            end = i if i <= SEQ else min(len(ids) - 1, SEQ + math.ceil((i - SEQ) / stride) * stride)
             cases.append((ids[max(0, end - SEQ) : i], ids[i]))
         nats, tokens = nats + cost(cases), tokens + len(cases)
     found = json.loads((tmp_path / "r").read_text(encoding="utf-8"))
     n_bytes = sum(len(text.encode()) for text in TEXTS)
-    assert (found["texts"], found["tokens"], found["bytes"], found["stride"], found["step"]) == (4, tokens, n_bytes, stride, 3)
+    assert (found["texts"], found["tokens"], found["bytes"], found["stride"], found["step"]) == (
+        4,
+        tokens,
+        n_bytes,
+        stride,
+        3,
+    )
     assert found["nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
-    assert found["gzip -9 bits_per_byte"] == 8 * len(gzip.compress("".join(TEXTS).encode(), 9)) / n_bytes
+    assert (
+        found["gzip -9 bits_per_byte"]
+        == 8 * len(gzip.compress("".join(TEXTS).encode(), 9)) / n_bytes
+    )
     out, told = capsys.readouterr()
-    assert told.splitlines()[-1] == f"4 texts, {tokens} tokens so far: {found['bits_per_byte']:.4f} bits per byte", "the last group has all"
-    assert f"{found['bits_per_byte']:.4f} bits per byte (gzip -9 {found['gzip -9 bits_per_byte']:.4f}, xz -9 " in out
-    assert f"4 texts, {tokens} tokens, {n_bytes} bytes; windows of 48 tokens, stride {stride}" in out
+    assert (
+        told.splitlines()[-1]
+        == f"4 texts, {tokens} tokens so far: {found['bits_per_byte']:.4f} bits per byte"
+    ), "the last group has all"
+    assert (
+        f"{found['bits_per_byte']:.4f} bits per byte (gzip -9 "
+        f"{found['gzip -9 bits_per_byte']:.4f}, xz -9 "
+    ) in out
+    assert (
+        f"4 texts, {tokens} tokens, {n_bytes} bytes; windows of 48 tokens, stride {stride}" in out
+    )
 
 
 def test_the_field_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,29 +176,76 @@ def test_any_file_is_a_text(run: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt.gz").write_bytes(gzip.compress(TEXTS[0].encode()))
     found = []
     for text in ("a/notes.md", "a", "notes.txt.gz"):
-        assert evaluate.main([f"--checkpoint={run}", "--compile-cache=", f"--text={tmp_path}/{text}", f"--json={tmp_path}/r"]) == 0
-        found.append({k: v for k, v in json.loads((tmp_path / "r").read_text(encoding="utf-8")).items() if k != "text"})
+        assert (
+            evaluate.main(
+                [
+                    f"--checkpoint={run}",
+                    "--compile-cache=",
+                    f"--text={tmp_path}/{text}",
+                    f"--json={tmp_path}/r",
+                ]
+            )
+            == 0
+        )
+        found.append(
+            {
+                k: v
+                for k, v in json.loads((tmp_path / "r").read_text(encoding="utf-8")).items()
+                if k != "text"
+            }
+        )
     assert found[0] == found[1] == found[2] and found[0]["stride"] == SEQ // 2
 
 
 MISTAKES = [
-    ([], "give either --text=FILE, for perplexity and bits per byte, or --tasks=NAME,... of lm-evaluation-harness"),
-    (["--text=a", "--tasks=b"], "give either --text=FILE, for perplexity and bits per byte, or --tasks=NAME,... of lm-evaluation-harness"),
-    (["--text=a", "--batch=0"], "--batch=0 must be at least 1, --stride=0 and --limit=0 at least 0"),
+    (
+        [],
+        (
+            "give either --text=FILE, for perplexity and bits per byte, or --tasks=NAME,... of "
+            "lm-evaluation-harness"
+        ),
+    ),
+    (
+        ["--text=a", "--tasks=b"],
+        (
+            "give either --text=FILE, for perplexity and bits per byte, or --tasks=NAME,... of "
+            "lm-evaluation-harness"
+        ),
+    ),
+    (
+        ["--text=a", "--batch=0"],
+        "--batch=0 must be at least 1, --stride=0 and --limit=0 at least 0",
+    ),
     (["--text=no/such"], "--text=no/such: no such file or directory"),
     (["--text=TMP/binary"], "--text=TMP/binary is not UTF-8 (byte 2); convert it first"),
     (["--text=TMP/empty"], "there is no text to evaluate: every text is empty"),
-    (["--text=TMP/good", "--stride=49"], "--stride=49 is more than the model's seq_len=48: tokens between windows would be left out"),
+    (
+        ["--text=TMP/good", "--stride=49"],
+        "--stride=49 is more than the model's seq_len=48: tokens between windows would be left out",
+    ),
     (["--text=TMP/good", "--start=<s>"], "--start=<s>: the tokenizer has no such special token"),
-    (["--text=TMP/good", "--json=no/such/file"], "--json=no/such/file: cannot be written (No such file or directory)"),
+    (
+        ["--text=TMP/good", "--json=no/such/file"],
+        "--json=no/such/file: cannot be written (No such file or directory)",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("more", "answer"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    ("more", "answer"),
+    MISTAKES,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
 def test_mistakes(run: Path, more: list[str], answer: str, tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"ab\xff\xfe")
     (tmp_path / "empty").write_text("", encoding="utf-8")
     (tmp_path / "good").write_text("some text", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        evaluate.main([f"--checkpoint={run}", "--compile-cache=", *(word.replace("TMP", str(tmp_path)) for word in more)])
+        evaluate.main(
+            [
+                f"--checkpoint={run}",
+                "--compile-cache=",
+                *(word.replace("TMP", str(tmp_path)) for word in more),
+            ]
+        )
     assert str(caught.value) == answer.replace("TMP", str(tmp_path))

@@ -31,17 +31,38 @@ def wanted(run: Path) -> list:
 
 
 def arguments(run: Path, *more: str) -> list[str]:
-    return [f"--checkpoint={run}", "--compile-cache=", "--tokens=12", "--temperature=2", "--top-k=0", "--seed=1", *more]
+    return [
+        f"--checkpoint={run}",
+        "--compile-cache=",
+        "--tokens=12",
+        "--temperature=2",
+        "--top-k=0",
+        "--seed=1",
+        *more,
+    ]
 
 
-def test_several_prompts_to_a_file(run: Path, wanted: list, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "more.jsonl").write_text('{"prompt": ""}\n\n{"prompt": "a longer prompt"}\n', encoding="utf-8")
-    more = ["--prompt=def ", f"--prompts-file={tmp_path}/more.jsonl", f"--output={tmp_path}/out.jsonl"]
+def test_several_prompts_to_a_file(
+    run: Path, wanted: list, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "more.jsonl").write_text(
+        '{"prompt": ""}\n\n{"prompt": "a longer prompt"}\n', encoding="utf-8"
+    )
+    more = [
+        "--prompt=def ",
+        f"--prompts-file={tmp_path}/more.jsonl",
+        f"--output={tmp_path}/out.jsonl",
+    ]
     assert generate.main(arguments(run, *more)) == 0
     assert capsys.readouterr().out == f"3 texts: {tmp_path}/out.jsonl\n"
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [row["prompt"] for row in rows] == PROMPTS
-    assert [(row["text"], row["tokens"], row["reason"]) for row in rows] == [(c.text, c.tokens, c.reason) for c in wanted]
+    assert [(row["text"], row["tokens"], row["reason"]) for row in rows] == [
+        (c.text, c.tokens, c.reason) for c in wanted
+    ]
 
 
 def test_one_prompt_on_another_mesh(run: Path, wanted: list, capsys: pytest.CaptureFixture) -> None:
@@ -49,39 +70,71 @@ def test_one_prompt_on_another_mesh(run: Path, wanted: list, capsys: pytest.Capt
     assert generate.main(arguments(run, "--prompt", PROMPTS[0], *mesh)) == 0
     assert capsys.readouterr().out == f"{PROMPTS[0]}{wanted[0].text}\n"
     stop = wanted[0].text[5:7]
-    assert generate.main(arguments(run, "--prompt", PROMPTS[0], "--stream=false", f"--stop={stop}", *mesh)) == 0
+    assert (
+        generate.main(
+            arguments(run, "--prompt", PROMPTS[0], "--stream=false", f"--stop={stop}", *mesh)
+        )
+        == 0
+    )
     assert capsys.readouterr().out == f"{PROMPTS[0]}{wanted[0].text[: wanted[0].text.find(stop)]}\n"
 
 
-def test_lines_of_a_file(run: Path, wanted: list, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_lines_of_a_file(
+    run: Path, wanted: list, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
     assert generate.main(arguments(run, f"--prompts-file={tmp_path}/prompts.txt")) == 0
-    heads = [f"--- {i} ({len(c.tokens)} tokens, {c.reason})\n{p}{c.text}\n" for i, (p, c) in enumerate(zip(PROMPTS, wanted, strict=True))]
+    heads = [
+        f"--- {i} ({len(c.tokens)} tokens, {c.reason})\n{p}{c.text}\n"
+        for i, (p, c) in enumerate(zip(PROMPTS, wanted, strict=True))
+    ]
     assert capsys.readouterr().out == "".join(heads)
 
 
 def test_as_many_tokens_as_fit(run: Path, tmp_path: Path) -> None:
-    assert generate.main([*arguments(run, "--tokens=0", "--prompt=12345678", "--ignore-eod", f"--output={tmp_path}/out.jsonl")]) == 0
-    assert len(json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["tokens"]) == tiny_run.MODEL.seq_len - 8
+    assert (
+        generate.main(
+            [
+                *arguments(
+                    run,
+                    "--tokens=0",
+                    "--prompt=12345678",
+                    "--ignore-eod",
+                    f"--output={tmp_path}/out.jsonl",
+                )
+            ]
+        )
+        == 0
+    )
+    assert (
+        len(json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["tokens"])
+        == tiny_run.MODEL.seq_len - 8
+    )
 
 
 MISTAKES = [
     (["--tokens=-1"], "--tokens=-1 must be at least 0 and --batch=16 at least 1"),
     (["--temperature=-1"], "temperature=-1.0 must be at least 0 (0: always the likeliest token)"),
     (["--prompt=0123456789", "--tokens=39"],
-     "prompt 0 has length 10 and 39 new tokens were requested, but model.seq_len=48; ask for 38 at most, or shorten the prompt"),
+     ("prompt 0 has length 10 and 39 new tokens were requested, but model.seq_len=48; ask for "
+         "38 at "
+     "most, or shorten the prompt")),
     (["--prompt", "ab" * 24], "prompt 0 has 48 tokens, but model.seq_len=48; shorten the prompt"),
     (["--mesh=data=2,foo=3"],
-     "--mesh=data=2,foo=3: 'foo=3' is not a mesh axis and its size; give some of island, pipeline, data, fsdp, expert, sequence, tensor, "
+     "--mesh=data=2,foo=3: 'foo=3' is not a mesh axis and its size; give some of island, pipeline, "
+     "data, fsdp, expert, sequence, tensor, "
      "as in data=2,tensor=4"),
     (["--prompts-file=no/such"],
-     "--prompts-file=no/such: cannot be read ([Errno 2] No such file or directory: 'no/such'); give a text file in UTF-8, or a .jsonl"),
+     ("--prompts-file=no/such: cannot be read ([Errno 2] No such file or directory: 'no/such'); "
+     "give a text file in UTF-8, or a .jsonl")),
     (["--tokens=4", "--output=no/such/file"], "--output=no/such/file: cannot be written (No such file or directory)"),
     (["--stop="], "an empty stop string ends every text before it starts; leave it out"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("more", "answer"), MISTAKES, ids=lambda value: value[0][:30] if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    ("more", "answer"), MISTAKES, ids=lambda value: value[0][:30] if isinstance(value, list) else ""
+)
 def test_mistakes(run: Path, more: list[str], answer: str) -> None:
     with pytest.raises(ConfigError) as caught:
         generate.main(arguments(run, *more))
@@ -89,11 +142,15 @@ def test_mistakes(run: Path, more: list[str], answer: str) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds neither checkpoints of a run nor a Hugging Face model"):
+    with pytest.raises(
+        ConfigError, match="holds neither checkpoints of a run nor a Hugging Face model"
+    ):
         generate.main(["--checkpoint", str(tmp_path), "--compile-cache="])
     with pytest.raises(ConfigError) as caught:
         generate.main(["--propmt=a"])
-    assert "did you mean --prompt?" in str(caught.value) and "--checkpoint: missing" in str(caught.value)
+    assert "did you mean --prompt?" in str(caught.value) and "--checkpoint: missing" in str(
+        caught.value
+    )
 
 
 def test_a_line_that_is_no_prompt(run: Path, tmp_path: Path) -> None:
@@ -101,5 +158,6 @@ def test_a_line_that_is_no_prompt(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         generate.main(arguments(run, f"--prompts-file={tmp_path}/prompts.jsonl"))
     assert str(caught.value) == (
-        f'{tmp_path}/prompts.jsonl, line 2: expected a JSON object with a string "prompt", got \'{{"text": "b"}}\''
+        f'{tmp_path}/prompts.jsonl, line 2: expected a JSON object with a string "prompt", got '
+        '\'{"text": "b"}\''
     )

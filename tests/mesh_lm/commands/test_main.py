@@ -27,9 +27,9 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
 
 def test_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = said(capsys, "--help")
-    assert (status, err) == (0, "") and [line.split()[0] for line in out.splitlines() if line.startswith("  ")][: len(COMMANDS)] == [
-        *COMMANDS
-    ]
+    assert (status, err) == (0, "") and [
+        line.split()[0] for line in out.splitlines() if line.startswith("  ")
+    ][: len(COMMANDS)] == [*COMMANDS]
     assert said(capsys)[1] == out
 
 
@@ -45,19 +45,26 @@ MISTAKES = {
     "fly": f"mesh-lm has no command 'fly'; it has {', '.join(COMMANDS)}",
     "--print-completion=csh": "--print-completion=csh: expected one of bash, zsh, tcsh, fish",
     "generate --propmt=a": (
-        "bad command line\n  - --propmt: no such option; did you mean --prompt?\n  - --checkpoint: missing; "
-        "A run's output directory (its newest checkpoint), one step in its `checkpoints`, or a Hugging Face model directory"
+        "bad command line\n  - --propmt: no such option; did you mean --prompt?\n  - --checkpoint: "
+        "missing; "
+        "A run's output directory (its newest checkpoint), one step in its `checkpoints`, or a "
+        "Hugging Face model directory"
     ),
     "bench lodaer": "mesh-lm bench lodaer: no such benchmark; did you mean loader?; see mesh-lm bench",
     "launch --devices=4 trian.py": f"trian.py: no such script in {ROOT}; did you mean train.py?",
     "launch trian": f"trian: no such script in {ROOT}; did you mean train?",
     "launch -m mesh_lm.genrate": "-m mesh_lm.genrate: no module named mesh_lm.genrate",
-    "launch -m": "name a Python script, such as train.py, a command, such as train, or -m and a module, such as mesh_lm.generate",
+    "launch -m": (
+        "name a Python script, such as train.py, a command, such as train, or -m and a module, "
+        "such as mesh_lm.generate"
+    ),
 }
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     assert said(capsys, *words.split()) == (1, "", f"error: {MISTAKES[words]}\n")
 
@@ -81,7 +88,9 @@ def test_a_second_ctrl_c_ends_a_command_at_once(tmp_path: Path) -> None:
     """Where it waits for a thread at its end; without a traceback."""
     begun = tmp_path / "begun"
     command = [sys.executable, "-c", WAITS_AT_ITS_END, str(begun)]
-    process = subprocess.Popen(command, env=bare(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=bare(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     wait_for(begun.exists, process)
     process.send_signal(signal.SIGINT)
     assert process.stdout and process.stdout.readline() == "stopped by Ctrl-C\n"
@@ -103,22 +112,45 @@ COMPLETED = {
 
 def test_bash_completes(tmp_path: Path) -> None:
     """Runs the printed script in a real shell."""
-    printed = subprocess.run([sys.executable, "-m", "mesh_lm", "--print-completion", "bash"], cwd=ROOT, capture_output=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-m", "mesh_lm", "--print-completion", "bash"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
     (tmp_path / "mesh-lm.bash").write_bytes(printed.stdout)
     lines = [f". {tmp_path}/mesh-lm.bash"]
     for words in COMPLETED:
-        lines += [f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _tyro_mesh_lm; echo ${{COMPREPLY[*]}}"]
+        lines += [
+            (
+                f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _tyro_mesh_lm; "
+                "echo "
+                "${COMPREPLY[*]}"
+            )
+        ]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
     assert dict(zip(COMPLETED, done.stdout.split("\n"), strict=False)) == COMPLETED, done.stderr
 
 
 def test_help_spells_options_as_the_guides_do(capsys: pytest.CaptureFixture[str]) -> None:
     """With dashes; the fields of a config have underscores."""
-    for name in ("generate", "evaluate", "launch", "prepare", "checkpoint diff", "export", "import", "plan", "pipeline"):
+    for name in (
+        "generate",
+        "evaluate",
+        "launch",
+        "prepare",
+        "checkpoint diff",
+        "export",
+        "import",
+        "plan",
+        "pipeline",
+    ):
         with pytest.raises(SystemExit):
             main([*name.split(), "--help"])
         out = capsys.readouterr().out
-        assert not (found := re.findall(r" --\w*_\w*", out)) and "None}" not in out and " --" in out, (name, found)
+        assert (
+            not (found := re.findall(r" --\w*_\w*", out)) and "None}" not in out and " --" in out
+        ), (name, found)
     with pytest.raises(SystemExit):
         main(["train", "--help-all"])
     assert "--train.global_batch " in capsys.readouterr().out
@@ -162,26 +194,40 @@ def test_what_help_and_mistakes_do_not_import() -> None:
         "        os._exit(0)\n"
         "    os.wait()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == [f'["{words}", []]' for words in LIGHT], done.stderr
 
 
 def test_a_reader_that_has_enough() -> None:
     """As `mesh-lm configs | head -1`: no traceback."""
     program = f"{sys.executable} -m mesh_lm configs"
-    done = subprocess.run(["bash", "-c", f"{program} | true; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{program} | true; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
     assert done.returncode in (0, 128 + 13) and not done.stderr, done.stderr
 
 
 def test_both_doors_are_one() -> None:
-    """`python -m mesh_lm.X` and `mesh-lm X`; the launcher exits with its own status for mistakes."""
+    """`python -m mesh_lm.X` and `mesh-lm X`; the launcher exits with its own status for
+    mistakes."""
     for words in (["-m", "mesh_lm", "launch"], ["-m", "mesh_lm.launch"]):
-        done = subprocess.run([sys.executable, *words, "nowhere.py"], cwd=ROOT, capture_output=True, text=True)
-        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: nowhere.py: no such script in {ROOT}\n")
+        done = subprocess.run(
+            [sys.executable, *words, "nowhere.py"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (
+            1,
+            "",
+            f"error: nowhere.py: no such script in {ROOT}\n",
+        )
 
 
-def test_the_installed_launcher_starts_commands_and_modules_of_the_working_directory(tmp_path: Path) -> None:
-    """Its sys.path has neither the working directory nor, in an editable installation, that of mesh_lm."""
+def test_the_installed_launcher_starts_commands_and_modules_of_the_working_directory(
+    tmp_path: Path,
+) -> None:
+    """Its sys.path has neither the working directory nor, in an editable installation, that of
+    mesh_lm."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "hello.py").write_text("print('hello from', __name__)", encoding="utf-8")
     launcher = [str(Path(sys.executable).with_name("mesh-lm")), "launch", "--health=off"]
@@ -202,7 +248,10 @@ def test_a_python_that_is_too_old_is_answered_in_one_line(monkeypatch: pytest.Mo
     assert project["requires-python"] == f">={'.'.join(map(str, commands.OLDEST_PYTHON))}"
     monkeypatch.setattr(sys, "version_info", (3, 10, 13, "final", 0))
     monkeypatch.setattr(platform, "python_version", lambda: "3.10.13")
-    with pytest.raises(SystemExit, match=r"^error: mesh_lm needs Python 3\.11 or newer, and this is Python 3\.10\.13$"):
+    with pytest.raises(
+        SystemExit,
+        match=r"^error: mesh_lm needs Python 3\.11 or newer, and this is Python 3\.10\.13$",
+    ):
         commands.door("train")
 
 
@@ -214,4 +263,6 @@ def test_an_old_python_itself() -> None:
     done = subprocess.run([str(OLD_PYTHON), "train.py"], cwd=ROOT, capture_output=True, text=True)
     if "not found" in done.stderr:
         pytest.skip(f"{OLD_PYTHON} starts no Python")  # a shim of pyenv
-    assert done.returncode == 1 and re.fullmatch(r"error: mesh_lm needs Python 3.11 or newer, and this is Python 3\.\S+\n", done.stderr)
+    assert done.returncode == 1 and re.fullmatch(
+        r"error: mesh_lm needs Python 3.11 or newer, and this is Python 3\.\S+\n", done.stderr
+    )

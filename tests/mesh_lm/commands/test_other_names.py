@@ -26,63 +26,88 @@ ANSWERS = {
     "--hidden-size": "--hidden-size: no such field; did you mean --model.d_model?",
     "--split=9,1,0": "--split: no such field; did you mean --data.split=9,1,0?",
     "--tensor-model-parallel-size=2": (
-        "--tensor-model-parallel-size: no such field; did you mean --mesh.tensor=2, with rules such as megatron?"
+        "--tensor-model-parallel-size: no such field; did you mean --mesh.tensor=2, with rules "
+        "such as megatron?"
     ),
     "--save-interval=9": (
-        "--save-interval: no such field; did you mean --checkpoint.every=9 (only the newest stay: checkpoint.keep=2 by default)?"
+        "--save-interval: no such field; did you mean --checkpoint.every=9 (only the newest stay: "
+        "checkpoint.keep=2 by default)?"
     ),
     "--train.epochs=3": (
-        "--train.epochs: no such field; train.steps: epochs x sequences of the training text / train.global_batch; data.max_epochs is only "
+        "--train.epochs: no such field; train.steps: epochs x sequences of the training text / "
+        "train.global_batch; data.max_epochs is only "
         "a limit"
     ),
     "--min-lr=6e-5": (
-        "--min-lr: no such field; here it is optimizer.final_fraction: minimum / optimizer.learning_rate = 6e-5 / 0.008; did you mean "
+        "--min-lr: no such field; here it is optimizer.final_fraction: minimum / "
+        "optimizer.learning_rate = 6e-5 / 0.008; did you mean "
         "--optimizer.final_fraction=0.0075?"
     ),
     "--swiglu": "--swiglu: no such field; did you mean --model.activation=swiglu?",
     "--swiglu=false": "--swiglu: no such field; here it is model.activation=swiglu",
     "--recompute-granularity=selective": (
-        "--recompute-granularity: no such field; model.remat: full for full; for selective save_names, which is not the same: it "
+        "--recompute-granularity: no such field; model.remat: full for full; for selective "
+        "save_names, which is not the same: it "
         "recomputes all but matmul and attention outputs"
     ),
     "--recompute-num-layers=4": (
-        "--recompute-num-layers: no such field; here it is model.remat_layers for --recompute-method=block, not with stages; uniform "
+        "--recompute-num-layers: no such field; here it is model.remat_layers for "
+        "--recompute-method=block, not with stages; uniform "
         "recomputes every layer: model.remat=full"
     ),
     "--window-size=128,0": (
-        "--window-size: no such field; here it is model.window, one width for every layer: left + 1, as it counts the token itself "
+        "--window-size: no such field; here it is model.window, one width for every layer: left + "
+        "1, as it counts the token itself "
         "(Megatron's pair is left, right) = 128 + 1; did you mean --model.window=129?"
     ),
     "--window-size=128,128": (
-        "--window-size: no such field; here it is model.window, one width for every layer: left + 1, as it counts the token itself "
+        "--window-size: no such field; here it is model.window, one width for every layer: left + "
+        "1, as it counts the token itself "
         "(Megatron's pair is left, right)"
     ),
-    "--start-weight-decay=0.1": "--start-weight-decay: no such field; not built: optimizer.weight_decay is the same at every step",
+    "--start-weight-decay=0.1": (
+        "--start-weight-decay: no such field; not built: optimizer.weight_decay is the same at "
+        "every step"
+    ),
     "--position-embedding-type=rope": "--position-embedding-type: no such field; did you mean --model.positions=rotary?",
     "--position-embedding-type=none": (
-        "--position-embedding-type: no such field; none is not built; here it is model.positions=rotary, model.positions=learned"
+        "--position-embedding-type: no such field; none is not built; here it is "
+        "model.positions=rotary, model.positions=learned"
     ),
     "--lr-decay-style=inverse-square-root": (
-        "--lr-decay-style: no such field; inverse-square-root is not built; here it is optimizer.schedule=cosine, "
-        "optimizer.schedule=linear, optimizer.schedule=constant, or optimizer.schedule=wsd, which decays linearly"
+        "--lr-decay-style: no such field; inverse-square-root is not built; here it is "
+        "optimizer.schedule=cosine, "
+        "optimizer.schedule=linear, optimizer.schedule=constant, or optimizer.schedule=wsd, which "
+        "decays linearly"
     ),
     "--lr-decay-style=WSD": (  # whose decay is exponential there
-        "--lr-decay-style: no such field; here it is optimizer.schedule=cosine, optimizer.schedule=linear, optimizer.schedule=constant, "
+        "--lr-decay-style: no such field; here it is optimizer.schedule=cosine, "
+        "optimizer.schedule=linear, optimizer.schedule=constant, "
         "or optimizer.schedule=wsd, which decays linearly"
     ),
     "--lr-decay-iters=9": "--lr-decay-iters: no such field; the schedule ends at train.steps",
-    "--rampup-batch-size=4": "--rampup-batch-size: no such field; not built: every step has train.global_batch sequences",
+    "--rampup-batch-size=4": (
+        "--rampup-batch-size: no such field; not built: every step has train.global_batch sequences"
+    ),
     "--moe-aux-loss-coeff=1e-2": "--moe-aux-loss-coeff: no such field; not built: mixture of experts",
-    "--dry-run": "--dry-run: no such field; mesh-lm plan shows memory, communication and time without starting the run",
+    "--dry-run": (
+        "--dry-run: no such field; mesh-lm plan shows memory, communication and time without "
+        "starting the run"
+    ),
     "min_lr=6e-5": (
-        "min_lr=6e-5: belongs to no option; here it is optimizer.final_fraction: minimum / optimizer.learning_rate = 6e-5 / 0.008; did you "
+        "min_lr=6e-5: belongs to no option; here it is optimizer.final_fraction: minimum / "
+        "optimizer.learning_rate = 6e-5 / 0.008; did you "
         "mean --optimizer.final_fraction=0.0075?"
     ),
     "--model.window=None": "--model.window=None: expected int, with commas between several and nothing for none",
     "--model.segments=a": (
-        "--model.segments=a: expected NAME:LAYERS[:KIND[:REMAT[:DTYPE]]], with commas between several and nothing for none"
+        "--model.segments=a: expected NAME:LAYERS[:KIND[:REMAT[:DTYPE]]], with commas between "
+        "several and nothing for none"
     ),
-    "config=configs/gpt_tiny.py": "config=configs/gpt_tiny.py: belongs to no option; did you mean --config=configs/gpt_tiny.py?",
+    "config=configs/gpt_tiny.py": (
+        "config=configs/gpt_tiny.py: belongs to no option; did you mean "
+        "--config=configs/gpt_tiny.py?"
+    ),
     "rules=tp": "rules=tp: belongs to no option; did you mean --rules=tp?",
     "train.steps=3": "train.steps=3: belongs to no option; did you mean --train.steps=3?",
     "lr=3": "lr=3: belongs to no option; did you mean --optimizer.learning_rate=3?",
@@ -90,7 +115,8 @@ ANSWERS = {
     "--optimizer=muon": "--optimizer: a section, not a field; did you mean --optimizer.name=muon?",
     "--optimizer=adam": "--optimizer: a section, not a field; did you mean --optimizer.name=adamw?",
     "--optimizer=sgd": (
-        "--optimizer: a section, not a field; sgd is not built; here it is optimizer.name: adamw for adam, which is AdamW there; the "
+        "--optimizer: a section, not a field; sgd is not built; here it is optimizer.name: adamw "
+        "for adam, which is AdamW there; the "
         "others are muon, lion and adafactor"
     ),
     "--optimizer": "--optimizer: a section, not a field; set its fields, as in --optimizer.name",
@@ -107,21 +133,27 @@ def test_the_answer_names_what_was_meant(word: str) -> None:
 WARMUP = "optimizer.warmup_steps: fraction x train.steps (x --lr-decay-iters if that is given)"
 FORMULAS = {
     "--micro-batch-size 4 --train.global_batch=512 --mesh.data=4": (
-        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp) = 512 / (4 x 4 x 1); did you mean "
+        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp) "
+        "= 512 / (4 x 4 x 1); did you mean "
         "--train.microbatches=32?"
     ),
-    "--micro-batch-size 4 --global-batch-size 512 --mesh.fsdp=8": (  # the batch by its name in Megatron-LM, which is refused as well
-        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp) = 512 / (4 x data x 8)"
+    # the batch by its name in Megatron-LM, which is refused as well
+    "--micro-batch-size 4 --global-batch-size 512 --mesh.fsdp=8": (
+        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp) "
+        "= 512 / (4 x data x 8)"
     ),
     "--eval-iters=10 --train.global_batch=64": (
-        "train.eval_sequences, sequences instead of batches: iterations x train.global_batch = 10 x 64; did you mean "
+        "train.eval_sequences, sequences instead of batches: iterations x train.global_batch = 10 "
+        "x 64; did you mean "
         "--train.eval_sequences=640?"
     ),
     "--train-samples=1000 --train.global_batch=64": (
-        "train.steps: samples / train.global_batch, rounded down = 1000 / 64; did you mean --train.steps=15?"
+        "train.steps: samples / train.global_batch, rounded down = 1000 / 64; did you mean "
+        "--train.steps=15?"
     ),
     "--train-samples 1000 --global-batch-size 16": (
-        "train.steps: samples / train.global_batch, rounded down = 1000 / 16; did you mean --train.steps=62?"
+        "train.steps: samples / train.global_batch, rounded down = 1000 / 16; did you mean "
+        "--train.steps=62?"
     ),
     "--train-samples=10 --train.global_batch=64": "train.steps: samples / train.global_batch, rounded down = 10 / 64",
     "--lr-warmup-fraction 0.5 --train-samples 1000 --global-batch-size 16": (
@@ -132,18 +164,24 @@ FORMULAS = {
     ),
     "--lr-warmup-fraction 0.01 --train-iters 5050": f"{WARMUP} = 0.01 x 5050",
     "--lr-wsd-decay-iters 3 --train-iters 7": (  # 3 / 7, rounded, would be of two steps
-        "optimizer.decay_fraction: iterations / train.steps = 3 / 7; did you mean --optimizer.decay_fraction=0.5?"
+        "optimizer.decay_fraction: iterations / train.steps = 3 / 7; did you mean "
+        "--optimizer.decay_fraction=0.5?"
     ),
     "--make-vocab-size-divisible-by 128 --tensor-model-parallel-size 2": (
-        "model.vocab_multiple: multiple x mesh.tensor = 128 x 2; did you mean --model.vocab_multiple=256?"
+        "model.vocab_multiple: multiple x mesh.tensor = 128 x 2; did you mean "
+        "--model.vocab_multiple=256?"
     ),
-    "--lr-warmup-fraction=0.01 --train.steps=5000": (f"{WARMUP} = 0.01 x 5000; did you mean --optimizer.warmup_steps=50?"),
+    "--lr-warmup-fraction=0.01 --train.steps=5000": (
+        f"{WARMUP} = 0.01 x 5000; did you mean --optimizer.warmup_steps=50?"
+    ),
     "--num-layers-per-virtual-pipeline-stage=3 --mesh.pipeline=2 --model.n_layers=12": (
-        "pipeline.chunks, a number of virtual stages: layers / (stages x layers of a virtual stage) = 12 / (2 x 3); did you mean "
+        "pipeline.chunks, a number of virtual stages: layers / (stages x layers of a virtual "
+        "stage) = 12 / (2 x 3); did you mean "
         "--pipeline.chunks=2?"
     ),
     "--micro-batch-size=many": (
-        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp) = 16 / (many x data x 1)"
+        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp) "
+        "= 16 / (many x data x 1)"
     ),
 }
 
@@ -158,7 +196,8 @@ def test_a_formula_has_the_numbers_of_the_run(words: str) -> None:
 
 
 def test_words_after_a_blend() -> None:
-    """With spaces, with commas, or with both; by Megatron-LM's name they are one answer; and a config after them is the config."""
+    """With spaces, with commas, or with both; by Megatron-LM's name they are one answer; and a
+    config after them is the config."""
     blend = ("0.7", "data/web", "0.3", "data/code")
     for words in (
         ["--data.blend=0.7,data/web,0.3,data/code"],
@@ -178,7 +217,10 @@ def test_words_after_a_blend() -> None:
 def test_unknown_options_come_before_stray_words() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["gpt_tiny", "stray", "--foo=1"])
-    assert str(caught.value).split("\n  - ")[1:] == ["--foo: no such field; see --help", "stray: belongs to no option"]
+    assert str(caught.value).split("\n  - ")[1:] == [
+        "--foo: no such field; see --help",
+        "stray: belongs to no option",
+    ]
 
 
 def problems_of(words: str) -> list[str]:
@@ -189,9 +231,15 @@ def problems_of(words: str) -> list[str]:
 
 def test_words_after_an_unknown_option_belong_to_it() -> None:
     """Unless they name a config, which its answer may depend on."""
-    rampup = "--rampup-batch-size: no such field; not built: every step has train.global_batch sequences"
+    rampup = (
+        "--rampup-batch-size: no such field; not built: every step has train.global_batch sequences"
+    )
     unknown = "--foo: no such field; see --help"
-    assert problems_of("--rampup-batch-size 2 2 100") == problems_of("--rampup-batch-size=2 2 100") == [rampup]
+    assert (
+        problems_of("--rampup-batch-size 2 2 100")
+        == problems_of("--rampup-batch-size=2 2 100")
+        == [rampup]
+    )
     assert problems_of("--rampup-batch-size 2 2 100 --foo 1 -2 3") == [rampup, unknown]
     assert problems_of("--foo 1 2 --train.steps 3 4") == [unknown, "4: belongs to no option"]
     assert problems_of("--window-size 128 0")[0].endswith("did you mean --model.window=129?")
@@ -205,27 +253,43 @@ def test_words_after_an_unknown_option_belong_to_it() -> None:
 
 def test_answers_that_depend_on_another_option() -> None:
     assert problems_of("--recompute-num-layers 4 --recompute-method block")[0] == (
-        "--recompute-num-layers: no such field; did you mean --model.remat_layers=4, with model.remat=full; the other layers recompute as "
+        "--recompute-num-layers: no such field; did you mean --model.remat_layers=4, with "
+        "model.remat=full; the other layers recompute as "
         "save_names does?"
     )
-    assert "did you mean" not in problems_of("--recompute-num-layers 4 --recompute-method block --mesh.pipeline 2")[0]
+    assert (
+        "did you mean"
+        not in problems_of("--recompute-num-layers 4 --recompute-method block --mesh.pipeline 2")[0]
+    )
     assert "did you mean" not in problems_of("--window-size 128,0 --window-attn-skip-freq 4")[0]
-    assert problems_of("--lr-decay-style WSD --lr-wsd-decay-style linear")[0].endswith("did you mean --optimizer.schedule=wsd?")
+    assert problems_of("--lr-decay-style WSD --lr-wsd-decay-style linear")[0].endswith(
+        "did you mean --optimizer.schedule=wsd?"
+    )
 
 
 def test_names_whose_value_is_spelled_differently_get_none() -> None:
-    assert problems_of("--precision bf16") == ["--precision: no such field; did you mean --model.dtype?"]
-    assert problems_of("batch_size=8") == ["batch_size=8: belongs to no option; did you mean --train.global_batch?"]
+    assert problems_of("--precision bf16") == [
+        "--precision: no such field; did you mean --model.dtype?"
+    ]
+    assert problems_of("batch_size=8") == [
+        "batch_size=8: belongs to no option; did you mean --train.global_batch?"
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "=", "=0", "=-1", "=none", "=1e9", " 8 8", "=1:2"])
 def test_no_value_is_too_strange_for_an_answer(text: str) -> None:
-    names = [name for name in (*other_names.MEGATRON, *other_names.OTHERS) if name not in ("seed", "wandb")]
+    names = [
+        name
+        for name in (*other_names.MEGATRON, *other_names.OTHERS)
+        if name not in ("seed", "wandb")
+    ]
     assert len(problems_of(" ".join(f"--{name}{text}" for name in names))) == len(names)
 
 
 def test_a_formula_reads_stray_words() -> None:
-    assert problems_of("lr=4e-3 min-lr=4e-4")[1].endswith(" = 4e-4 / 0.004; did you mean --optimizer.final_fraction=0.1?")
+    assert problems_of("lr=4e-3 min-lr=4e-4")[1].endswith(
+        " = 4e-4 / 0.004; did you mean --optimizer.final_fraction=0.1?"
+    )
 
 
 def answers_of(command: Callable[[list[str]], object], words: str) -> dict[str, str]:
@@ -238,22 +302,34 @@ def test_prepare_knows_the_options_of_preprocess_data() -> None:
     """One that stands for a required option counts as given."""
     said = answers_of(
         prepare.parse,
-        "--input a.jsonl --output-prefix data/web --json-keys content --append-eod --tokenizer-model gpt2 --workers 8 --sauce",
+        (
+            "--input a.jsonl --output-prefix data/web --json-keys content --append-eod "
+            "--tokenizer-model gpt2 --workers 8 --sauce"
+        ),
     )
     assert said == {
-        "--output-prefix": "no such option; did you mean --output=data/web, without the _text_document that Megatron appends?",
+        "--output-prefix": (
+            "no such option; did you mean --output=data/web, without the _text_document that "
+            "Megatron appends?"
+        ),
         "--json-keys": "no such option; did you mean --text-field=content?",
         "--append-eod": "no such option; the end-of-document token is always appended; leave it out",
         "--tokenizer-model": "no such option; did you mean --tokenizer=gpt2?",
         "--sauce": "no such option; see --help",
     }
-    several = answers_of(prepare.parse, "--input a.jsonl --output b --tokenizer bytes --json_keys text title")
+    several = answers_of(
+        prepare.parse, "--input a.jsonl --output b --tokenizer bytes --json_keys text title"
+    )
     assert several == {"--json_keys": "no such option; here it is --text-field, a single one"}
 
 
 def test_launch_knows_the_options_of_torchrun() -> None:
     said = answers_of(
-        launch.parse, "--nproc-per-node=8 --nnodes 2 --node_rank 1 --master-addr 10.0.0.1 --master-port 6000 --standalone train gpt_tiny"
+        launch.parse,
+        (
+            "--nproc-per-node=8 --nnodes 2 --node_rank 1 --master-addr 10.0.0.1 --master-port 6000 "
+            "--standalone train gpt_tiny"
+        ),
     )
     assert said == {
         "--nproc-per-node": "no such option; did you mean --per-node=8?",
@@ -264,7 +340,10 @@ def test_launch_knows_the_options_of_torchrun() -> None:
         "--standalone": "no such option; one node needs no rendezvous; leave it out",
     }
     assert answers_of(launch.parse, "--nproc-per-node=gpu --master-port=1 --nnodes=1:4 train") == {
-        "--nproc-per-node": "no such option; here it is --per-node; without it one process drives all GPUs of its node",
+        "--nproc-per-node": (
+            "no such option; here it is --per-node; without it one process drives all GPUs of its "
+            "node"
+        ),
         "--master-port": "no such option; here it is --rendezvous=ADDRESS:PORT of node 0, for several nodes",
         "--nnodes": "no such option; here it is --nodes, and --min-nodes for the smaller number of MIN:MAX",
     }
@@ -273,29 +352,50 @@ def test_launch_knows_the_options_of_torchrun() -> None:
 def test_the_options_of_commands_exist() -> None:
     for names, cls in ((other_names.PREPROCESS, prepare.Prepare), (other_names.TORCHRUN, Options)):
         own = {field.name.replace("_", "-") for field in dataclasses.fields(cls)}
-        named = {word for meaning in names.values() for word in re.findall(r"`--([a-z-]+)", meaning.ours)}
-        assert {meaning.field for meaning in names.values()} - {""} <= own and named <= own and not set(names) & own
+        named = {
+            word for meaning in names.values() for word in re.findall(r"`--([a-z-]+)", meaning.ours)
+        }
+        assert (
+            {meaning.field for meaning in names.values()} - {""} <= own
+            and named <= own
+            and not set(names) & own
+        )
 
 
 def test_rules_of_other_names() -> None:
-    wrong = {"tp": "megatron", "fsdp2": "fsdp", "zero3+tp": "zero3+megatron", "fsdp2+tp": "fsdp+megatron", "TP": "megatron"}
+    wrong = {
+        "tp": "megatron",
+        "fsdp2": "fsdp",
+        "zero3+tp": "zero3+megatron",
+        "fsdp2+tp": "fsdp+megatron",
+        "TP": "megatron",
+    }
     for name, meant in {**wrong, "tp+sp": "megatron_sp"}.items():
         with pytest.raises(ConfigError) as caught:
             parse([f"--rules={name}"])
-        assert str(caught.value) == f"bad command line\n  - --rules={name}: no such rules preset; did you mean {meant}?"
+        assert (
+            str(caught.value)
+            == f"bad command line\n  - --rules={name}: no such rules preset; did you mean {meant}?"
+        )
     assert not other_names.RULES.keys() & PRESETS.keys(), "names of presets are no guesses"
 
 
 def test_a_config_by_its_name() -> None:
     assert parse(["--config=gpt2_124m"]) == parse(["gpt2_124m"]) == load("configs/gpt2_124m.py")
-    with pytest.raises(ConfigError, match=r"^--config=gpt_tinny: no such file; did you mean gpt_tiny\?$"):
+    with pytest.raises(
+        ConfigError, match=r"^--config=gpt_tinny: no such file; did you mean gpt_tiny\?$"
+    ):
         parse(["gpt_tinny"])
-    with pytest.raises(ConfigError, match=r"^--config=x: no such file; give the path of a \.py file, or one of gpt2_124m, "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--config=x: no such file; give the path of a \.py file, or one of gpt2_124m, ",
+    ):
         parse(["--config=x"])
 
 
 def test_both_spellings_are_one() -> None:
-    """With --config. or without it; if a command has an option with a field's name, only the long form is the config's."""
+    """With --config. or without it; if a command has an option with a field's name, only the long
+    form is the config's."""
     words = ["train.steps=3", "model.d_model=64", "output=runs/mine", "rules=fsdp"]
     assert parse([f"--{word}" for word in words]) == parse([f"--config.{word}" for word in words])
 
@@ -322,17 +422,26 @@ def leaves(section: object, prefix: str = "") -> dict[str, bool]:
 def test_every_meaning_leads_somewhere() -> None:
     fields = leaves(load("gpt_tiny"))
     meanings = [*other_names.MEGATRON.values(), *other_names.OTHERS.values()]
-    assert not {meaning.field for meaning in meanings} - {"", *fields} and not set(other_names.RULES.values()) - set(PRESETS)
+    assert not {meaning.field for meaning in meanings} - {"", *fields} and not set(
+        other_names.RULES.values()
+    ) - set(PRESETS)
     assert all(meaning.field or not meaning.convert for meaning in meanings)
     sections = {name.partition(".")[0] for name in fields} | {"runs"}
     named = {word for meaning in meanings for word in re.findall(r"`([a-z_]+\.\w+)", meaning.ours)}
-    assert {word for word in named if word.partition(".")[0] in sections} <= set(fields) and len(named) > 50
-    assert not set(other_names.OTHERS) & {name.rpartition(".")[2] for name in fields}, "a field's own name is found without a guess"
-    assert not {field.name for field in dataclasses.fields(Plan)} & {name.partition(".")[0] for name in fields}, "options of train.py"
+    assert {word for word in named if word.partition(".")[0] in sections} <= set(fields) and len(
+        named
+    ) > 50
+    assert not set(other_names.OTHERS) & {name.rpartition(".")[2] for name in fields}, (
+        "a field's own name is found without a guess"
+    )
+    assert not {field.name for field in dataclasses.fields(Plan)} & {
+        name.partition(".")[0] for name in fields
+    }, "options of train.py"
 
 
 def test_names_of_megatron_that_people_type() -> None:
-    """Those that a pretraining script of Megatron-LM has, and that changed their meaning or had no answer before."""
+    """Those that a pretraining script of Megatron-LM has, and that changed their meaning or had no
+    answer before."""
     typed = """lr-decay-iters lr-warmup-fraction rampup-batch-size train-samples init-method-std vocab-file merge-file tensorboard-dir
         exit-duration-in-mins mock-data ckpt-format async-save num-experts expert-model-parallel-size moe-router-topk
         use-rotary-position-embeddings exit-interval data-cache-path grad-reduce-in-bf16 no-load-optim no-load-rng transformer-impl
@@ -350,28 +459,59 @@ def test_few_fields_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             parse([flag])
         text = capsys.readouterr().out
-        shown[flag] = {word.removeprefix("--").partition("=")[0] for word in text.split() if word.startswith("--")}
+        shown[flag] = {
+            word.removeprefix("--").partition("=")[0]
+            for word in text.split()
+            if word.startswith("--")
+        }
         assert flag != "--help" or text.count("\n") < 200
     assert shown["--help-all"] == shown["--help=all"] and set(fields) <= shown["--help-all"]
-    assert {name for name in fields if name in shown["--help"]} == {name for name, hidden in fields.items() if not hidden}
+    assert {name for name in fields if name in shown["--help"]} == {
+        name for name, hidden in fields.items() if not hidden
+    }
     assert sum(not hidden for hidden in fields.values()) <= 90
     assert parse(["--model.z_loss=0.5"]).model.z_loss == 0.5  # pyright: ignore[reportAttributeAccessIssue]
-    assert dataclasses.replace(TrainConfig(model=load("gpt_tiny").model, output="x")).data.threads == 2, "a default like any other"
+    assert (
+        dataclasses.replace(TrainConfig(model=load("gpt_tiny").model, output="x")).data.threads == 2
+    ), "a default like any other"
     assert isinstance(expert(3), dataclasses.Field)
 
 
 def test_names_on_the_hub() -> None:
-    assert hub_hint("gpt2") == ". For a name on the Hugging Face Hub: hf download gpt2 --local-dir=gpt2"
-    assert hub_hint("hf://datasets/org/texts", "dataset").endswith("hf download --repo-type=dataset org/texts --local-dir=org/texts")
-    for path in ("/data/x", "~/corpus.txt", "runs/gpt_tiny", "my.txt", "./x", "data/web", "a/b/c", "../gpt2"):
+    assert (
+        hub_hint("gpt2")
+        == ". For a name on the Hugging Face Hub: hf download gpt2 --local-dir=gpt2"
+    )
+    assert hub_hint("hf://datasets/org/texts", "dataset").endswith(
+        "hf download --repo-type=dataset org/texts --local-dir=org/texts"
+    )
+    for path in (
+        "/data/x",
+        "~/corpus.txt",
+        "runs/gpt_tiny",
+        "my.txt",
+        "./x",
+        "data/web",
+        "a/b/c",
+        "../gpt2",
+    ):
         assert hub_hint(path) == "", path
 
 
 def test_what_is_no_config() -> None:
     """YAML, and a model of the Hub: one line with what to do."""
-    with pytest.raises(ConfigError, match=r"^--config=x\.yaml: a config is a \.py file with get_config\(\).*`mesh-lm configs`"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--config=x\.yaml: a config is a \.py file with get_config\(\).*`mesh-lm configs`",
+    ):
         parse(["--config=x.yaml"])
-    with pytest.raises(ConfigError, match=r"hf download meta-llama/Llama-3\.2-1B .*then mesh-lm import meta-llama/Llama-3\.2-1B --output="):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"hf download meta-llama/Llama-3\.2-1B .*then mesh-lm import meta-llama/Llama-3\.2-1B "
+            r"--output="
+        ),
+    ):
         parse(["--config=meta-llama/Llama-3.2-1B"])
 
 

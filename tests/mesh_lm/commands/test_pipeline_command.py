@@ -27,7 +27,8 @@ def shown(*argv: str, width: int = 120) -> str:
 
 
 def test_the_screen() -> None:
-    """If the chart fits, a letter is one unit of time: at V=1, stage 3 runs F and B of a microbatch back to back, without a pause."""
+    """If the chart fits, a letter is one unit of time: at V=1, stage 3 runs F and B of a microbatch
+    back to back, without a pause."""
     lines = shown("--stages=4", "--microbatches=8").splitlines()
     assert lines[0].startswith("1f1b: 4 stages, 8 microbatches; eager 1F1B")
     assert lines[2:7] == [
@@ -41,21 +42,63 @@ def test_the_screen() -> None:
         "bubble     async 37.50%   neighbour 37.50%   lockstep 37.50%   ((P-1)/(V M) = 37.50%)",
         "time       33 (lockstep), of which work 24; 14 ticks",
         "in flight  7 5 3 1   (at most, on each stage; in inputs of a virtual stage)",
-        "slots      5 for inputs, 1 for gradients on each stage; 7 for residuals, where they are stashed",
+        (
+            "slots      5 for inputs, 1 for gradients on each stage; 7 for residuals, where they "
+            "are "
+            "stashed"
+        ),
     ]
 
 
 def test_the_comparison() -> None:
-    rows = [line.split() for line in shown("--stages=8", "--microbatches=64", "--chunks=4").splitlines()]
+    rows = [
+        line.split() for line in shown("--stages=8", "--microbatches=64", "--chunks=4").splitlines()
+    ]
     table = {(row[0], row[1]): row[2:] for row in rows[-8:] if len(row) > 8}
-    assert table["1f1b", "4"] == ["294", "2.73%", "2.73%", "2.73%", "197.2", "+0.0%", "39", "37", "+", "1"]
-    assert table["classic_1f1b", "1"] == ["142", "10.94%", "43.75%", "43.75%", "276", "+39.9%", "8", "8", "+", "1"]
+    assert table["1f1b", "4"] == [
+        "294",
+        "2.73%",
+        "2.73%",
+        "2.73%",
+        "197.2",
+        "+0.0%",
+        "39",
+        "37",
+        "+",
+        "1",
+    ]
+    assert table["classic_1f1b", "1"] == [
+        "142",
+        "10.94%",
+        "43.75%",
+        "43.75%",
+        "276",
+        "+39.9%",
+        "8",
+        "8",
+        "+",
+        "1",
+    ]
     assert table["zb_h1", "1"][-2:] == ["8", "-"]
-    assert set(table) == {("1f1b", "4"), ("1f1b", "1"), ("gpipe", "1"), ("gpipe", "4"), ("classic_1f1b", "1"), ("zb_h1", "1")}
+    assert set(table) == {
+        ("1f1b", "4"),
+        ("1f1b", "1"),
+        ("gpipe", "1"),
+        ("gpipe", "4"),
+        ("classic_1f1b", "1"),
+        ("zb_h1", "1"),
+    }
 
 
 def test_facts_of_the_stash_and_the_head() -> None:
-    text = shown("--stages=8", "--microbatches=64", "--input_mib=32", "--backward=3", "--head=0.5", "--drop_last_forward")
+    text = shown(
+        "--stages=8",
+        "--microbatches=64",
+        "--input_mib=32",
+        "--backward=3",
+        "--head=0.5",
+        "--drop_last_forward",
+    )
     assert "slots      13 for inputs, 1 for gradients on each stage: 448 MiB\n" in text
     assert "of which work 288 on the busiest stage, 256 on the idlest" in text
     assert "for study: the engine runs no schedule that splits" in shown("--schedule=zb_h1")
@@ -74,20 +117,27 @@ def test_colours_tell_kinds_chunks_and_neighbours() -> None:
     one = make_schedule("1f1b", 4, 8, 2)
     assert len({gantt.colour_of(op, one) for op in one.ticks}) == 2 * 2 * 2
     row = gantt.lines(timeline(one, Durations()), 120)[0]
-    assert {str(span.style).split(" on ")[-1] for span in row.spans} >= {gantt.colour_of(op, one) for op in one.ticks if op.virtual == 0}
+    assert {str(span.style).split(" on ")[-1] for span in row.spans} >= {
+        gantt.colour_of(op, one) for op in one.ticks if op.virtual == 0
+    }
 
 
 def test_a_picture(tmp_path: Path) -> None:
     png = tmp_path / "all.png"
-    assert f"wrote {png}" in shown("--stages=2", "--microbatches=4", "--compare", f"--png={png}").replace("\n", "")
+    assert f"wrote {png}" in shown(
+        "--stages=2", "--microbatches=4", "--compare", f"--png={png}"
+    ).replace("\n", "")
     header = png.read_bytes()[:24]
     assert header[1:4] == b"PNG"
     assert struct.unpack(">II", header[16:]) == (2000, round(200 * (4 * (0.62 + 0.2 * 2) + 0.45)))
 
 
 def test_a_trace() -> None:
-    """Two ops of one stage do not overlap, times are in microseconds, and an op starts after its inputs."""
-    events = trace.chrome_trace([timeline(make_schedule("1f1b", 2, 4, 2), Durations(0.01, 0.02), "async")])["traceEvents"]
+    """Two ops of one stage do not overlap, times are in microseconds, and an op starts after its
+    inputs."""
+    events = trace.chrome_trace(
+        [timeline(make_schedule("1f1b", 2, 4, 2), Durations(0.01, 0.02), "async")]
+    )["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {(0, 0): "stage 0", (0, 1): "stage 1"}
     ops = [e for e in events if e["ph"] == "X"]
@@ -113,9 +163,11 @@ def test_files_of_the_command(tmp_path: Path) -> None:
     file, out = tmp_path / "mine.csv", tmp_path / "out.json"
     shown("--stages=2", "--microbatches=4", f"--csv={file}", f"--trace={out}")
     assert custom.load(str(file)).ticks == make_schedule("1f1b", 2, 4).ticks
-    assert max(e["ts"] + e["dur"] for e in json.loads(out.read_text(encoding="utf-8"))["traceEvents"] if e["ph"] == "X") == pytest.approx(
-        (4 + 1) * 3000
-    )
+    assert max(
+        e["ts"] + e["dur"]
+        for e in json.loads(out.read_text(encoding="utf-8"))["traceEvents"]
+        if e["ph"] == "X"
+    ) == pytest.approx((4 + 1) * 3000)
     text = shown(f"--schedule={file}")
     assert text.startswith("mine: 2 stages, 4 microbatches")
     assert sum(line.split()[:1] == ["1f1b"] for line in text.splitlines()) == 1
@@ -139,5 +191,13 @@ def test_mistakes(argv: list[str], message: str) -> None:
 
 
 def test_a_mistake_is_one_line_and_status_1() -> None:
-    run = subprocess.run([sys.executable, "-m", "mesh_lm.pipeline", "--schedule=nope.csv"], capture_output=True, text=True)
-    assert (run.returncode, run.stdout, run.stderr) == (1, "", "error: nope.csv: No such file or directory\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "mesh_lm.pipeline", "--schedule=nope.csv"],
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (
+        1,
+        "",
+        "error: nope.csv: No such file or directory\n",
+    )

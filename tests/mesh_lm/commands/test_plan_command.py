@@ -29,27 +29,58 @@ def test_the_words_of_a_plan_are_told_from_the_runs() -> None:
     assert (run.model.n_layers, run.output) == (2, "runs/mine")  # pyright: ignore[reportAttributeAccessIssue]
     assert parse_either(words) == (None, run)
     assert parse_either([*words, "--plan"]) == (Plan("screen"), run)
-    assert parse_either(["--plan", *words]) == parse_either(["--plan", "configs/gpt_175b.py", *words[1:]]) == (Plan("screen"), run)
+    assert (
+        parse_either(["--plan", *words])
+        == parse_either(["--plan", "configs/gpt_175b.py", *words[1:]])
+        == (Plan("screen"), run)
+    )
     wanted = Plan("report.html", "h200", 1024, max_microbatch=True, flags="overlap")
     assert parse_either(["--plan", "report.html", *words]) == (Plan("report.html"), run)
-    plan = ["--plan=report.html", "--target=h200", "--devices", "1024", "--max-microbatch", "--flags=overlap"]
+    plan = [
+        "--plan=report.html",
+        "--target=h200",
+        "--devices",
+        "1024",
+        "--max-microbatch",
+        "--flags=overlap",
+    ]
     assert parse_either([plan[0], *words, *plan[1:]]) == (wanted, run)
 
 
 def test_a_plan_by_its_own_command() -> None:
     """There --output is the report's; the run's is --config.output."""
-    words = ["gpt_tiny", "--devices=8", "--output=report.html", "--config.output=runs/mine", "--rules=fsdp"]
+    words = [
+        "gpt_tiny",
+        "--devices=8",
+        "--output=report.html",
+        "--config.output=runs/mine",
+        "--rules=fsdp",
+    ]
     planned, config = parse(words, "mesh-lm plan")
-    assert (planned, config.output, config.rules.name) == (Plan("report.html", devices=8), "runs/mine", "fsdp")
+    assert (planned, config.output, config.rules.name) == (
+        Plan("report.html", devices=8),
+        "runs/mine",
+        "fsdp",
+    )
     assert parse([], "mesh-lm plan")[0] == Plan("screen")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--devices=8"], "--devices=8 goes with --plan: python train.py --config=FILE --plan --devices=8"),
+        (
+            ["--devices=8"],
+            "--devices=8 goes with --plan: python train.py --config=FILE --plan --devices=8",
+        ),
         (["--plan", "--target=h10"], "--target=h10: expected one of h100, h200, a100, b200"),
-        (["--plan=report.pdf"], "report.pdf: the report is a file that ends in .html or .json; without a file it goes to the screen"),
+        (
+            ["--plan=report.pdf"],
+            (
+                "report.pdf: the report is a file that ends in .html or .json; without a file it "
+                "goes "
+                "to the screen"
+            ),
+        ),
         (["--plan", "--devices=-1"], "--devices=-1 must be at least 1"),
         (["--plan", "--flags=fast"], "--flags=fast: expected one of auto, default"),
         (["--plan", "--devices=many"], "--devices=many: expected int"),
@@ -70,10 +101,24 @@ def test_changes_are_of_every_kind_and_all_can_run() -> None:
     config = check(load("configs/llama3_8b.py"), 8)
     compiled = []
     found = list(candidates(config, 8, compiled.append))
-    assert {c.kind for c in found if not c.parts} == {"remat", "offload", "microbatch", "mesh", "loss"}
-    assert "--config.rules=zero1" in {c.text for c in candidates(load("configs/gpt2_124m.py"), 8, compiled.append)}
-    zero2 = replace(load("configs/megatron_16b.py"), rules=preset("zero2+megatron_sp"), mesh=MeshConfig(data=48, tensor=4))
-    assert "--config.rules=distributed+megatron_sp" in {c.text for c in candidates(zero2, 192, compiled.append)}
+    assert {c.kind for c in found if not c.parts} == {
+        "remat",
+        "offload",
+        "microbatch",
+        "mesh",
+        "loss",
+    }
+    assert "--config.rules=zero1" in {
+        c.text for c in candidates(load("configs/gpt2_124m.py"), 8, compiled.append)
+    }
+    zero2 = replace(
+        load("configs/megatron_16b.py"),
+        rules=preset("zero2+megatron_sp"),
+        mesh=MeshConfig(data=48, tensor=4),
+    )
+    assert "--config.rules=distributed+megatron_sp" in {
+        c.text for c in candidates(zero2, 192, compiled.append)
+    }
     assert "--config.train.microbatches=" in next(c.text for c in found if c.kind == "microbatch")
     found[0].compile()
     assert len(compiled) == 1 and compiled[0] != config and check(compiled[0], 8) == compiled[0]
@@ -81,11 +126,20 @@ def test_changes_are_of_every_kind_and_all_can_run() -> None:
 
 
 def test_changes_of_rules_keep_the_type_of_sums() -> None:
-    config = replace(load("configs/llama3_8b.py"), rules=preset("hsdp+reduce_float32"), mesh=MeshConfig(data=2, fsdp=4))
+    config = replace(
+        load("configs/llama3_8b.py"),
+        rules=preset("hsdp+reduce_float32"),
+        mesh=MeshConfig(data=2, fsdp=4),
+    )
     compiled = []
     found = [c for c in candidates(config, 8, compiled.append) if "rules" in c.text]
-    assert {"--config.rules=hsdp+reduce_float32 --config.mesh.data=1 --config.mesh.fsdp=8"} <= {c.text for c in found}
-    assert "--config.rules=hsdp+reduce_float32+megatron_sp --config.mesh.data=1 --config.mesh.tensor=2" in {c.text for c in found}
+    assert {"--config.rules=hsdp+reduce_float32 --config.mesh.data=1 --config.mesh.fsdp=8"} <= {
+        c.text for c in found
+    }
+    assert (
+        "--config.rules=hsdp+reduce_float32+megatron_sp --config.mesh.data=1 --config.mesh.tensor=2"
+        in {c.text for c in found}
+    )
     for c in found:
         c.compile()
     assert {c.rules.reduction for c in compiled} == {"float32"}
@@ -102,28 +156,49 @@ def test_changes_of_rules_keep_the_type_of_sums() -> None:
     ],
 )
 def test_how_many_devices_a_plan_is_for(mesh: dict[str, int], given: int, devices: int) -> None:
-    assert devices_for(replace(load("configs/gpt2_124m.py"), mesh=MeshConfig(**mesh)), given) == devices
+    assert (
+        devices_for(replace(load("configs/gpt2_124m.py"), mesh=MeshConfig(**mesh)), given)
+        == devices
+    )
 
 
 def test_refusal_names_what_is_in_the_way_and_what_helps() -> None:
     small, big = report(), report()
-    tight = SimpleNamespace(**{**big.__dict__, "hbm": int(big.peak_bytes * 0.9), "fits": False, "peak_bytes": big.peak_bytes})
+    tight = SimpleNamespace(
+        **{
+            **big.__dict__,
+            "hbm": int(big.peak_bytes * 0.9),
+            "fits": False,
+            "peak_bytes": big.peak_bytes,
+        }
+    )
     less = SimpleNamespace(peak_bytes=big.peak_bytes // 2, fits=True, timeline=None)
     same = SimpleNamespace(peak_bytes=big.peak_bytes, fits=False, timeline=None)
 
     def cannot() -> None:
         raise LabError("no")
 
-    tried = [Candidate("remat", "--a", lambda: less), Candidate("rule", "--b", lambda: same), Candidate("mesh", "--c", cannot)]  # pyright: ignore
+    tried = [
+        Candidate("remat", "--a", lambda: less),
+        Candidate("rule", "--b", lambda: same),
+        Candidate("mesh", "--c", cannot),
+    ]  # pyright: ignore
     fixes = rank(tight, tried)  # pyright: ignore
-    assert [fix.text for fix in fixes] == ["--a"], "what saves nothing, or does not compile, is no fix"
+    assert [fix.text for fix in fixes] == ["--a"], (
+        "what saves nothing, or does not compile, is no fix"
+    )
     said = refusal(tight, fixes)  # pyright: ignore
-    assert f"in the way: {small.memory.buffers[0].bytes / 2**30:.2f} GiB of {small.memory.buffers[0].kind}" in said
+    assert (
+        f"in the way: {small.memory.buffers[0].bytes / 2**30:.2f} GiB of "
+        f"{small.memory.buffers[0].kind}"
+    ) in said
     assert "--a: " in said and said.endswith("it fits")
 
 
 @given(st.integers(0, 400), st.integers(1, 300), st.integers(0, 2), st.integers(1, 1000))
-def test_the_largest_microbatch_fits_and_one_more_does_not(base: int, slope: int, bend: int, limit: int) -> None:
+def test_the_largest_microbatch_fits_and_one_more_does_not(
+    base: int, slope: int, bend: int, limit: int
+) -> None:
     def peak(b: int) -> int:
         return base + slope * b + bend * b * b
 
@@ -145,7 +220,8 @@ def test_the_largest_microbatch_fits_and_one_more_does_not(base: int, slope: int
 
 
 def test_the_largest_microbatch_in_stages() -> None:
-    """A pipeline's memory grows with its microbatches, whose number must suit the schedule, in each attempt and in the advice."""
+    """A pipeline's memory grows with its microbatches, whose number must suit the schedule, in each
+    attempt and in the advice."""
     n_devices, config = 1024, load("configs/gpt_175b.py")
     mesh = check(config, n_devices).mesh
 
@@ -157,7 +233,9 @@ def test_the_largest_microbatch_in_stages() -> None:
 
     counts: set[int] = set()
     facts = dict(largest_microbatch(config, n_devices, compiled, say=lambda text: None))
-    assert facts["largest microbatch"].startswith("3 sequences") and counts == {config.train.microbatches}
+    assert facts["largest microbatch"].startswith("3 sequences") and counts == {
+        config.train.microbatches
+    }
     field, advised = facts["for this batch"].split(":")[0].split("=")
     assert field == "--config.train.microbatches"
     check(replace(config, train=replace(config.train, microbatches=int(advised))), n_devices)
@@ -175,15 +253,32 @@ def test_the_batch_of_a_plan_is_the_batch_of_a_run(tmp_path: Path) -> None:
 
     text = tmp_path / "text.txt"
     text.write_text("all work and no play makes jack a dull boy\n" * 2000, encoding="utf-8")
-    words = {"data.path": str(text), "data.cache": str(tmp_path / "cache"), "data.tokenizer": "bytes"}
+    words = {
+        "data.path": str(text),
+        "data.cache": str(tmp_path / "cache"),
+        "data.tokenizer": "bytes",
+    }
     for documents in ("joined", "separate"):
         from mesh_lm.commands import command_line
 
-        config = command_line.parse([f"--config.{k}={v}" for k, v in {**words, "data.documents": documents, "model.seq_len": 32}.items()])
-        corpus = prepare(config.data, vocab=300, model_vocab=config.model.vocab_size, progress=lambda text: None)
+        config = command_line.parse(
+            [
+                f"--config.{k}={v}"
+                for k, v in {**words, "data.documents": documents, "model.seq_len": 32}.items()
+            ]
+        )
+        corpus = prepare(
+            config.data, vocab=300, model_vocab=config.model.vocab_size, progress=lambda text: None
+        )
         sharding = jax.NamedSharding(make_mesh(MeshConfig(data=8)), jax.P(None, "data"))
         batches = Batches(config, corpus, sharding)
         _, batch = next(training := batches.train())
         training.close()
-        wanted = {name: (leaf.shape, np.dtype(leaf.dtype), leaf.sharding.spec) for name, leaf in batch.items()}
-        assert {n: (s.shape, np.dtype(s.dtype), s.sharding.spec) for n, s in abstract_batch(config, sharding).items()} == wanted
+        wanted = {
+            name: (leaf.shape, np.dtype(leaf.dtype), leaf.sharding.spec)
+            for name, leaf in batch.items()
+        }
+        assert {
+            n: (s.shape, np.dtype(s.dtype), s.sharding.spec)
+            for n, s in abstract_batch(config, sharding).items()
+        } == wanted

@@ -1,4 +1,5 @@
-"""config.json in the output of a run is read again by --config, as the same run, and what is not such a file is one clear error."""
+"""config.json in the output of a run is read again by --config, as the same run, and what is not
+such a file is one clear error."""
 
 import dataclasses
 import json
@@ -33,12 +34,16 @@ def test_a_shipped_config_is_the_same_again(name: str, file: Path) -> None:
     config = load(name)
     found = again(config, file)
     assert as_dict(found) == as_dict(config) and type(found.model) is type(config.model)
-    assert dataclasses.replace(found, rules=config.rules) == config, "the types of all fields are the same, tuples included"
+    assert dataclasses.replace(found, rules=config.rules) == config, (
+        "the types of all fields are the same, tuples included"
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_rules_are_the_same_again(name: str, file: Path) -> None:
-    config = dataclasses.replace(load("gpt_tiny"), rules=PRESETS[name].replace(params={"mlp": None}))
+    config = dataclasses.replace(
+        load("gpt_tiny"), rules=PRESETS[name].replace(params={"mlp": None})
+    )
     assert again(config, file).rules.as_dict() == config.rules.as_dict()
 
 
@@ -46,19 +51,30 @@ def test_a_config_with_all_kinds_of_fields(file: Path) -> None:
     """Nested dataclasses, tuples, None, and a layer of the user's own."""
     segments = (SegmentConfig.parse("front:1:dense:full"), SegmentConfig.parse("back:1"))
     model = DecoderConfig(n_layers=2, segments=segments, window=(8, 0), remat_layers=None)
-    config = dataclasses.replace(load("gpt_tiny"), model=model, mesh=MeshConfig(data=2, extra=("tensor_y=2",)))
+    config = dataclasses.replace(
+        load("gpt_tiny"), model=model, mesh=MeshConfig(data=2, extra=("tensor_y=2",))
+    )
     found = again(config, file)
     assert dataclasses.replace(found, rules=config.rules) == config
 
 
-def test_it_repeats_a_run_from_the_command_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its path, and with changes, also for a model of the user's own, whose code is in a config file."""
+def test_it_repeats_a_run_from_the_command_line(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its path, and with changes, also for a model of the user's own, whose code is in a config
+    file."""
     monkeypatch.chdir(file.parent)
     given = parse([str(ROOT / "docs" / "custom_model.py"), "--train.steps=7", "--mesh.data=4"])
     Path("config.json").write_text(to_json(given), encoding="utf-8")
     found = parse(["config.json", "--output=again"])
-    assert found.output == "again" and as_dict(dataclasses.replace(found, output=given.output)) == as_dict(given)
-    assert (type(found.model).__name__, found.train.steps, found.mesh.data) == (type(given.model).__name__, 7, 4)
+    assert found.output == "again" and as_dict(
+        dataclasses.replace(found, output=given.output)
+    ) == as_dict(given)
+    assert (type(found.model).__name__, found.train.steps, found.mesh.data) == (
+        type(given.model).__name__,
+        7,
+        4,
+    )
     assert parse(["--config=config.json"]).train.steps == 7
 
 
@@ -78,17 +94,35 @@ def without(*path: str) -> Any:
         (lambda plain: plain["train"].update(steps="many"), "train.steps='many': expected int"),
         (lambda plain: plain["train"].update(steps=True), "train.steps=True: expected int"),
         (lambda plain: plain["data"].update(blend=[1]), r"data.blend\[0\]=1: expected str"),
-        (lambda plain: plain["data"].update(documents="loose"), r"data.documents='loose': expected .*'joined', 'separate', .*'packed'"),
-        (lambda plain: plain["model"].update(d_mode=3), "model.d_mode: this version has no such field; remove it"),
-        (lambda plain: plain["optimizer"].update({"class": "Mine"}), "optimizer is a Mine, not a OptimizerConfig; set it in Python again"),
+        (
+            lambda plain: plain["data"].update(documents="loose"),
+            r"data.documents='loose': expected .*'joined', 'separate', .*'packed'",
+        ),
+        (
+            lambda plain: plain["model"].update(d_mode=3),
+            "model.d_mode: this version has no such field; remove it",
+        ),
+        (
+            lambda plain: plain["optimizer"].update({"class": "Mine"}),
+            "optimizer is a Mine, not a OptimizerConfig; set it in Python again",
+        ),
         (
             lambda plain: plain["model"].update(module="os.path"),
             "its model is a DecoderConfig, which os.path does not have; name",
         ),
-        (lambda plain: plain["model"].update(module="no.such"), "the module of its model: 'no.such' cannot be imported"),
-        (lambda plain: plain["mesh"].update(extra=["no"]), "mesh.extra='no' is not an axis and its size"),
+        (
+            lambda plain: plain["model"].update(module="no.such"),
+            "the module of its model: 'no.such' cannot be imported",
+        ),
+        (
+            lambda plain: plain["mesh"].update(extra=["no"]),
+            "mesh.extra='no' is not an axis and its size",
+        ),
         (without("model", "class"), "its model has no class and module"),
-        (without("rules", "params"), "rules: expected a name, and a column each for params, gathered, "),
+        (
+            without("rules", "params"),
+            "rules: expected a name, and a column each for params, gathered, ",
+        ),
         (without("model"), "expected a config.json from the output of a run"),
         (lambda plain: plain.update(train=[]), "train: expected an object"),
     ],
@@ -101,7 +135,10 @@ def test_a_file_that_was_changed(file: Path, change: Any, message: str) -> None:
         load(str(file))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"model": {}}', "[" * 100_000, '{"architectures": ["LlamaForCausalLM"]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"model": {}}', "[" * 100_000, '{"architectures": ["LlamaForCausalLM"]}'],
+)
 def test_what_is_no_config(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=f"^--config={file}: "):

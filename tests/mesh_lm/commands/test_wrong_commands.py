@@ -1,4 +1,5 @@
-"""Wrong commands, as new users type them: each is answered by one error that names the field, or what would work."""
+"""Wrong commands, as new users type them: each is answered by one error that names the field, or
+what would work."""
 
 from __future__ import annotations
 
@@ -13,8 +14,14 @@ ANSWERS = {
     "trian": "mesh-lm has no command 'trian'; did you mean mesh-lm train?",
     "train gpt_tinny": "--config=gpt_tinny: no such file; did you mean gpt_tiny?",
     "train my_config.py": "--config=my_config.py: no such file in ",
-    "train --config=llama.yaml": "a config is a .py file with get_config(), or the config.json of a run; `mesh-lm configs` lists",
-    "train meta-llama/Llama-3.2-1B": "hf download meta-llama/Llama-3.2-1B --local-dir=meta-llama/Llama-3.2-1B, then mesh-lm import",
+    "train --config=llama.yaml": (
+        "a config is a .py file with get_config(), or the config.json of a run; `mesh-lm configs` "
+        "lists"
+    ),
+    "train meta-llama/Llama-3.2-1B": (
+        "hf download meta-llama/Llama-3.2-1B --local-dir=meta-llama/Llama-3.2-1B, then mesh-lm "
+        "import"
+    ),
     "train .": "--config=.: a directory; a run's config is ./config.json",
     "train --lr=1e-3": "--lr: no such field; did you mean --optimizer.learning_rate=1e-3?",
     "train lr=1e-3": "lr=1e-3: belongs to no option; did you mean --optimizer.learning_rate=1e-3?",
@@ -34,11 +41,16 @@ ANSWERS = {
     "train --rules=fspd": "--rules=fspd: no rules preset 'fspd'; did you mean 'fsdp'?",
     "train --rules=tp": "--rules=tp: no such rules preset; did you mean megatron?",
     "train --optimizer=muon": "--optimizer: a section, not a field; did you mean --optimizer.name=muon?",
-    "train --rampup-batch-size 2 2 100": "--rampup-batch-size: no such field; not built: every step has train.global_batch sequences",
+    "train --rampup-batch-size 2 2 100": (
+        "--rampup-batch-size: no such field; not built: every step has train.global_batch sequences"
+    ),
     "train --hidden-size 64": "--hidden-size: no such field; did you mean --model.d_model=64?",
     "train --optimizer.schedule=cosin": "expected one of cosine, wsd, linear, constant; did you mean cosine?",
     "train --model.window=None": "expected int, with commas between several and nothing for none",
-    "train llama3_8b": "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of such files)",
+    "train llama3_8b": (
+        "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of such "
+        "files)"
+    ),
     "train gpt2_124m --data.blend=data/web": "mesh-lm prepare --input=TEXT --output=data/web writes both",
     "train --data.path=nope.txt": "data.path=nope.txt",
     "train --data.tokenizer=nope.json": "tokenizer nope.json: no such file or directory",
@@ -74,5 +86,9 @@ def test_one_error_says_what_would_work(
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(words)) in (1, 2, 64)
     captured = capsys.readouterr()
-    assert ANSWERS[words] in captured.err and captured.err.count("error: ") == 1 and "Traceback" not in captured.err
+    assert (
+        ANSWERS[words] in captured.err
+        and captured.err.count("error: ") == 1
+        and "Traceback" not in captured.err
+    )
     assert not captured.out and not list(tmp_path.iterdir())

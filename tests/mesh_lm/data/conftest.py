@@ -1,4 +1,5 @@
-"""Fixtures: some text in every kind of file that `mesh_lm.data.prepare` reads, and a tokenizer for it."""
+"""Fixtures: some text in every kind of file that `mesh_lm.data.prepare` reads, and a tokenizer for
+it."""
 
 from __future__ import annotations
 
@@ -19,11 +20,15 @@ WORDS = ["the", "cat", "naïve", "日本", "def", "return", "x1", "sat,"]
 
 
 def text(n: int) -> str:
-    return "".join("so " + " ".join(RANDOM.choice(WORDS, 8)) + "\n" for _ in range(n))  # a split before a word changes no token
+    # a split before a word changes no token
+    return "".join("so " + " ".join(RANDOM.choice(WORDS, 8)) + "\n" for _ in range(n))
 
 
 TEXTS = [text(int(n)) for n in RANDOM.integers(1, 12, 60)]
-LINES = "".join(json.dumps({"id": i, "text": text}, ensure_ascii=i % 2 == 0) + "\n" * (1 + i % 3) for i, text in enumerate(TEXTS)).encode()
+LINES = "".join(
+    json.dumps({"id": i, "text": text}, ensure_ascii=i % 2 == 0) + "\n" * (1 + i % 3)
+    for i, text in enumerate(TEXTS)
+).encode()
 LONG = text(200)
 
 
@@ -32,11 +37,15 @@ def write_inputs(root: Path) -> dict[str, list[str]]:
     root.mkdir()
     (root / "a.jsonl").write_bytes(LINES)
     (root / "b.jsonl.gz").write_bytes(gzip.compress(LINES, mtime=0))
-    (root / "c.jsonl.zst").write_bytes(zstandard.compress(LINES[:3000]) + zstandard.compress(LINES[3000:]))
+    (root / "c.jsonl.zst").write_bytes(
+        zstandard.compress(LINES[:3000]) + zstandard.compress(LINES[3000:])
+    )
     (root / "d.txt").write_text(LONG, encoding="utf-8")
     (root / "e.txt.gz").write_bytes(gzip.compress(LONG.encode(), mtime=0))
     table = pyarrow.table({"n": range(60), "text": [*TEXTS[:-1], None]})
-    pyarrow.parquet.write_table(table, root / "f.parquet", row_group_size=25, use_dictionary=False, compression="none")
+    pyarrow.parquet.write_table(
+        table, root / "f.parquet", row_group_size=25, use_dictionary=False, compression="none"
+    )
     (root / "g" / "sub").mkdir(parents=True)
     for i, each in enumerate(TEXTS[:20]):
         (root / "g" / ("sub" if i % 2 else ".") / f"{i:02}.py").write_text(each, encoding="utf-8")

@@ -20,11 +20,13 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.inference.perplexity import read_texts
 
 MARK = b"\xef\xbb\xbf"
-TEXT = "".join(f"line {number} \ufeff naïve\n" for number in range(40))  # a mark within a text is one of its characters
+# a mark within a text is one of its characters
+TEXT = "".join(f"line {number} \ufeff naïve\n" for number in range(40))
 
 
 class Here:
-    """A pool that does its work where it is asked to, because starting a process takes longer than the rest."""
+    """A pool that does its work where it is asked to, because starting a process takes longer than
+    the rest."""
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
         future: Future = Future()
@@ -81,15 +83,20 @@ def test_the_byte_that_is_not_utf_8_is_counted_in_the_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_only_a_corpus_that_kept_marks_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """An older version kept them in text, and never in JSON lines; a corpus without marks keeps its name."""
+def test_only_a_corpus_that_kept_marks_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """An older version kept them in text, and never in JSON lines; a corpus without marks keeps its
+    name."""
     line = TEXT if name == "a.txt" else json.dumps({"text": "a"}) + "\n"
     for mark in (b"", MARK):
         (tmp_path / name).write_bytes(mark + line.encode())
         digest = sources.find(str(tmp_path / name)).digest()
         with monkeypatch.context() as patch:
             patch.setattr(formats, "has_mark", lambda path: False)
-            assert (sources.find(str(tmp_path / name)).digest() != digest) is (bool(mark) and name == "a.txt")
+            assert (sources.find(str(tmp_path / name)).digest() != digest) is (
+                bool(mark) and name == "a.txt"
+            )
 
 
 def test_prompts(tmp_path: Path) -> None:

@@ -34,8 +34,11 @@ def folder(tmp_path: Path) -> Path:
     (root / "sub" / ".hidden").mkdir(parents=True)
     for i in range(80):
         name = f"sub/{i}.md" if i % 2 else f"{i}.txt"
-        # Held-out files repeat something that the training text lacks, to show which text the vocabulary was trained on.
-        (root / name).write_bytes(f"file {i}: {'zqj' * 50 if is_heldout(name) else 'the cat'}\r\nnaïve\n".encode())
+        # Held-out files repeat something that the training text lacks, to show which text the
+        # vocabulary was trained on.
+        (root / name).write_bytes(
+            f"file {i}: {'zqj' * 50 if is_heldout(name) else 'the cat'}\r\nnaïve\n".encode()
+        )
     (root / "empty.txt").touch()
     (root / "binary.dat").write_bytes(b"\xff\xfe\x00abc")
     (root / ".hidden.txt").write_text("secret", encoding="utf-8")
@@ -62,13 +65,21 @@ def test_directory(folder: Path, tmp_path: Path):
     assert decoded(made.train(), tokenizer) == train
     assert decoded(made.heldout(), tokenizer) == heldout
     joined = "".join(heldout).encode()
-    assert (made.documents, made.heldout_documents, made.heldout_bytes) == (len(train), len(heldout), len(joined))
-    assert (made.train_tokens, made.heldout_tokens) == (len(made.train().tokens), len(made.heldout().tokens))
+    assert (made.documents, made.heldout_documents, made.heldout_bytes) == (
+        len(train),
+        len(heldout),
+        len(joined),
+    )
+    assert (made.train_tokens, made.heldout_tokens) == (
+        len(made.train().tokens),
+        len(made.heldout().tokens),
+    )
     assert made.vocab_size == tokenizer.vocab_size <= 280
     assert made.gzip_bits_per_byte == 8 * len(gzip.compress(joined, 9, mtime=0)) / len(joined)
     assert made.xz_bits_per_byte == 8 * len(lzma.compress(joined, preset=9)) / len(joined)
     assert len(tokenizer.encode_batch(["the cat"])[0]) < 7
-    assert len(tokenizer.encode_batch(["zqj" * 50])[0]) == 150  # the vocabulary was not trained on the held-out text
+    # the vocabulary was not trained on the held-out text
+    assert len(tokenizer.encode_batch(["zqj" * 50])[0]) == 150
 
 
 def test_second_call_only_loads(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -87,7 +98,9 @@ def test_second_call_only_loads(folder: Path, tmp_path: Path, monkeypatch: pytes
     assert len(os.listdir(tmp_path / "cache")) == 4
 
 
-def test_large_sources_are_known_by_size_and_date(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_sources_are_known_by_size_and_date(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(sources, "_DIGEST_CONTENTS", 10)
     before = sources.find(str(folder)).digest()
     assert sources.find(str(folder)).digest() == before
@@ -95,12 +108,18 @@ def test_large_sources_are_known_by_size_and_date(folder: Path, tmp_path: Path, 
     assert sources.find(str(folder)).digest() != before
 
 
-def test_pieces_batches_and_samples_change_nothing_else(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_pieces_batches_and_samples_change_nothing_else(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     whole = prepare(config(folder, tmp_path / "a"), vocab=280)
     lines: list[str] = []
     sampled: list[int] = []
     train = corpus.Tokenizer.train
-    monkeypatch.setattr(corpus.Tokenizer, "train", lambda texts, vocab: sampled.append(sum(map(len, texts))) or train(texts, vocab))
+    monkeypatch.setattr(
+        corpus.Tokenizer,
+        "train",
+        lambda texts, vocab: sampled.append(sum(map(len, texts))) or train(texts, vocab),
+    )
     monkeypatch.setattr(reading, "pieces", lambda text: encoding.pieces(text, 5))
     monkeypatch.setattr(encoding, "_PIECE", 5)
     monkeypatch.setitem(encoding.encode.__kwdefaults__, "batch", 17)
@@ -123,16 +142,29 @@ def test_jsonl(tmp_path: Path):
     made = prepare(config(tmp_path / "a b.jsonl", tmp_path), vocab=257)
     tokenizer = made.tokenizer()
     numbers = [i for i in range(1, 201) if i != 5]
-    assert decoded(made.train(), tokenizer) == [texts[i - 1] for i in numbers if not is_heldout(str(i))]
-    assert decoded(made.heldout(), tokenizer) == [texts[i - 1] for i in numbers if is_heldout(str(i))]
+    assert decoded(made.train(), tokenizer) == [
+        texts[i - 1] for i in numbers if not is_heldout(str(i))
+    ]
+    assert decoded(made.heldout(), tokenizer) == [
+        texts[i - 1] for i in numbers if is_heldout(str(i))
+    ]
     assert made.directory.name.startswith("a_b-")
 
 
-@pytest.mark.parametrize("text, share", [("".join(f"line {i}\n" for i in range(1000)), 0.05), ("a" * 50 + "\n" + "b" * 950 + "\n", 0.95)])
+@pytest.mark.parametrize(
+    "text, share",
+    [
+        ("".join(f"line {i}\n" for i in range(1000)), 0.05),
+        ("a" * 50 + "\n" + "b" * 950 + "\n", 0.95),
+    ],
+)
 def test_txt(tmp_path: Path, text: str, share: float):
     (tmp_path / "book.txt").write_text(text, encoding="utf-8")
     made = prepare(config(tmp_path / "book.txt", tmp_path), vocab=257)
-    (train,), (heldout,) = decoded(made.train(), made.tokenizer()), decoded(made.heldout(), made.tokenizer())
+    (train,), (heldout,) = (
+        decoded(made.train(), made.tokenizer()),
+        decoded(made.heldout(), made.tokenizer()),
+    )
     assert train + heldout == text
     assert train.endswith("\n")
     assert len(heldout) / len(text) == pytest.approx(share, abs=0.01)
@@ -142,7 +174,9 @@ def test_stdlib_is_found_without_its_tests():
     found = sources.find("stdlib")
     assert len(found.files) > 300
     assert "argparse.py" in found.files
-    assert not any("test" in name.split("/")[:-1] or "site-packages" in name for name in found.files)
+    assert not any(
+        "test" in name.split("/")[:-1] or "site-packages" in name for name in found.files
+    )
     assert any(is_heldout(name) for name in found.files)
 
 
@@ -197,12 +231,15 @@ def test_exception_leaves_nothing(folder: Path, tmp_path: Path):
 def test_incomplete_corpus_is_named(folder: Path, tmp_path: Path):
     made = prepare(config(folder, tmp_path), vocab=280)
     (made.directory / "corpus.json").write_text('{"documents":', encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"{made.directory.name} is not a complete corpus.*remove it"):
+    with pytest.raises(
+        ConfigError, match=rf"{made.directory.name} is not a complete corpus.*remove it"
+    ):
         prepare(config(folder, tmp_path), vocab=280)
 
 
 def test_every_file_of_a_cached_corpus_is_verified(folder: Path, tmp_path: Path):
-    """Each is flipped, truncated and removed; an earlier version's corpus is read, with a notice."""
+    """Each is flipped, truncated and removed; an earlier version's corpus is read, with a
+    notice."""
     made, said = prepare(config(folder, tmp_path), vocab=280), []
 
     def read() -> None:
@@ -213,9 +250,16 @@ def test_every_file_of_a_cached_corpus_is_verified(folder: Path, tmp_path: Path)
     assert len(paths) >= 8
     for path in paths:
         intact = path.read_bytes()
-        for damaged in (intact[:-9] + bytes([intact[-9] ^ 1]) + intact[-8:], intact[: len(intact) // 2], None):
+        for damaged in (
+            intact[:-9] + bytes([intact[-9] ^ 1]) + intact[-8:],
+            intact[: len(intact) // 2],
+            None,
+        ):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            with pytest.raises(ConfigError, match=rf"{made.directory}.*remove (it|{made.directory})|cannot read .*\.(bin|idx)"):
+            with pytest.raises(
+                ConfigError,
+                match=rf"{made.directory}.*remove (it|{made.directory})|cannot read .*\.(bin|idx)",
+            ):
                 read()
         path.write_bytes(intact)
     read()
@@ -225,7 +269,10 @@ def test_every_file_of_a_cached_corpus_is_verified(folder: Path, tmp_path: Path)
     (made.directory / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
     (made.directory / "train.digests").unlink()
     read()
-    assert [f"mesh-lm prepare seal {made.directory}/train {made.directory}/heldout" in line for line in said] == [True]
+    assert [
+        f"mesh-lm prepare seal {made.directory}/train {made.directory}/heldout" in line
+        for line in said
+    ] == [True]
 
 
 def heldout_line(is_held: bool) -> int:
@@ -245,13 +292,17 @@ BAD_LINES = {
 @pytest.mark.parametrize("bad", BAD_LINES)
 def test_bad_jsonl_lines_are_numbered(tmp_path: Path, bad: str):
     line = BAD_LINES[bad]
-    (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n\n' + (line if isinstance(line, bytes) else line.encode()))
+    (tmp_path / "x.jsonl").write_bytes(
+        b'{"text": "a"}\n\n' + (line if isinstance(line, bytes) else line.encode())
+    )
     with pytest.raises(ConfigError, match=r"x\.jsonl, line 3"):
         prepare(config(tmp_path / "x.jsonl", tmp_path), vocab=257)
 
 
 def test_errors(tmp_path: Path):
-    def fails(path: Path | str, message: str, cache: Path = tmp_path / "cache", vocab: int = 257) -> None:
+    def fails(
+        path: Path | str, message: str, cache: Path = tmp_path / "cache", vocab: int = 257
+    ) -> None:
         with pytest.raises(ConfigError, match=message):
             prepare(DataConfig(path=str(path), cache=str(cache)), vocab=vocab)
         assert not cache.is_dir() or os.listdir(cache) == []
@@ -263,10 +314,22 @@ def test_errors(tmp_path: Path):
         ("b.txt", b"one line", "single line"),
         ("c.txt", b"ok\n\xff\n", r"not UTF-8 \(byte 3\)"),
         ("d.parquet", b"PAR1", r"d\.parquet is damaged or not a \.parquet"),
-        ("d.csv", b"a,b", r"type \.csv are not read; give one of \.txt, \.jsonl, \.ndjson, .* and \.parquet, a directory"),
+        (
+            "d.csv",
+            b"a,b",
+            (
+                r"type \.csv are not read; give one of \.txt, \.jsonl, \.ndjson, .* and \.parquet, "
+                r"a "
+                r"directory"
+            ),
+        ),
         ("e.jsonl", b"\n\n", "no text"),
         ("f.jsonl", b'{"text": ""}\n', "no text"),
-        ("i.jsonl", b'{"id": 7, "content": "a", "url": "b"}', r'i.jsonl, line 1: has no "text"; it has "content", "url": choose one with'),
+        (
+            "i.jsonl",
+            b'{"id": 7, "content": "a", "url": "b"}',
+            r'i.jsonl, line 1: has no "text"; it has "content", "url": choose one with',
+        ),
         ("h.jsonl", b"\n" * (heldout_line(True) - 1) + b'{"text": "a"}', "training split"),
     ]:
         (tmp_path / name).write_bytes(contents)
@@ -282,7 +345,10 @@ def test_errors(tmp_path: Path):
 def test_vocabulary_above_uint16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The dtype of the file follows the actual vocabulary, not the requested one."""
     (tmp_path / "x.txt").write_text("ab\n" * 40, encoding="utf-8")
-    assert prepare(config(tmp_path / "x.txt", tmp_path), vocab=100_000).train().tokens.dtype == np.uint16
+    assert (
+        prepare(config(tmp_path / "x.txt", tmp_path), vocab=100_000).train().tokens.dtype
+        == np.uint16
+    )
 
 
 def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path):
@@ -290,9 +356,15 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path):
     lines = "".join(json.dumps({"body": text}) + "\n" for text in texts).encode()
     (tmp_path / "a.jsonl").write_bytes(lines)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
-    half = zstandard.compress(lines[: len(lines) // 2]), zstandard.compress(lines[len(lines) // 2 :])
-    (tmp_path / "c.jsonl.zst").write_bytes(b"".join(half))  # two frames, as parallel compressors write
-    pyarrow.parquet.write_table(pyarrow.table({"id": range(100), "body": texts}), tmp_path / "d.parquet", row_group_size=30)
+    half = (
+        zstandard.compress(lines[: len(lines) // 2]),
+        zstandard.compress(lines[len(lines) // 2 :]),
+    )
+    # two frames, as parallel compressors write
+    (tmp_path / "c.jsonl.zst").write_bytes(b"".join(half))
+    pyarrow.parquet.write_table(
+        pyarrow.table({"id": range(100), "body": texts}), tmp_path / "d.parquet", row_group_size=30
+    )
     folder = tmp_path / "folder"
     folder.mkdir()
     os.rename(tmp_path / "b.jsonl.gz", folder / "b.jsonl.gz")
@@ -307,16 +379,23 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path):
     assert documents(folder) == [*texts, *texts, "single"]
     (tmp_path / "f.txt.zst").write_bytes(zstandard.compress("\n".join(texts).encode()))
     assert "".join(documents(tmp_path / "f.txt.zst")) == "\n".join(texts)
-    digests = {sources.find(str(tmp_path / "a.jsonl"), field).digest() for field in ("text", "body")}
+    digests = {
+        sources.find(str(tmp_path / "a.jsonl"), field).digest() for field in ("text", "body")
+    }
     assert len(digests) == 2
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "parquet"])
 def test_damaged_files_are_named(tmp_path: Path, suffix: str):
-    text = "".join(json.dumps({"text": f"{i} {hashlib.sha256(bytes([i])).hexdigest()}"}) + "\n" for i in range(200)).encode()
+    text = "".join(
+        json.dumps({"text": f"{i} {hashlib.sha256(bytes([i])).hexdigest()}"}) + "\n"
+        for i in range(200)
+    ).encode()
     path = tmp_path / f"x.{suffix}"
     if suffix == "parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": [str(i) for i in range(200)], "n": range(200)}), path)
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": [str(i) for i in range(200)], "n": range(200)}), path
+        )
         good = path.read_bytes()
     else:
         good = gzip.compress(text) if suffix == "jsonl.gz" else zstandard.compress(text)
@@ -364,7 +443,10 @@ def test_a_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.M
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", denied)
-    with pytest.raises(ConfigError, match=r"cannot read .*/sub: Permission denied; make it readable, or leave it out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot read .*/sub: Permission denied; make it readable, or leave it out",
+    ):
         sources.find(str(tmp_path))
 
 
@@ -376,7 +458,14 @@ def test_a_given_tokenizer(folder: Path, tmp_path: Path):
     assert made.heldout_tokens == made.heldout_bytes + made.heldout_documents
     (tmp_path / "t").mkdir()
     copy = str(load_tokenizer("bytes").save(tmp_path / "t"))
-    assert prepare(dataclasses.replace(settings, tokenizer=copy), vocab=0) == made  # identified by its contents, not by its path
+    # identified by its contents, not by its path
+    assert prepare(dataclasses.replace(settings, tokenizer=copy), vocab=0) == made
     assert prepare(config(folder, tmp_path), vocab=257).directory != made.directory
-    with pytest.raises(ConfigError, match=r"data\.tokenizer=bytes has ids up to 256, which model\.vocab_size=256 does not have; set.*257"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"data\.tokenizer=bytes has ids up to 256, which model\.vocab_size=256 does not have; "
+            r"set.*257"
+        ),
+    ):
         prepare(settings, vocab=0, model_vocab=256)

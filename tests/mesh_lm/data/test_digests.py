@@ -28,7 +28,9 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     prefix = tmp_path_factory.mktemp("digests") / "x"
     chance = np.random.default_rng(0)
     lengths = chance.multinomial(8 * BLOCK // 2 + 1234, np.ones(300) / 300)
-    write_documents(prefix, (np.append(chance.integers(1, VOCAB, n), EOD) for n in lengths), vocab=VOCAB)
+    write_documents(
+        prefix, (np.append(chance.integers(1, VOCAB, n), EOD) for n in lengths), vocab=VOCAB
+    )
     return {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
 
 
@@ -74,8 +76,15 @@ def test_a_damaged_block_is_refused_when_it_is_first_read(prefix: Path, tmp_path
             blocks.add(str(error))
     assert 0 < refused < len(order), "what touches other blocks is read"
     (message,) = blocks
-    assert message.startswith(f"{prefix}.bin is damaged: bytes {5 * BLOCK:,} to {6 * BLOCK - 1:,} are not as they were when {prefix}.dig")
-    assert f"remove {prefix}.bin, .idx, .json and .digests and prepare the text again" in message and "prepare seal" in message
+    assert message.startswith(
+        f"{prefix}.bin is damaged: bytes {5 * BLOCK:,} to {6 * BLOCK - 1:,} are not as they "
+        "were "
+        f"when {prefix}.dig"
+    )
+    assert (
+        f"remove {prefix}.bin, .idx, .json and .digests and prepare the text again" in message
+        and "prepare seal" in message
+    )
     flipped(bin_path(prefix), 5 * BLOCK + 77)
     assert tokens_of([*orders(prefix, tmp_path)][which]) == intact
 
@@ -83,12 +92,26 @@ def test_a_damaged_block_is_refused_when_it_is_first_read(prefix: Path, tmp_path
 def test_a_block_is_compared_once(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compared: list[int] = []
     compare = digests.Blocks._compare
-    monkeypatch.setattr(digests.Blocks, "_compare", lambda self, blocks: (compared.extend(blocks), compare(self, blocks)))
+    monkeypatch.setattr(
+        digests.Blocks,
+        "_compare",
+        lambda self, blocks: (compared.extend(blocks), compare(self, blocks)),
+    )
     documents = Documents(prefix)
-    order = GPTDataset(TokenStream(documents), SEQ, n_samples=1, cache=IndexCache(str(tmp_path)), fingerprint="", seed=3)
+    order = GPTDataset(
+        TokenStream(documents),
+        SEQ,
+        n_samples=1,
+        cache=IndexCache(str(tmp_path)),
+        fingerprint="",
+        seed=3,
+    )
     order.read(np.array([0]))
     assert 1 <= len(compared) <= 4, "one sample touches a few blocks"
-    threads = [threading.Thread(target=lambda: [order.read(np.array([i])) for i in range(len(order))]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [order.read(np.array([i])) for i in range(len(order))])
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -105,7 +128,10 @@ def test_ranges_of_any_length_verify_the_blocks_that_they_touch(tmp_path: Path):
     """Blocks of 8 bytes, more of them than `require_all` takes at once."""
     block, n = 8, 5000
     data = np.random.default_rng(0).integers(0, 256, block * n - 3, np.uint8)
-    table = np.array([xxhash.xxh3_64_intdigest(data[i : i + block].data) for i in range(0, len(data), block)], np.uint64)
+    table = np.array(
+        [xxhash.xxh3_64_intdigest(data[i : i + block].data) for i in range(0, len(data), block)],
+        np.uint64,
+    )
     sealed = digests.Digests(tmp_path, block, len(data), "", None, "", table, "")
 
     def blocks(data: np.ndarray) -> digests.Blocks:
@@ -116,14 +142,20 @@ def test_ranges_of_any_length_verify_the_blocks_that_they_touch(tmp_path: Path):
         starts = chance.integers(0, len(data) + 1, 20)
         stops = np.minimum(starts + chance.integers(0, longest + 1, 20), len(data))
         (read := blocks(data)).require(starts, stops)
-        touched = {i // block for start, stop in zip(starts, stops, strict=True) for i in range(start, stop)}
+        touched = {
+            i // block
+            for start, stop in zip(starts, stops, strict=True)
+            for i in range(start, stop)
+        }
         assert touched <= {*np.flatnonzero(read._seen).tolist()}
         assert read._left == n - read._seen[:-1].sum() and not read.complete
     (whole := blocks(data)).require_all()
     assert whole.complete and whole._seen.all()
     for at in (0, 4096 * block, len(data) - 1):
         (damaged := data.copy())[at] ^= 1
-        with pytest.raises(ConfigError, match=f"x.bin is damaged: bytes {at // block * block:,} to "):
+        with pytest.raises(
+            ConfigError, match=f"x.bin is damaged: bytes {at // block * block:,} to "
+        ):
             blocks(damaged).require_all()
 
 
@@ -165,7 +197,9 @@ def test_the_identity_is_that_of_all_tokens_and_survives_damage(prefix: Path):
     sealed = Documents(prefix).fingerprint()
     sampled = sealed.partition("-")[0]
     flipped(bin_path(prefix), 3)
-    assert Documents(prefix).fingerprint() == sealed, "damage is refused when it is read, not taken for other data"
+    assert Documents(prefix).fingerprint() == sealed, (
+        "damage is refused when it is read, not taken for other data"
+    )
     flipped(bin_path(prefix), 3)
     digests_path(prefix).unlink()
     assert Documents(prefix).fingerprint() == sampled
@@ -173,12 +207,16 @@ def test_the_identity_is_that_of_all_tokens_and_survives_damage(prefix: Path):
 
 def test_swapped_blocks_and_files_of_another_prefix(prefix: Path, tmp_path: Path):
     content = bin_path(prefix).read_bytes()
-    bin_path(prefix).write_bytes(content[BLOCK : 2 * BLOCK] + content[:BLOCK] + content[2 * BLOCK :])
+    bin_path(prefix).write_bytes(
+        content[BLOCK : 2 * BLOCK] + content[:BLOCK] + content[2 * BLOCK :]
+    )
     with pytest.raises(ConfigError, match=r"x\.bin is damaged: bytes 0 to"):
         assert Documents(prefix).tokens.any()
     write_documents(tmp_path / "y", [np.arange(1, 900)], vocab=VOCAB)
     digests_path(prefix).write_bytes(digests_path(tmp_path / "y").read_bytes())
-    with pytest.raises(ConfigError, match=r"x\.idx is damaged: it is not as it was when .*x\.digests was written"):
+    with pytest.raises(
+        ConfigError, match=r"x\.idx is damaged: it is not as it was when .*x\.digests was written"
+    ):
         Documents(prefix)
     idx_path(prefix).write_bytes(idx_path(tmp_path / "y").read_bytes())
     with pytest.raises(ConfigError, match=r"x\.bin is damaged: it has \d+ bytes, not the 1798 of"):
@@ -196,4 +234,7 @@ def test_the_command_seals_and_verifies(prefix: Path, capsys: pytest.CaptureFixt
     assert run("prepare", ["seal", str(prefix)]) == 1
     assert f"error: {prefix}.bin is damaged: bytes 65,536 to 98,303" in capsys.readouterr().err
     assert digests_path(prefix).read_bytes() == sealed, "damage is never sealed"
-    assert run("prepare", ["seal", str(prefix) + "-missing"]) == 1 and "cannot read" in capsys.readouterr().err
+    assert (
+        run("prepare", ["seal", str(prefix) + "-missing"]) == 1
+        and "cannot read" in capsys.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""Documents of .bin/.idx files that no EOD ends: their borders are those of the .idx, in every sample."""
+"""Documents of .bin/.idx files that no EOD ends: their borders are those of the .idx, in every
+sample."""
 
 import dataclasses
 import struct
@@ -24,20 +25,26 @@ Sentences = list[list[int]]
 
 
 def write(prefix: Path, documents: list[Sentences]) -> Documents:
-    """Writes documents of several sequences each, as Megatron's preprocess_data.py does with --split-sentences."""
+    """Writes documents of several sequences each, as Megatron's preprocess_data.py does with
+    --split-sentences."""
     sequences = [sentence for document in documents for sentence in document]
     lengths = np.array([len(sentence) for sentence in sequences], "<i4")
     ends = np.cumsum(lengths, dtype="<i8") * 2
     first = np.cumsum([0, *map(len, documents)]).astype("<i8")
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(sequences), len(first))
-    prefix.with_suffix(".idx").write_bytes(header + lengths.tobytes() + (ends - 2 * lengths).astype("<i8").tobytes() + first.tobytes())
-    prefix.with_suffix(".bin").write_bytes(np.array([token for sentence in sequences for token in sentence], "<u2").tobytes())
+    prefix.with_suffix(".idx").write_bytes(
+        header + lengths.tobytes() + (ends - 2 * lengths).astype("<i8").tobytes() + first.tobytes()
+    )
+    prefix.with_suffix(".bin").write_bytes(
+        np.array([token for sentence in sequences for token in sentence], "<u2").tobytes()
+    )
     return Documents(prefix)
 
 
 @dataclasses.dataclass
 class Token:
-    """One token of the text as it is read, and whether it is the first after the end of a document that has no EOD."""
+    """One token of the text as it is read, and whether it is the first after the end of a document
+    that has no EOD."""
 
     id: int
     begins: bool
@@ -45,7 +52,11 @@ class Token:
 
 def text_of(documents: list[Sentences], order: list[int]) -> list[Token]:
     """The sequences of a file in some order, one token after the other."""
-    sequences = [(sentence, i == len(document) - 1) for document in documents for i, sentence in enumerate(document)]
+    sequences = [
+        (sentence, i == len(document) - 1)
+        for document in documents
+        for i, sentence in enumerate(document)
+    ]
     text: list[Token] = []
     has_ended = False
     for number in order:
@@ -58,7 +69,8 @@ def text_of(documents: list[Sentences], order: list[int]) -> list[Token]:
 
 
 def expected(window: list[Token], kind: str) -> tuple[list[int], list[int], list[float]]:
-    """Segments, positions and weights of the inputs, all but the last token, by their definition."""
+    """Segments, positions and weights of the inputs, all but the last token, by their
+    definition."""
     segments, positions, weights = [], [], []
     segment = position = 0
     for i, token in enumerate(window[:-1]):
@@ -77,7 +89,8 @@ def assert_rows_are(rows: RowReader, windows: list[list[Token]], kind: str) -> N
     for i, window in enumerate(windows):
         segments, positions, weights = expected(window, kind)
         assert batch["tokens"][i].tolist() == [token.id for token in window[:-1]]
-        # Only equality of segment ids means something: the first input may begin a segment or continue one.
+        # Only equality of segment ids means something: the first input may begin a segment or
+        # continue one.
         found = batch["segment_ids"][i] - batch["segment_ids"][i, 0]
         assert found.tolist() == [segment - segments[0] for segment in segments]
         assert batch["positions"][i].tolist() == positions
@@ -85,31 +98,53 @@ def assert_rows_are(rows: RowReader, windows: list[list[Token]], kind: str) -> N
 
 
 sentence = st.lists(st.integers(0, 4), max_size=7)
-files = st.lists(st.lists(sentence, min_size=1, max_size=3) | sentence.map(lambda tokens: [tokens]), min_size=3, max_size=12)
+files = st.lists(
+    st.lists(sentence, min_size=1, max_size=3) | sentence.map(lambda tokens: [tokens]),
+    min_size=3,
+    max_size=12,
+)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(files, st.integers(1, 9), st.sampled_from(["separate", "megatron"]))
-def test_training_and_held_out_rows_are_those_of_their_definition(tmp_path: Path, documents: list[Sentences], seq_len: int, kind) -> None:
-    """With EOD at the end of some documents, of all and of none, inside of documents, sentence by sentence, and empty documents."""
+def test_training_and_held_out_rows_are_those_of_their_definition(
+    tmp_path: Path, documents: list[Sentences], seq_len: int, kind
+) -> None:
+    """With EOD at the end of some documents, of all and of none, inside of documents, sentence by
+    sentence, and empty documents."""
     documents = [*documents, [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]]
     text = TokenStream(write(tmp_path / "file", documents))
     name = f"{hash(str(documents))}"
-    order = GPTDataset(text, seq_len, n_samples=20, seed=1, cache=IndexCache(str(tmp_path / "cache")), fingerprint=name, eod=EOD)
+    order = GPTDataset(
+        text,
+        seq_len,
+        n_samples=20,
+        seed=1,
+        cache=IndexCache(str(tmp_path / "cache")),
+        fingerprint=name,
+        eod=EOD,
+    )
     whole = text_of(documents, order._documents.tolist())
     windows = [whole[k * seq_len : k * seq_len + seq_len + 1] for k in order._shuffle.tolist()]
-    assert_rows_are(RowReader(order, eod=EOD, documents=kind, mask_document_start=True), windows, kind)
+    assert_rows_are(
+        RowReader(order, eod=EOD, documents=kind, mask_document_start=True), windows, kind
+    )
 
     stored = [Token(EOD, False), *text_of(documents, list(range(len(text))))]
     stored[1].begins = False
     sequences = Sequences(text, seq_len, eod=EOD, seed=None)
     windows = [stored[k * seq_len : k * seq_len + seq_len + 1] for k in range(len(sequences))]
-    assert_rows_are(RowReader(sequences, eod=EOD, documents=kind, mask_document_start=True), windows, kind)
+    assert_rows_are(
+        RowReader(sequences, eod=EOD, documents=kind, mask_document_start=True), windows, kind
+    )
 
 
 @pytest.mark.parametrize("extra", [True, False])
 def test_a_blend_in_which_one_prefix_has_no_eod(tmp_path: Path, extra: bool) -> None:
-    """Ten tokens a document: each row of 40 has the same borders, wherever its documents are from."""
+    """Ten tokens a document: each row of 40 has the same borders, wherever its documents are
+    from."""
     chance = np.random.default_rng(0)
     bodies = [chance.integers(1, 50, 9).tolist() for _ in range(60)]
     write(tmp_path / "with", [[[*body, EOD]] for body in bodies])
@@ -118,13 +153,24 @@ def test_a_blend_in_which_one_prefix_has_no_eod(tmp_path: Path, extra: bool) -> 
         (tmp_path / f"{name}.json").write_text('{"eod": 0}', encoding="utf-8")
     blend = tuple(str(tmp_path / name) for name in ("with", "without"))
     data = DataConfig(
-        blend=blend, split="80,20", documents="megatron", mask_document_start=True, cache=str(tmp_path / "cache"), add_extra_token=extra
+        blend=blend,
+        split="80,20",
+        documents="megatron",
+        mask_document_start=True,
+        cache=str(tmp_path / "cache"),
+        add_extra_token=extra,
     )
     config = TrainConfig(
-        DecoderConfig(vocab_size=50, seq_len=40), str(tmp_path / "run"), data=data, train=TrainLoop(global_batch=4, steps=5)
+        DecoderConfig(vocab_size=50, seq_len=40),
+        str(tmp_path / "run"),
+        data=data,
+        train=TrainLoop(global_batch=4, steps=5),
     )
     corpus = MegatronCorpus(data)
-    for order, is_training in ((corpus.training_order(config, None, 20), True), (corpus.heldout_order(config), False)):
+    for order, is_training in (
+        (corpus.training_order(config, None, 20), True),
+        (corpus.heldout_order(config), False),
+    ):
         rows = RowReader(order, eod=corpus.eod, documents="megatron", mask_document_start=True)
         batch = rows.rows(np.arange(len(order) if not is_training else 20))
         n_full = 20 if is_training else len(order) - 1  # the last row of held-out text is padded
@@ -151,7 +197,15 @@ def test_fill_in_the_middle_stays_within_documents(tmp_path: Path) -> None:
 
     write(tmp_path / "file", [[[100 + i] * 5] for i in range(40)])
     text = TokenStream(Documents(tmp_path / "file"))
-    order = GPTDataset(text, 40, n_samples=4, seed=1, cache=IndexCache(str(tmp_path / "cache")), fingerprint="", eod=EOD)
+    order = GPTDataset(
+        text,
+        40,
+        n_samples=4,
+        seed=1,
+        cache=IndexCache(str(tmp_path / "cache")),
+        fingerprint="",
+        eod=EOD,
+    )
     fill = FillInMiddle(Codec(), rate=1.0, spm_rate=0.5, seed=0)
     batch = RowReader(order, eod=EOD, documents="separate", fill_in_middle=fill).rows(np.arange(4))
     for tokens, segments in zip(batch["tokens"], batch["segment_ids"], strict=True):

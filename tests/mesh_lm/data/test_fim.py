@@ -20,7 +20,10 @@ class Codec:
     eod, joins = EOD, True
 
     def __init__(self, spelling: str = "<|fim_{}|>") -> None:
-        self._ids = {spelling.format(part): i for part, i in (("prefix", PREFIX), ("middle", MIDDLE), ("suffix", SUFFIX))}
+        self._ids = {
+            spelling.format(part): i
+            for part, i in (("prefix", PREFIX), ("middle", MIDDLE), ("suffix", SUFFIX))
+        }
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
@@ -32,7 +35,9 @@ class Codec:
         return self._ids.get(name)
 
 
-def make(rate: float = 1.0, spm_rate: float = 0.5, seed: int = 0, codec: Codec | None = None) -> FillInMiddle:
+def make(
+    rate: float = 1.0, spm_rate: float = 0.5, seed: int = 0, codec: Codec | None = None
+) -> FillInMiddle:
     return FillInMiddle(codec or Codec(), rate=rate, spm_rate=spm_rate, seed=seed)
 
 
@@ -60,7 +65,9 @@ def split(window: list[int]) -> list[list[int]]:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.text("abcdeö", max_size=12), min_size=1, max_size=5), st.integers(0, 2**40))
 def test_documents_come_back_from_their_parts(texts: list[str], g: int):
-    window = np.array([t for i, text in enumerate(texts) for t in ([EOD] * (i > 0) + [*text.encode()])], np.int32)
+    window = np.array(
+        [t for i, text in enumerate(texts) for t in ([EOD] * (i > 0) + [*text.encode()])], np.int32
+    )
     room = np.full(len(window) + 3 * len(texts), EOD, np.int32)
     room[: len(window)] = window  # empty documents follow
     arranged = room.copy()
@@ -68,7 +75,9 @@ def test_documents_come_back_from_their_parts(texts: list[str], g: int):
     found = split(arranged.tolist())[: len(texts)]
     expected = [list(text.encode()) for text in texts]
     assert [restored(document) for document in found][:-1] == expected[:-1]
-    assert all((PREFIX in document) == bool(text) for document, text in zip(found, texts, strict=True))
+    assert all(
+        (PREFIX in document) == bool(text) for document, text in zip(found, texts, strict=True)
+    )
 
 
 def windows(rate: float, spm_rate: float, n: int = 400) -> list[list[int]]:
@@ -84,7 +93,9 @@ def test_rates():
     assert not any(PREFIX in window for window in windows(0, 0.5))
     some = [window for window in windows(0.3, 0.25, 1000) if PREFIX in window]
     assert 240 < len(some) < 360
-    assert 0.17 < sum(window[1] == SUFFIX and window[2:3] != [] for window in some) / len(some) < 0.42
+    assert (
+        0.17 < sum(window[1] == SUFFIX and window[2:3] != [] for window in some) / len(some) < 0.42
+    )
     assert all(window[1] == SUFFIX for window in windows(1, 1))
     lengths = {window.index(SUFFIX) - 1 for window in windows(1, 0)}
     assert lengths == set(range(11))  # a split can be at any position, the ends included
@@ -110,7 +121,9 @@ def test_a_split_character_is_left_alone():
 
 
 def test_rows_depend_on_seed_and_position_alone():
-    order = Sequences(Tokens([*b"some text ", EOD, *b"more of it", EOD] * 9), 24, eod=EOD, seed=None, pad=True)
+    order = Sequences(
+        Tokens([*b"some text ", EOD, *b"more of it", EOD] * 9), 24, eod=EOD, seed=None, pad=True
+    )
     rows = RowReader(order, eod=EOD, fill_in_middle=make(0.7, seed=5))
     whole = rows.rows(np.arange(20))
     for picked in ([3], [19, 2, 3]):
@@ -126,12 +139,22 @@ def test_special_tokens():
     for spelling in ("<fim_{}>", "<fim-{}>"):
         make(codec=Codec(spelling))
     with pytest.raises(
-        ConfigError, match=r"data\.fim_rate=1\.0: the tokenizer lacks the special tokens <\|fim_prefix\|>, <\|fim_middle\|>"
+        ConfigError,
+        match=(
+            r"data\.fim_rate=1\.0: the tokenizer lacks the special tokens <\|fim_prefix\|>, "
+            r"<\|fim_middle\|>"
+        ),
     ):
         make(codec=Codec("<{}>"))
     spaced = Codec()
     spaced.joins = False
-    with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0: the tokenizer puts a space before each part of a split document"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.fim_rate=1\.0: the tokenizer puts a space before each part of a split document",
+    ):
         make(codec=spaced)
-    with pytest.raises(ConfigError, match=r"data\.fim_rate=1\.0 splits documents between characters, which needs data\.tokenizer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.fim_rate=1\.0 splits documents between characters, which needs data\.tokenizer",
+    ):
         FillInMiddle(None, rate=1.0, spm_rate=0.5, seed=0)

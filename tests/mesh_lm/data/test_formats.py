@@ -1,4 +1,5 @@
-"""Files of a directory are read as what their names say, or refused by name: by `data.path` and by `prepare` alike."""
+"""Files of a directory are read as what their names say, or refused by name: by `data.path` and by
+`prepare` alike."""
 
 import bz2
 import contextlib
@@ -26,7 +27,8 @@ TEXTS = [row["text"] for row in ROWS]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 LIST = json.dumps(ROWS, indent=1).encode()
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress
+    "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
+    ".zst": zstandard.compress
 }  # fmt: skip
 
 
@@ -43,7 +45,8 @@ def by_prepare(path: Path, **options: bool) -> list[str]:
 
 
 class _Here:
-    """A pool that does its work where it is asked to, because starting a process takes longer than the rest."""
+    """A pool that does its work where it is asked to, because starting a process takes longer than
+    the rest."""
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
         (future := Future()).set_result(function(*arguments))
@@ -61,7 +64,8 @@ READERS = pytest.mark.parametrize("read", [by_source, by_prepare])
 @READERS
 @pytest.mark.parametrize("compression", COMPRESS)
 @pytest.mark.parametrize(("name", "content"), [
-    ("a.jsonl", LINES), ("a.ndjson", LINES), ("a.json", LINES), ("a.JSON", LIST), ("a.json", LIST), ("a.json", b"\xef\xbb\xbf\n" + LIST),
+    ("a.jsonl", LINES), ("a.ndjson", LINES), ("a.json", LINES), ("a.JSON", LIST), ("a.json", LIST),
+    ("a.json", b"\xef\xbb\xbf\n" + LIST),
 ], ids=["jsonl", "ndjson", "lines", "JSON", "list", "bom"])  # fmt: skip
 def test_json(tmp_path: Path, read: Callable, name: str, content: bytes, compression: str) -> None:
     """In a directory and by its own name, the documents are those of its lines or of its list."""
@@ -74,18 +78,26 @@ def test_json(tmp_path: Path, read: Callable, name: str, content: bytes, compres
 def test_any_compressed_text_of_a_directory_is_a_document(tmp_path: Path, read: Callable) -> None:
     (tmp_path / "in").mkdir()
     for number, (compression, compress) in enumerate(COMPRESS.items()):
-        (tmp_path / "in" / f"{number}.html{compression}").write_bytes(compress(f"<p>{number}</p>".encode()))
+        (tmp_path / "in" / f"{number}.html{compression}").write_bytes(
+            compress(f"<p>{number}</p>".encode())
+        )
     (tmp_path / "in" / "z.png.gz").write_bytes(gzip.compress(b"\x89PNG\xff\xff"))
     assert read(tmp_path / "in") == [f"<p>{number}</p>" for number in range(5)]
 
 
 REFUSED = {
-    "package.json": (json.dumps({"name": "x", "text": "t"}, indent=1).encode(), "holds neither JSON lines nor a list of objects"),
+    "package.json": (
+        json.dumps({"name": "x", "text": "t"}, indent=1).encode(),
+        "holds neither JSON lines nor a list of objects",
+    ),
     "deep.json": (b"[" * 100_000, "is not JSON: nested deeper"),
     "cut.json": (LIST[:-9], "is not JSON: "),
     "empty.json.gz": (b"", "no text"),
     "numbers.json": (b"[1, 2]", r"item 1: expected a JSON object with a string \"text\", got '1'"),
-    "other.json": (b'{"id": 1, "body": "a"}\n', 'other.json, line 1: has no "text"; it has "body": choose one with --data.text_field'),
+    "other.json": (
+        b'{"id": 1, "body": "a"}\n',
+        'other.json, line 1: has no "text"; it has "body": choose one with --data.text_field',
+    ),
     "a.tar": (b"file.txt\0\0\0text", "is an archive; extract it"),
     "a.tar.gz": (gzip.compress(b"file.txt\0\0\0text"), "is an archive; extract it"),
     "a.zip": (b"PK", "is an archive; extract it"),
@@ -99,7 +111,8 @@ REFUSED = {
 @READERS
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(tmp_path: Path, read: Callable, name: str) -> None:
-    """The error names the file, in a directory and by itself; none is one document of raw JSON, and none is skipped."""
+    """The error names the file, in a directory and by itself; none is one document of raw JSON, and
+    none is skipped."""
     content, answer = REFUSED[name]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(gzip.compress(b"") if name == "empty.json.gz" else content)
@@ -117,25 +130,36 @@ def test_all_refused_files_are_listed(tmp_path: Path, read: Callable) -> None:
     (tmp_path / "in").mkdir()
     for number in range(10):
         (tmp_path / "in" / f"{number}.tar").write_bytes(b"a")
-    with pytest.raises(ConfigError, match=r"10 files are not read as they are\n  - .*0\.tar is an archive") as refused:
+    with pytest.raises(
+        ConfigError, match=r"10 files are not read as they are\n  - .*0\.tar is an archive"
+    ) as refused:
         read(tmp_path / "in")
     assert str(refused.value).count("archive") == 8 and str(refused.value).endswith("and 2 more")
 
 
 @READERS
 def test_all_json_without_the_field_is_listed(tmp_path: Path, read: Callable) -> None:
-    """Settings on one line look like JSON lines; those of a directory are named at once, not one per attempt."""
+    """Settings on one line look like JSON lines; those of a directory are named at once, not one
+    per attempt."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "lines.json").write_bytes(LINES)
-    (tmp_path / "in" / "a.json").write_text('{"compilerOptions": {"strict": true}}', encoding="utf-8")
+    (tmp_path / "in" / "a.json").write_text(
+        '{"compilerOptions": {"strict": true}}', encoding="utf-8"
+    )
     (tmp_path / "in" / "b.json").write_text('\n\n{"name": "x"}\n', encoding="utf-8")
     (tmp_path / "in" / "c.json").write_text('{"compilerOptions":\n {}}', encoding="utf-8")
     with pytest.raises(ConfigError) as refused:
         read(tmp_path / "in")
     first, a, b, c = str(refused.value).split("\n  - ")
     assert first == "3 files are not read as they are"
-    assert a.startswith(f'{tmp_path / "in" / "a.json"} holds neither JSON lines nor a list of objects with a string "text"; convert it')
-    assert b == f'{tmp_path / "in" / "b.json"}, line 3: has no "text"; it has "name": choose one with --data.text_field'
+    assert a.startswith(
+        f"{tmp_path / 'in' / 'a.json'} holds neither JSON lines nor a list of objects with a "
+        'string "text"; convert it'
+    )
+    assert b == (
+        f'{tmp_path / "in" / "b.json"}, line 3: has no "text"; it has "name": choose one with '
+        "--data.text_field"
+    )
     assert c.startswith(f"{tmp_path / 'in' / 'c.json'} holds neither JSON lines")
 
 
@@ -145,8 +169,11 @@ def test_a_first_line_without_the_field_may_be_skipped(tmp_path: Path) -> None:
     assert by_prepare(tmp_path / "in", skip_bad_lines=True) == TEXTS
 
 
-def test_the_kind_of_json_needs_its_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list on one line of 256 MiB is known by its first bytes, and a first line of JSON lines may be of any length."""
+def test_the_kind_of_json_needs_its_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list on one line of 256 MiB is known by its first bytes, and a first line of JSON lines may
+    be of any length."""
     with open(tmp_path / "list.json", "wb") as file:
         file.write(b"\xef\xbb\xbf\n [")
         file.truncate(2**28)
@@ -156,8 +183,11 @@ def test_the_kind_of_json_needs_its_start_alone(tmp_path: Path, monkeypatch: pyt
     tracemalloc.stop()
     monkeypatch.setattr(formats, "_BUFFER", 16)
     monkeypatch.setattr(formats, "_FIRST_LINE", 4096)
-    for n in (1, 16, 1000, 10_000):  # ends in the first buffer, at its end, behind it, and nowhere in what is read
-        (tmp_path / "lines.json").write_bytes(b" " * 40 + b"\n" + json.dumps({"text": "a" * n}).encode() + b"\n{}\n")
+    # ends in the first buffer, at its end, behind it, and nowhere in what is read
+    for n in (1, 16, 1000, 10_000):
+        (tmp_path / "lines.json").write_bytes(
+            b" " * 40 + b"\n" + json.dumps({"text": "a" * n}).encode() + b"\n{}\n"
+        )
         assert formats.json_kind(tmp_path / "lines.json") == "lines"
     (tmp_path / "other.json").write_bytes(b'{"a":\n 1}')
     with pytest.raises(ConfigError, match="holds neither JSON lines nor a list"):
@@ -165,16 +195,31 @@ def test_the_kind_of_json_needs_its_start_alone(tmp_path: Path, monkeypatch: pyt
 
 
 def test_bad_items_are_skipped_and_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([ROWS[0], 1, {"text": None}, ROWS[1]]), encoding="utf-8")
+    (tmp_path / "a.json").write_text(
+        json.dumps([ROWS[0], 1, {"text": None}, ROWS[1]]), encoding="utf-8"
+    )
     assert by_prepare(tmp_path / "a.json", skip_bad_lines=True) == TEXTS[:2]
-    assert json.loads((tmp_path / "prepared" / "a.json.json").read_text(encoding="utf-8"))["skipped_lines"] == 2
+    assert (
+        json.loads((tmp_path / "prepared" / "a.json.json").read_text(encoding="utf-8"))[
+            "skipped_lines"
+        ]
+        == 2
+    )
 
 
-@pytest.mark.parametrize(("name", "changed"), [("a.jsonl", False), ("a.html.gz", False), ("a.json", True), ("a.txt.bz2", True)])
-def test_a_corpus_of_an_older_version_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, changed: bool) -> None:
-    """An older version read the .json of a directory as one document: what it prepared then is not what it is now."""
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("a.jsonl", False), ("a.html.gz", False), ("a.json", True), ("a.txt.bz2", True)],
+)
+def test_a_corpus_of_an_older_version_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, changed: bool
+) -> None:
+    """An older version read the .json of a directory as one document: what it prepared then is not
+    what it is now."""
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / name).write_bytes(COMPRESS[Path(name).suffix](b"text") if name.endswith((".gz", ".bz2")) else LINES)
+    (tmp_path / "in" / name).write_bytes(
+        COMPRESS[Path(name).suffix](b"text") if name.endswith((".gz", ".bz2")) else LINES
+    )
     digests, made = [], []
     for older in (True, False):
         with monkeypatch.context() as patch:
@@ -182,11 +227,19 @@ def test_a_corpus_of_an_older_version_is_another(tmp_path: Path, monkeypatch: py
                 patch.setattr(formats, "newly_read", lambda path: False)
             digests.append(sources.find(str(tmp_path / "in")).digest())
             try:
-                run.prepare((str(tmp_path / "in"),), str(tmp_path / "out"), "bytes", workers=1, output=io.StringIO())
+                run.prepare(
+                    (str(tmp_path / "in"),),
+                    str(tmp_path / "out"),
+                    "bytes",
+                    workers=1,
+                    output=io.StringIO(),
+                )
             except ConfigError as error:
                 made.append(str(error))
     assert (digests[0] != digests[1]) is changed
-    assert bool(made) is changed and (not made or "was made from other inputs or settings" in made[0])
+    assert bool(made) is changed and (
+        not made or "was made from other inputs or settings" in made[0]
+    )
 
 
 def test_a_parquet_whose_name_is_not_utf_8(tmp_path: Path) -> None:

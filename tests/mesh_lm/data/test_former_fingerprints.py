@@ -1,4 +1,5 @@
-"""Data and runs that were made with a Llama 3 rank file by an older version, which had another pattern for it, are still read."""
+"""Data and runs that were made with a Llama 3 rank file by an older version, which had another
+pattern for it, are still read."""
 
 import base64
 import contextlib
@@ -35,14 +36,23 @@ class _Here:
 
 @pytest.fixture
 def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
-    """A text that was prepared with the old pattern, as a blend and in the cache; what follows runs with the new one."""
+    """A text that was prepared with the old pattern, as a blend and in the cache; what follows runs
+    with the new one."""
     words = [*(bytes([byte]) for byte in range(256)), b"\n ", b"  "]
-    (file := tmp_path / "tokenizer.model").write_bytes(b"".join(base64.b64encode(word) + b" %d\n" % i for i, word in enumerate(words)))
+    (file := tmp_path / "tokenizer.model").write_bytes(
+        b"".join(base64.b64encode(word) + b" %d\n" % i for i, word in enumerate(words))
+    )
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     monkeypatch.setattr(run, "_pool", lambda workers: contextlib.nullcontext(_Here()))
     with monkeypatch.context() as before:
         before.setitem(ranks._PUBLISHED, len(words), (ranks._CL100K, ranks._PUBLISHED[128000][1]))
-        config = DataConfig(path=str(tmp_path / "text.txt"), tokenizer=str(file), cache=str(tmp_path / "cache"), split="90,10,0", threads=0)
+        config = DataConfig(
+            path=str(tmp_path / "text.txt"),
+            tokenizer=str(file),
+            cache=str(tmp_path / "cache"),
+            split="90,10,0",
+            threads=0,
+        )
         corpus.prepare(config, vocab=300)
         prepare((config.path,), str(tmp_path / "old"), config.tokenizer, workers=1)
     monkeypatch.setitem(ranks._PUBLISHED, len(words), ranks._PUBLISHED[128000])
@@ -52,17 +62,30 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
 def test_the_former_fingerprint_is_that_of_cl100ks_pattern(old: DataConfig, tmp_path: Path) -> None:
     found = load_tokenizer(old.tokenizer)
     (made_with,) = found.former_fingerprints
-    assert made_with == json.loads((tmp_path / "old.json").read_text(encoding="utf-8"))["tokenizer_fingerprint"] != found.fingerprint
+    assert (
+        made_with
+        == json.loads((tmp_path / "old.json").read_text(encoding="utf-8"))["tokenizer_fingerprint"]
+        != found.fingerprint
+    )
     assert load_tokenizer("bytes").former_fingerprints == ()
 
 
 def test_prefixes_of_both_are_one_blend(old: DataConfig, tmp_path: Path) -> None:
     prepare((old.path,), str(tmp_path / "new"), old.tokenizer, workers=1)
-    blend, said = dataclasses.replace(old, path="", blend=(str(tmp_path / "old"), str(tmp_path / "new"))), []
-    for config in (blend, dataclasses.replace(blend, tokenizer="")):  # the tokenizer beside the prefix
+    blend, said = (
+        dataclasses.replace(old, path="", blend=(str(tmp_path / "old"), str(tmp_path / "new"))),
+        [],
+    )
+    # the tokenizer beside the prefix
+    for config in (blend, dataclasses.replace(blend, tokenizer="")):
         said.clear()
-        assert corpus.prepare(config, vocab=300, progress=said.append).fingerprint == load_tokenizer(old.tokenizer).fingerprint
-        assert [line for line in said if "of an older version" in line] == [line for line in said if f"{tmp_path / 'old'} is" in line]
+        assert (
+            corpus.prepare(config, vocab=300, progress=said.append).fingerprint
+            == load_tokenizer(old.tokenizer).fingerprint
+        )
+        assert [line for line in said if "of an older version" in line] == [
+            line for line in said if f"{tmp_path / 'old'} is" in line
+        ]
         assert sum("of an older version" in line for line in said) == 1
     other = dataclasses.replace(blend, tokenizer="bytes")
     with pytest.raises(ConfigError, match="the data was encoded with different tokenizers"):
@@ -72,10 +95,20 @@ def test_prefixes_of_both_are_one_blend(old: DataConfig, tmp_path: Path) -> None
 def test_a_cached_corpus_is_used_again_and_its_run_goes_on(old: DataConfig, tmp_path: Path) -> None:
     said: list[str] = []
     made = corpus.prepare(old, vocab=300, progress=said.append)
-    assert len(list((tmp_path / "cache").iterdir())) == 1 and sum("of an older version" in line for line in said) == 1
+    assert (
+        len(list((tmp_path / "cache").iterdir())) == 1
+        and sum("of an older version" in line for line in said) == 1
+    )
     model = DecoderConfig(vocab_size=128_300, seq_len=8)
-    config = TrainConfig(model=model, output=str(tmp_path / "run"), train=TrainLoop(steps=9, global_batch=2), data=old)
-    sharding = jax.NamedSharding(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data"))
+    config = TrainConfig(
+        model=model,
+        output=str(tmp_path / "run"),
+        train=TrainLoop(steps=9, global_batch=2),
+        data=old,
+    )
+    sharding = jax.NamedSharding(
+        jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data")
+    )
     state = Batches(config, made, sharding).state(4)
     (before,) = load_tokenizer(old.tokenizer).former_fingerprints
     resumed = Batches(config, made, sharding, state | {"tokenizer": before}, 2)
@@ -85,7 +118,9 @@ def test_a_cached_corpus_is_used_again_and_its_run_goes_on(old: DataConfig, tmp_
         Batches(config, made, sharding, state | {"tokenizer": "1" * 64}, 2)
 
 
-def test_weights_are_accepted(old: DataConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_accepted(
+    old: DataConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = load_tokenizer(old.tokenizer)
     saved = SimpleNamespace(data={"tokenizer": tokenizer.former_fingerprints[0]})
     monkeypatch.setattr(trained.checkpoint, "find", lambda path: saved)

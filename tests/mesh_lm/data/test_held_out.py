@@ -29,15 +29,24 @@ def six_files(tmp_path: Path) -> Path:
 
 
 def test_of_few_documents_one_is_held_out(tmp_path: Path):
-    """That of nearest to a twentieth of the text, neither a scrap nor the largest; the vocabulary is trained without it."""
+    """That of nearest to a twentieth of the text, neither a scrap nor the largest; the vocabulary
+    is trained without it."""
     root, said = six_files(tmp_path), []
     made = prepare(config(root, tmp_path), vocab=280, progress=said.append)
     assert (made.documents, made.heldout_documents) == (5, 1)
-    assert made.train_bytes + made.heldout_bytes == sum(path.stat().st_size for path in root.iterdir())
+    assert made.train_bytes + made.heldout_bytes == sum(
+        path.stat().st_size for path in root.iterdir()
+    )
     assert made.heldout_bytes == sorted(path.stat().st_size for path in root.iterdir())[1]
     assert any("held out one of 6 documents, 3.1% of the text" in line for line in said)
-    assert prepare(config(root, tmp_path), vocab=280).name == made.name and len(os.listdir(tmp_path / "cache")) == 1
-    assert corpus.known_sources(dataclasses.replace(config(root, tmp_path), tokenizer_vocab=280)) == made.sources()
+    assert (
+        prepare(config(root, tmp_path), vocab=280).name == made.name
+        and len(os.listdir(tmp_path / "cache")) == 1
+    )
+    assert (
+        corpus.known_sources(dataclasses.replace(config(root, tmp_path), tokenizer_vocab=280))
+        == made.sources()
+    )
 
 
 def test_a_run_on_few_documents_of_an_earlier_version_keeps_its_corpus(tmp_path: Path):
@@ -59,4 +68,6 @@ def test_a_single_document_says_why_none_is_held_out(tmp_path: Path):
     (root := tmp_path / "one").mkdir()
     (root / "1.txt").write_text("the cat sat\n" * 9, encoding="utf-8")
     assert not is_heldout("1.txt")
-    assert prepare(config(root, tmp_path), vocab=280).why_no_heldout.startswith("the text is a single document; give two or more")
+    assert prepare(config(root, tmp_path), vocab=280).why_no_heldout.startswith(
+        "the text is a single document; give two or more"
+    )

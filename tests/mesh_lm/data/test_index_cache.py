@@ -23,10 +23,18 @@ def test_computed_once_and_memory_mapped(tmp_path: Path):
         return {"x": np.arange(5, dtype=np.int32), "y": np.ones((2, 3))}
 
     for _ in range(2):
-        found = IndexCache(str(tmp_path), lines.append).get("kind", {"b": 1, "a": [2]}, compute, size=20, slow=20)
-        assert found["x"].tolist() == [0, 1, 2, 3, 4] and found["x"].dtype == np.int32 and found["y"].shape == (2, 3)
+        found = IndexCache(str(tmp_path), lines.append).get(
+            "kind", {"b": 1, "a": [2]}, compute, size=20, slow=20
+        )
+        assert (
+            found["x"].tolist() == [0, 1, 2, 3, 4]
+            and found["x"].dtype == np.int32
+            and found["y"].shape == (2, 3)
+        )
         assert isinstance(found["x"].base, np.memmap) and not found["x"].flags.writeable
-    assert len(calls) == 1 and len(lines) == 1 and "computing the kind index of 0 M items" in lines[0]
+    assert (
+        len(calls) == 1 and len(lines) == 1 and "computing the kind index of 0 M items" in lines[0]
+    )
     cache.get("kind", {"a": [2], "b": 1}, compute)  # the order of the key's parts does not matter
     assert len(calls) == 1
     cache.get("kind", {"a": [2], "b": 2}, compute)
@@ -67,7 +75,9 @@ def test_processes_that_race(tmp_path: Path):
         process.join(PATIENCE)
         assert process.exitcode == 0
     assert sorted(map(str, found)) == sorted(["computed", *["9999900000"] * 4])
-    assert [path.name for path in (tmp_path / "indices").iterdir() if path.name.startswith(".")] in ([], [".kind.lock"])
+    assert [
+        path.name for path in (tmp_path / "indices").iterdir() if path.name.startswith(".")
+    ] in ([], [".kind.lock"])
 
 
 def fresh() -> dict[str, np.ndarray]:
@@ -104,7 +114,9 @@ def damages(directory: Path, other: Path) -> Iterator[tuple[str, str]]:
     yield "another's directory", "CRC-32 of"
 
 
-def test_a_damaged_index_is_named_and_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_damaged_index_is_named_and_computed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     cache = IndexCache(str(tmp_path))
     intact, count = read(cache, {"n": 1}), 0
     (directory,) = tmp_path.glob("indices/kind-*")
@@ -115,15 +127,24 @@ def test_a_damaged_index_is_named_and_computed_again(tmp_path: Path, capsys: pyt
         assert read(cache, {"n": 1}) == intact, what
         out = capsys.readouterr().out
         why = why if "older version" in why else rf"is not as it was written \({why}.*\)"
-        said = rf"warning: index cache: {directory.name} in {directory.parent} {why}; it is computed again"
-        assert re.search(rf"{said} \({count} so far\)\n$", out) and out.count("\n") == 1, (what, out)
+        said = (
+            rf"warning: index cache: {directory.name} in {directory.parent} {why}; it is computed "
+            r"again"
+        )
+        assert re.search(rf"{said} \({count} so far\)\n$", out) and out.count("\n") == 1, (
+            what,
+            out,
+        )
         assert read(cache, {"n": 1}) == intact and not capsys.readouterr().out, "it is kept"
     assert count == 16 and {*(tmp_path / "indices").iterdir()} == {directory, other}
 
 
 @pytest.mark.parametrize("at", ["lock", "rename"])
-def test_an_index_of_an_older_version_in_a_cache_of_others_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str):
-    """A read-only cache refuses the lock file, and a directory of another user its renaming; the tests may run as root, who may both."""
+def test_an_index_of_an_older_version_in_a_cache_of_others_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+):
+    """A read-only cache refuses the lock file, and a directory of another user its renaming; the
+    tests may run as root, who may both."""
     lines: list[str] = []
     cache = IndexCache(str(tmp_path), lines.append)
     intact = read(cache, {"n": 1})
@@ -132,13 +153,21 @@ def test_an_index_of_an_older_version_in_a_cache_of_others_is_read(tmp_path: Pat
     def refuse(path: Path, *more: object) -> None:
         raise OSError(errno.EROFS if at == "lock" else errno.EPERM, "refused", str(path))
 
-    monkeypatch.setattr(index_cache, "_lock", refuse) if at == "lock" else monkeypatch.setattr(index_cache.os, "rename", refuse)
+    monkeypatch.setattr(index_cache, "_lock", refuse) if at == "lock" else monkeypatch.setattr(
+        index_cache.os, "rename", refuse
+    )
     (directory / "digests.json").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"data\.cache: cannot keep an index in .*refused"):
         read(cache, {"n": 1})  # damaged
     (directory / "digests.json").unlink()
     assert read(cache, {"n": 1}) == intact
-    assert lines == [f"{directory} has no digests (older version), and cannot be written (refused): it is read unverified"]
+    assert lines == [
+        (
+            f"{directory} has no digests (older version), and cannot be written (refused): it is "
+            "read "
+            "unverified"
+        )
+    ]
     (directory / "x.npy").write_bytes(b"")
     for key in (1, 2):  # damaged, and not there
         with pytest.raises(ConfigError, match="cannot keep an index"):
@@ -150,7 +179,11 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cache.get("kind", {}, lambda: {"x": np.zeros(9)})
     monkeypatch.setattr(index_cache, "_store", lambda directory, arrays: None)
     with pytest.raises(
-        ConfigError, match=r"data\.cache: .*other-\w+ was written just now, but digests\.json is missing; its disk is failing"
+        ConfigError,
+        match=(
+            r"data\.cache: .*other-\w+ was written just now, but digests\.json is missing; its "
+            r"disk is failing"
+        ),
     ):
         cache.get("other", {}, lambda: {})
     monkeypatch.undo()

@@ -18,14 +18,23 @@ DOCUMENTS = [np.array([5, 6, 7]), np.array([], np.int64), np.array([8])]
 def megatron_index(code: int, itemsize: int, lengths: list[int], indices: list[int]) -> bytes:
     """Compares with the bytes that Megatron's _IndexWriter writes, assembled by hand."""
     pointers = [itemsize * sum(lengths[:i]) for i in range(len(lengths))]
-    header = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code) + struct.pack("<QQ", len(lengths), len(indices))
-    return header + struct.pack(f"<{len(lengths)}i{len(pointers)}q{len(indices)}q", *lengths, *pointers, *indices)
+    header = (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<Q", 1)
+        + struct.pack("<B", code)
+        + struct.pack("<QQ", len(lengths), len(indices))
+    )
+    return header + struct.pack(
+        f"<{len(lengths)}i{len(pointers)}q{len(indices)}q", *lengths, *pointers, *indices
+    )
 
 
 @pytest.mark.parametrize("vocab, code, letter, size", [(65499, 8, "H", 2), (65500, 4, "i", 4)])
 def test_bytes_are_megatrons(tmp_path: Path, vocab: int, code: int, letter: str, size: int):
     written = write_documents(tmp_path / "x", DOCUMENTS, vocab=vocab)
-    assert idx_path(tmp_path / "x").read_bytes() == megatron_index(code, size, [3, 0, 1], [0, 1, 2, 3])
+    assert idx_path(tmp_path / "x").read_bytes() == megatron_index(
+        code, size, [3, 0, 1], [0, 1, 2, 3]
+    )
     assert bin_path(tmp_path / "x").read_bytes() == struct.pack(f"<4{letter}", 5, 6, 7, 8)
     assert len(written) == 3
     assert [d.tolist() for d in written] == [[5, 6, 7], [], [8]]
@@ -94,7 +103,8 @@ def test_exception_in_the_middle_leaves_what_was_there(tmp_path: Path):
 
 def test_disk_error_names_the_file_and_leaves_nothing(tmp_path: Path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # write() fails beyond 1 MiB, as on a full disk
+    # write() fails beyond 1 MiB, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
     try:
         with pytest.raises(OSError, match=r"x\.bin"):
             write_documents(tmp_path / "x", [np.zeros(2**20, np.int64)] * 2, vocab=100)
@@ -105,11 +115,15 @@ def test_disk_error_names_the_file_and_leaves_nothing(tmp_path: Path):
         write_documents(tmp_path / "nowhere" / "x", DOCUMENTS, vocab=100)
 
 
-def test_the_index_is_renamed_last_after_all_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_index_is_renamed_last_after_all_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     events = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (events.append("sync"), fsync(file)))
-    monkeypatch.setattr(os, "replace", lambda source, path: (events.append(path.name), replace(source, path)))
+    monkeypatch.setattr(
+        os, "replace", lambda source, path: (events.append(path.name), replace(source, path))
+    )
     write_documents(tmp_path / "x", DOCUMENTS, vocab=100)
     assert events == ["sync"] * 3 + ["x.bin", "x.digests", "x.idx"]
 
@@ -129,12 +143,20 @@ write_documents(sys.argv[1], documents(), vocab=100)
 
 def test_killed_writer_leaves_what_was_there(tmp_path: Path):
     write_documents(tmp_path / "x", DOCUMENTS, vocab=100)
-    with subprocess.Popen([sys.executable, "-c", KILLED_WRITER, tmp_path / "x"], stdout=subprocess.PIPE, env=child_env()) as writer:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED_WRITER, tmp_path / "x"],
+        stdout=subprocess.PIPE,
+        env=child_env(),
+    ) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"writing\n"
         writer.send_signal(signal.SIGKILL)
     assert Documents(tmp_path / "x").tokens.tolist() == [5, 6, 7, 8]
-    assert sorted(n for n in os.listdir(tmp_path) if not n.startswith(".")) == ["x.bin", "x.digests", "x.idx"]
+    assert sorted(n for n in os.listdir(tmp_path) if not n.startswith(".")) == [
+        "x.bin",
+        "x.digests",
+        "x.idx",
+    ]
     write_documents(tmp_path / "x", [np.array([1])], vocab=100)
     assert Documents(tmp_path / "x").tokens.tolist() == [1]
 

@@ -30,7 +30,12 @@ SHARDINGS = {
 
 
 def make_sharding(shape: tuple[int, ...], spec: PartitionSpec) -> NamedSharding:
-    return NamedSharding(jax.make_mesh(shape, ("pipeline", "data", "fsdp", "sequence"), axis_types=(AxisType.Auto,) * 4), spec)
+    return NamedSharding(
+        jax.make_mesh(
+            shape, ("pipeline", "data", "fsdp", "sequence"), axis_types=(AxisType.Auto,) * 4
+        ),
+        spec,
+    )
 
 
 def make_sequences(n_tokens: int = 1000, mode="separate", shuffle=True, pad=False) -> RowReader:
@@ -39,7 +44,9 @@ def make_sequences(n_tokens: int = 1000, mode="separate", shuffle=True, pad=Fals
     return RowReader(order, eod=0, documents=mode, mask_document_start=True)
 
 
-def make_loader(sequences, sharding, *, position=0, global_batch=16, microbatches=2, threads=2, prefetch=3) -> Loader:
+def make_loader(
+    sequences, sharding, *, position=0, global_batch=16, microbatches=2, threads=2, prefetch=3
+) -> Loader:
     return Loader(
         sequences,
         global_batch=global_batch,
@@ -62,17 +69,25 @@ def assert_equal(batch: dict[str, jax.Array], expected: dict[str, np.ndarray]) -
 
 
 def test_tokens_lie_in_the_order_that_is_asked_for():
-    """All leaves with a token's position do, the indices too; the certificate is that of the text."""
+    """All leaves with a token's position do, the indices too; the certificate is that of the
+    text."""
     sequences, sharding = make_sequences(), make_sharding(*SHARDINGS[next(iter(SHARDINGS))])
     order = np.random.default_rng(1).permutation(SEQ_LEN).astype(np.int32)
     how = {"global_batch": 16, "microbatches": 2, "sharding": sharding, "threads": 0, "prefetch": 1}
-    plain, moved = (Loader(sequences, position=5, token_order=given, **how) for given in (None, order))
+    plain, moved = (
+        Loader(sequences, position=5, token_order=given, **how) for given in (None, order)
+    )
     (_, batch), (_, other) = next(plain), next(moved)
     for name, leaf in batch.items():
         wanted = np.asarray(leaf)[..., order] if leaf.ndim == 3 else np.asarray(leaf)
         assert (np.asarray(other[name]) == wanted).all(), name
-    assert np.asarray(other["indices"])[0, 0].tolist() == order.tolist() and plain.certificate == moved.certificate
-    for ours, theirs in zip(heldout(sequences, **how, token_order=order), heldout(sequences, **how), strict=True):
+    assert (
+        np.asarray(other["indices"])[0, 0].tolist() == order.tolist()
+        and plain.certificate == moved.certificate
+    )
+    for ours, theirs in zip(
+        heldout(sequences, **how, token_order=order), heldout(sequences, **how), strict=True
+    ):
         assert (np.asarray(ours["labels"]) == np.asarray(theirs["labels"])[..., order]).all()
 
 
@@ -87,7 +102,9 @@ def test_rows_are_those_of_the_positions_on_every_sharding(name: str):
         assert_equal(batch, sequences.rows(np.arange(position - 16, position)))
         assert batch["tokens"].shape == (2, 8, SEQ_LEN)
         assert batch["tokens"].sharding == sharding
-        assert batch["sample_ids"].sharding.is_equivalent_to(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2])), 2)
+        assert batch["sample_ids"].sharding.is_equivalent_to(
+            NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2])), 2
+        )
         along_sequence = NamedSharding(sharding.mesh, PartitionSpec(None, None, *sharding.spec[2:]))
         assert batch["indices"].sharding.is_equivalent_to(along_sequence, 3)
     loader.close()
@@ -112,24 +129,49 @@ def test_resuming_equals_continuing_also_with_another_batch_and_mesh():
         position, batch = next(resumed)
         assert position == expected_position
         assert_equal(batch, {name: np.asarray(leaf) for name, leaf in expected.items()})
-    elastic = make_loader(make_sequences(), make_sharding(*SHARDINGS["data, sequence"]), position=32, global_batch=32, microbatches=4)
-    tokens = np.concatenate([np.asarray(next(elastic)[1]["tokens"]).reshape(-1, SEQ_LEN) for _ in range(2)])
-    assert (tokens == np.concatenate([np.asarray(b["tokens"]).reshape(-1, SEQ_LEN) for _, b in stream[2:]])).all()
+    elastic = make_loader(
+        make_sequences(),
+        make_sharding(*SHARDINGS["data, sequence"]),
+        position=32,
+        global_batch=32,
+        microbatches=4,
+    )
+    tokens = np.concatenate(
+        [np.asarray(next(elastic)[1]["tokens"]).reshape(-1, SEQ_LEN) for _ in range(2)]
+    )
+    assert (
+        tokens
+        == np.concatenate([np.asarray(b["tokens"]).reshape(-1, SEQ_LEN) for _, b in stream[2:]])
+    ).all()
 
 
 @pytest.mark.parametrize("limit", [0, 3, 16, 20, 10_000])
 def test_heldout_is_one_pass_of_equal_batches(limit: int):
     sharding = make_sharding(*SHARDINGS["data, sequence"])
-    sequences = make_sequences(299, shuffle=False, pad=True)  # 38 sequences, the last of them partial
+    # 38 sequences, the last of them partial
+    sequences = make_sequences(299, shuffle=False, pad=True)
     used = min(limit or 38, 38)
-    batches = list(heldout(sequences, global_batch=16, microbatches=2, sharding=sharding, threads=2, prefetch=2, limit=limit))
+    batches = list(
+        heldout(
+            sequences,
+            global_batch=16,
+            microbatches=2,
+            sharding=sharding,
+            threads=2,
+            prefetch=2,
+            limit=limit,
+        )
+    )
     assert len(batches) == -(-used // 16)
     for batch in batches:
         assert batch["tokens"].shape == (2, 8, SEQ_LEN)
         assert batch["tokens"].sharding == sharding
     expected = sequences.rows(np.arange(used) * 38 // used)  # evenly spaced
     assert all(set(batch) == {*expected, "indices"} for batch in batches)
-    rows = {name: np.concatenate([np.asarray(b[name]).reshape(16, -1) for b in batches]) for name in expected}
+    rows = {
+        name: np.concatenate([np.asarray(b[name]).reshape(16, -1) for b in batches])
+        for name in expected
+    }
     for name in rows:
         assert (rows[name][:used] == expected[name].reshape(used, -1)).all()
     assert (rows["weights"][used:] == 0).all()
@@ -158,12 +200,16 @@ def test_errors_of_the_reader_threads_arrive(threads: int):
     tokens = np.zeros(1000)
     tokens[300] = 70  # in the third batch, and reported when that is read
     loader = make_loader(
-        RowReader(Sequences(Tokens(tokens, vocab=70), 8, eod=0, seed=None), eod=0), make_sharding(*SHARDINGS["data"]), threads=threads
+        RowReader(Sequences(Tokens(tokens, vocab=70), 8, eod=0, seed=None), eod=0),
+        make_sharding(*SHARDINGS["data"]),
+        threads=threads,
     )
     with pytest.raises(ConfigError) as error:
         for _ in range(3):
             next(loader)
-    assert str(error.value).startswith("the given token ids, document 0: token id 70, but model.vocab_size=70 has ids 0 to 69;")
+    assert str(error.value).startswith(
+        "the given token ids, document 0: token id 70, but model.vocab_size=70 has ids 0 to 69;"
+    )
 
 
 TWO_PROCESSES = """
@@ -201,18 +247,39 @@ def test_two_processes_read_the_rows_of_their_devices():
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     path = os.pathsep.join([os.path.dirname(__file__), *(p for p in sys.path if p)])
-    env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
     processes = [
-        subprocess.Popen([sys.executable, "-c", TWO_PROCESSES, address, str(i)], stdout=subprocess.PIPE, env=env) for i in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, address, str(i)], stdout=subprocess.PIPE, env=env
+        )
+        for i in range(2)
     ]
     try:
-        first, second = (json.loads(p.communicate(timeout=PATIENCE)[0].splitlines()[-1]) for p in processes)
+        first, second = (
+            json.loads(p.communicate(timeout=PATIENCE)[0].splitlines()[-1]) for p in processes
+        )
     finally:
         for process in processes:
             process.kill()
     everything = list(range(16))
-    # jax.make_mesh puts the first half of the devices into process 0; rows m * 8 + b with b in the first half of the batch are theirs.
-    assert first["data"] == first["short spec"] == first["data, sequence"] == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert second["data"] == second["short spec"] == second["data, sequence"] == [4, 5, 6, 7, 12, 13, 14, 15]
+    # jax.make_mesh puts the first half of the devices into process 0; rows m * 8 + b with b in the
+    # first half of the batch are theirs.
+    assert (
+        first["data"]
+        == first["short spec"]
+        == first["data, sequence"]
+        == [0, 1, 2, 3, 8, 9, 10, 11]
+    )
+    assert (
+        second["data"]
+        == second["short spec"]
+        == second["data, sequence"]
+        == [4, 5, 6, 7, 12, 13, 14, 15]
+    )
     for name in ("replicated", "data, pipeline"):  # both processes hold the same rows
         assert first[name] == second[name] == everything

@@ -1,4 +1,5 @@
-"""Text that a tokenizer drops or rewrites is counted, left out of bits per byte, reported, and refused beyond a threshold."""
+"""Text that a tokenizer drops or rewrites is counted, left out of bits per byte, reported, and
+refused beyond a threshold."""
 
 import base64
 import contextlib
@@ -39,11 +40,17 @@ TEXT = "".join(f"abc line {i}: caf\u00e9\n" for i in range(90))
 def byte_level(normalizer: str = "", alphabet: str = "") -> HuggingFace:
     """Returns a byte-level BPE with the whole alphabet, or with these bytes' characters alone."""
     made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     if normalizer:
         made.normalizer = getattr(normalizers, normalizer)()
     known = [alphabet] if alphabet else pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([alphabet or TEXT], trainers.BpeTrainer(initial_alphabet=known, special_tokens=[EOD], vocab_size=280))
+    made.train_from_iterator(
+        [alphabet or TEXT],
+        trainers.BpeTrainer(initial_alphabet=known, special_tokens=[EOD], vocab_size=280),
+    )
     return HuggingFace(made.to_str(), Path("tokenizer.json"))
 
 
@@ -56,7 +63,12 @@ def sentencepiece_model() -> bytes:
 
     model, lines = io.BytesIO(), iter(["the cat sat on the mat"] * 9)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=model, vocab_size=40, model_type="unigram", hard_vocab_limit=False, minloglevel=2
+        sentence_iterator=lines,
+        model_writer=model,
+        vocab_size=40,
+        model_type="unigram",
+        hard_vocab_limit=False,
+        minloglevel=2,
     )
     return model.getvalue()
 
@@ -75,49 +87,90 @@ def test_what_is_known_to_lose_nothing(tmp_path: Path) -> None:
         return HuggingFace(json.dumps(data), tmp_path).is_lossless
 
     split = {"type": "Split", "pattern": {"Regex": r"\s+"}, "behavior": "Isolated", "invert": False}
-    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    bytewise = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     sequence = {"type": "Sequence", "pretokenizers": [split, bytewise]}
     removing = {"type": "Sequence", "pretokenizers": [split | {"behavior": "Removed"}, bytewise]}
-    spaced = {"id": 280, "content": "<x>", "special": False, "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
-    assert byte_level().is_lossless and load_tokenizer("bytes").is_lossless and changed(lambda data: data.update(pre_tokenizer=sequence))
-    assert not changed(lambda data: data.update(pre_tokenizer=removing)) and not changed(lambda data: data.update(pre_tokenizer=split))
+    spaced = {
+        "id": 280,
+        "content": "<x>",
+        "special": False,
+        "single_word": False,
+        "lstrip": True,
+        "rstrip": False,
+        "normalized": False,
+    }
+    assert (
+        byte_level().is_lossless
+        and load_tokenizer("bytes").is_lossless
+        and changed(lambda data: data.update(pre_tokenizer=sequence))
+    )
+    assert not changed(lambda data: data.update(pre_tokenizer=removing)) and not changed(
+        lambda data: data.update(pre_tokenizer=split)
+    )
     assert not changed(lambda data: data["added_tokens"].append(spaced))
-    assert not any(each.is_lossless for each in (byte_level("NFC"), byte_level("Strip"), byte_level(alphabet="abc")))
+    assert not any(
+        each.is_lossless
+        for each in (byte_level("NFC"), byte_level("Strip"), byte_level(alphabet="abc"))
+    )
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
     assert not load_tokenizer(tmp_path / "tokenizer.model").is_lossless
-    (file := tmp_path / "x.tiktoken").write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    (file := tmp_path / "x.tiktoken").write_bytes(
+        b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+    )
     assert load_tokenizer(file).is_lossless
 
 
 @given(st.text("abcde\u00e9\u65e5"))
 def test_dropped_characters_are_counted(text: str) -> None:
-    """An alphabet of three letters drops all others: the bytes that are left are those that decoding gives."""
+    """An alphabet of three letters drops all others: the bytes that are left are those that
+    decoding gives."""
     tokenizer = byte_level(alphabet="abc")
     assert lost(tokenizer, text) == sum(len(c.encode()) for c in text if c not in "abc")
-    assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == "".join(c for c in text if c in "abc")
+    assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == "".join(
+        c for c in text if c in "abc"
+    )
 
 
 def test_normalisation_is_a_loss_only_where_it_is_not_canonical() -> None:
     accents = unicodedata.normalize("NFD", "caf\u00e9 na\u00efve \uac00")
     assert lost(byte_level("NFC"), accents) == lost(byte_level("NFD"), accents) == 0
     assert lost(byte_level("Lowercase"), "A Text of Cats") == 3, "case is lost"
-    assert lost(byte_level("NFKC"), "\ufb01ne") == 3, "a ligature is another character than its letters"
+    assert lost(byte_level("NFKC"), "\ufb01ne") == 3, (
+        "a ligature is another character than its letters"
+    )
     assert lost(byte_level("Strip"), "  ab ") == 3
 
 
 def test_runs_of_spaces_that_are_tokens_of_their_own() -> None:
-    """Gemma's: added to a model that was converted from SentencePiece, so that its \u2581 is a space there, too."""
+    """Gemma's: added to a model that was converted from SentencePiece, so that its \u2581 is a
+    space there, too."""
     space = "\u2581"
     pieces = ["<unk>", EOD, space, *map(chr, range(33, 127)), "\n", 2 * space, 4 * space]
     merges = [(space, space), (2 * space, 2 * space)]
-    made = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", fuse_unk=True))
+    made = tokenizers.Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", fuse_unk=True
+        )
+    )
     made.normalizer = normalizers.Replace(" ", space)
     made.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.Fuse()])
     made.add_special_tokens([EOD])
     made.add_tokens([tokenizers.AddedToken(piece, normalized=False) for piece in pieces[-2:]])
-    tokenizer, text = HuggingFace(made.to_str(), Path("tokenizer.json")), "def f(x):\n    return x\n"
+    tokenizer, text = (
+        HuggingFace(made.to_str(), Path("tokenizer.json")),
+        "def f(x):\n    return x\n",
+    )
     ids = tokenizer.encode_batch([text])[0]
-    assert pieces.index(4 * space) in ids and tokenizer.decode(ids) == text and tokenizer.lost_bytes(text, ids) == 0
+    assert (
+        pieces.index(4 * space) in ids
+        and tokenizer.decode(ids) == text
+        and tokenizer.lost_bytes(text, ids) == 0
+    )
 
 
 def test_an_unknown_token_spells_nothing(tmp_path: Path) -> None:
@@ -125,7 +178,9 @@ def test_an_unknown_token_spells_nothing(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
     assert lost(tokenizer, "the cat sat") == 0
     assert lost(tokenizer, "the \u65e5\u672c cat") == 6
-    assert lost(tokenizer, "\u2047 the cat") == 3, "decoding spells an unknown piece as this character"
+    assert lost(tokenizer, "\u2047 the cat") == 3, (
+        "decoding spells an unknown piece as this character"
+    )
     assert lost(tokenizer, "the cat\nsat") == 1, "the line's end became a space"
 
 
@@ -152,7 +207,10 @@ def of_text(tmp_path: Path, tokenizer: HuggingFace, **more: float) -> DataConfig
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     (tmp_path / "tokenizer").mkdir(exist_ok=True)
     return DataConfig(
-        path=str(tmp_path / "text.txt"), tokenizer=str(tokenizer.save(tmp_path / "tokenizer")), cache=str(tmp_path / "cache"), **more
+        path=str(tmp_path / "text.txt"),
+        tokenizer=str(tokenizer.save(tmp_path / "tokenizer")),
+        cache=str(tmp_path / "cache"),
+        **more,
     )
 
 
@@ -163,7 +221,9 @@ def test_a_corpus_counts_what_its_tokens_spell(tmp_path: Path) -> None:
         corpus.prepare(config, vocab=300)
     n_bytes = len(TEXT.encode())
     kept = sum(TEXT.count(c) for c in "abc")
-    assert f"the tokenizer loses {n_bytes - kept:,} of {n_bytes:,} bytes of text" in str(refused.value)
+    assert f"the tokenizer loses {n_bytes - kept:,} of {n_bytes:,} bytes of text" in str(
+        refused.value
+    )
     assert str(refused.value).endswith("accept the loss with data.max_lost_bytes=0.74")
     made = corpus.prepare(dataclasses.replace(config, max_lost_bytes=0.74), vocab=300)
     assert made.train_bytes + made.heldout_bytes == kept
@@ -172,26 +232,39 @@ def test_a_corpus_counts_what_its_tokens_spell(tmp_path: Path) -> None:
 
 
 def test_a_corpus_of_an_older_version_has_no_bits_per_byte(tmp_path: Path) -> None:
-    """It did not count what was lost; a tokenizer that can lose nothing, such as one that was trained on the text, lost nothing."""
+    """It did not count what was lost; a tokenizer that can lose nothing, such as one that was
+    trained on the text, lost nothing."""
     config, folded = of_text(tmp_path, byte_level()), tmp_path / "folded"
     folded.mkdir()
     lossy = dataclasses.replace(config, tokenizer=str(byte_level("Lowercase").save(folded)))
-    cases = ((lossy, False), (config, True), *((dataclasses.replace(config, tokenizer=each), True) for each in ("", "bytes")))
+    cases = (
+        (lossy, False),
+        (config, True),
+        *((dataclasses.replace(config, tokenizer=each), True) for each in ("", "bytes")),
+    )
     for settings, known in cases:
         made = corpus.prepare(settings, vocab=300)
         facts = json.loads((made.directory / "corpus.json").read_text(encoding="utf-8"))
         del facts["lost_bytes"], facts["sealed"]
         (made.directory / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
         old = corpus.prepare(settings, vocab=300)
-        assert (old.heldout_bytes, old.train_bytes) == ((made.heldout_bytes, made.train_bytes) if known else (None, None))
+        assert (old.heldout_bytes, old.train_bytes) == (
+            (made.heldout_bytes, made.train_bytes) if known else (None, None)
+        )
         assert ("did not count what the tokenizer loses" in old.loss_of_bytes) is not known
 
 
 def test_perplexity_does_not_count_lost_bytes() -> None:
-    """A model that gives each token one nat, on a text of which the tokens spell four bytes of eight."""
+    """A model that gives each token one nat, on a text of which the tokens spell four bytes of
+    eight."""
     tokenizer, texts = byte_level(alphabet="abc"), ["abcx\u65e5", "", "a"]
-    measure = functools.partial(perplexity.measure_perplexity, _Constant(), tokenizer, texts, stride=4, start=tokenizer.eod)
-    with pytest.raises(ConfigError, match=r"loses 4 of 8 bytes of text .* accept the loss with --max-lost-bytes=0\.5"):
+    measure = functools.partial(
+        perplexity.measure_perplexity, _Constant(), tokenizer, texts, stride=4, start=tokenizer.eod
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"loses 4 of 8 bytes of text .* accept the loss with --max-lost-bytes=0\.5",
+    ):
         measure()
     found = measure(max_lost_bytes=0.5)
     assert (found.n_bytes, found.lost_bytes, found.texts) == (4, 4, 2)
@@ -204,7 +277,9 @@ def test_prepare_refuses_and_reports(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"accept the loss with --max-lost-bytes=0\.74"):
         prepare(*arguments, workers=1, output=output)
     facts = prepare(*arguments, workers=1, output=output, max_lost_bytes=0.74)
-    assert facts["bytes"] == len(TEXT.encode()) and facts["bytes"] - facts["lost_bytes"] == sum(TEXT.count(c) for c in "abc")
+    assert facts["bytes"] == len(TEXT.encode()) and facts["bytes"] - facts["lost_bytes"] == sum(
+        TEXT.count(c) for c in "abc"
+    )
     assert lost_bytes.described(facts["lost_bytes"], facts["bytes"]) in output.getvalue()
     blend = DataConfig(blend=(str(tmp_path / "out"),), split="0,1,0", cache=str(tmp_path / "cache"))
     read = corpus.prepare(dataclasses.replace(blend, split="0,1,0"), vocab=300)
@@ -218,18 +293,33 @@ def test_prepare_refuses_and_reports(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [-0.01, 1.01, 5.0, math.nan])
 def test_a_limit_that_is_no_fraction_is_refused(tmp_path: Path, limit: float) -> None:
-    with pytest.raises(ConfigError, match=r"--max-lost-bytes=\S+ must be a fraction of the text's bytes, in \[0, 1\], such as 0\.01"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"--max-lost-bytes=\S+ must be a fraction of the text's bytes, in \[0, 1\], such as "
+            r"0\.01"
+        ),
+    ):
         prepare((str(tmp_path),), str(tmp_path / "out"), "bytes", max_lost_bytes=limit)
     with pytest.raises(ConfigError, match=r"--max-lost-bytes=.* must be a fraction"):
         evaluate.parse(["--checkpoint=x", "--text=y", f"--max-lost-bytes={limit}"])
-    assert list(data_problems(DataConfig(max_lost_bytes=limit))) == [f"data.max_lost_bytes={limit} must be in [0, 1]"]
+    assert list(data_problems(DataConfig(max_lost_bytes=limit))) == [
+        f"data.max_lost_bytes={limit} must be in [0, 1]"
+    ]
     assert not list(data_problems(DataConfig(max_lost_bytes=1)))
 
 
-def test_an_unfinished_preparation_of_an_older_version_does_not_know_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal's lines of that version have no lost bytes: what is resumed has no sum, rather than one of its newer shards."""
+def test_an_unfinished_preparation_of_an_older_version_does_not_know_its_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal's lines of that version have no lost bytes: what is resumed has no sum, rather
+    than one of its newer shards."""
     config = of_text(tmp_path, byte_level(alphabet="abc"))
-    arguments, append, appended = ((config.path,), str(tmp_path / "out"), config.tokenizer), unfinished.Appender.append, []
+    arguments, append, appended = (
+        ((config.path,), str(tmp_path / "out"), config.tokenizer),
+        unfinished.Appender.append,
+        [],
+    )
 
     def dies(self: unfinished.Appender, *shard: Any) -> unfinished.Totals:
         if len(appended) == 3:

@@ -1,4 +1,5 @@
-"""Megatron-LM's sample order, against golden hashes made by its own code (tests/fixtures/make_megatron_golden.py)."""
+"""Megatron-LM's sample order, against golden hashes made by its own code
+(tests/fixtures/make_megatron_golden.py)."""
 
 import hashlib
 import json
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 
 from mesh_lm.data import blend
 from mesh_lm.data.blend import Blend, blend_index
-from mesh_lm.data.gpt_dataset import EpochCount, GPTDataset, build, sample_index, samples_in, split_ranges
+from mesh_lm.data.gpt_dataset import (
+    EpochCount,
+    GPTDataset,
+    build,
+    sample_index,
+    samples_in,
+    split_ranges,
+)
 from mesh_lm.data.index_cache import IndexCache
 from mesh_lm.data.indexed import Documents, InMemory, TokenStream
 from mesh_lm.data.rows import RowReader
@@ -40,22 +48,37 @@ def digest(order, n: int) -> str:
 
 
 def borders(order, n: int) -> str:
-    """Position ids, loss masks and which keys are masked, with Megatron's borders between documents."""
+    """Position ids, loss masks and which keys are masked, with Megatron's borders between
+    documents."""
     total = hashlib.sha256()
     rows = RowReader(order, eod=EOD, documents="megatron", mask_document_start=True)
     for first in range(0, n, 64):
         found = rows.rows(np.arange(first, min(first + 64, n)))
-        for positions, weights, segments in zip(found["positions"], found["weights"], found["segment_ids"], strict=True):
+        for positions, weights, segments in zip(
+            found["positions"], found["weights"], found["segment_ids"], strict=True
+        ):
             masked = ~np.tril(segments[:, None] == segments[None, :])
-            total.update(positions.astype("<i8").tobytes() + weights.astype("<f4").tobytes() + masked.tobytes())
+            total.update(
+                positions.astype("<i8").tobytes()
+                + weights.astype("<f4").tobytes()
+                + masked.tobytes()
+            )
     return total.hexdigest()
 
 
 def gpt_dataset(directory: Path, name: str, case: dict, split: int, n_samples: int) -> GPTDataset:
     documents = Documents(directory / name)
     numbers = split_ranges(case["split"], len(documents))[split]
-    text, cache = TokenStream(documents, numbers.start, numbers.stop), IndexCache(str(directory / "cache"))
-    settings = {"seed": case["seed"], "cache": cache, "fingerprint": documents.fingerprint(), "extra_token": case["extra"]}
+    text, cache = (
+        TokenStream(documents, numbers.start, numbers.stop),
+        IndexCache(str(directory / "cache")),
+    )
+    settings = {
+        "seed": case["seed"],
+        "cache": cache,
+        "fingerprint": documents.fingerprint(),
+        "extra_token": case["extra"],
+    }
     return GPTDataset(text, case["seq_len"], n_samples=n_samples, **settings)
 
 
@@ -66,7 +89,10 @@ def test_order_is_megatrons(directory: Path, name: str):
     weights = blend.normalized(weights) if weights else None
     epochs = [len(gpt_dataset(directory, prefix, case, 0, 1)) for prefix in prefixes]
     sizes = blend.sizes(weights, epochs, case["samples"])
-    members = [gpt_dataset(directory, prefix, case, 0, n) for prefix, n in zip(prefixes, sizes, strict=True)]
+    members = [
+        gpt_dataset(directory, prefix, case, 0, n)
+        for prefix, n in zip(prefixes, sizes, strict=True)
+    ]
     order = Blend(
         members, weights or blend.normalized(epochs), case["samples"],
         consumed=[0] * len(members), start=0, cache=IndexCache(str(directory / "cache")),
@@ -76,19 +102,35 @@ def test_order_is_megatrons(directory: Path, name: str):
     if case.get("length"):
         assert len(members[0]) == case["length"]
     if "valid" in case:
-        n = case["validation"] if weights is None else blend.sizes(weights, [0], case["validation"])[0]
-        assert digest(gpt_dataset(directory, prefixes[-1], case, 1, n), case["validation"]) == case["valid"]
+        n = (
+            case["validation"]
+            if weights is None
+            else blend.sizes(weights, [0], case["validation"])[0]
+        )
+        assert (
+            digest(gpt_dataset(directory, prefixes[-1], case, 1, n), case["validation"])
+            == case["valid"]
+        )
     if name.startswith("several epochs"):
         needed = EpochCount.of(case["samples"], members[0]._text.n_tokens, case["seq_len"])
         assert needed.n > 2 and needed.separate_last == name.endswith("apart")
 
 
 def walked(lengths: list[int], seq_len: int, extra: bool) -> list[tuple[int, int]]:
-    """Computes the sample index token by token: (document, offset) of every S-th token, or, without the extra one, of what follows it."""
-    tokens = [(document, offset) for document, length in enumerate(lengths) for offset in range(length)]
+    """Computes the sample index token by token: (document, offset) of every S-th token, or, without
+    the extra one, of what follows it."""
+    tokens = [
+        (document, offset) for document, length in enumerate(lengths) for offset in range(length)
+    ]
     if extra:
         return [(0, 0), *tokens[seq_len : len(tokens) : seq_len]]
-    return [(0, 0), *((document, offset + 1) for document, offset in tokens[seq_len - 1 : len(tokens) : seq_len])]
+    return [
+        (0, 0),
+        *(
+            (document, offset + 1)
+            for document, offset in tokens[seq_len - 1 : len(tokens) : seq_len]
+        ),
+    ]
 
 
 @settings(max_examples=200, deadline=None)
@@ -97,7 +139,10 @@ def test_sample_index_against_a_walk(lengths: list[int], seq_len: int, extra: bo
     if sum(lengths) == 0:
         return
     found = sample_index(np.array(lengths, np.int32), seq_len, extra)
-    assert found.tolist() == [list(pair) for pair in walked(lengths, seq_len, extra)] and found.dtype == np.int32
+    assert (
+        found.tolist() == [list(pair) for pair in walked(lengths, seq_len, extra)]
+        and found.dtype == np.int32
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,20 +151,39 @@ def test_reading_is_the_stream_of_the_documents(data):
     """Each sample is S + 1 consecutive tokens of the shuffled documents, and each occurs once."""
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(sum))
     seq_len, n = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 60))
-    documents = InMemory(np.arange(sum(lengths)).astype(np.uint16), ends := np.concatenate(([0], np.cumsum(lengths))))
+    documents = InMemory(
+        np.arange(sum(lengths)).astype(np.uint16), ends := np.concatenate(([0], np.cumsum(lengths)))
+    )
     epochs = EpochCount.of(n, sum(lengths), seq_len)
     if epochs.n * sum(lengths) <= seq_len:
-        with pytest.raises(ConfigError, match=rf"has {sum(lengths)} tokens .* fewer than one sample needs \({seq_len + 1}\)"):
-            GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
+        with pytest.raises(
+            ConfigError,
+            match=rf"has {sum(lengths)} tokens .* fewer than one sample needs \({seq_len + 1}\)",
+        ):
+            GPTDataset(
+                TokenStream(documents),
+                seq_len,
+                n_samples=n,
+                seed=5,
+                cache=Uncached(),
+                fingerprint="",
+            )
         return
     arrays = build(np.array(lengths, np.int32), seq_len, epochs, seed=5)
-    stream = np.concatenate([documents.unverified[ends[i] : ends[i + 1]] for i in arrays["documents"]]).tolist()
-    dataset = GPTDataset(TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint="")
+    stream = np.concatenate(
+        [documents.unverified[ends[i] : ends[i + 1]] for i in arrays["documents"]]
+    ).tolist()
+    dataset = GPTDataset(
+        TokenStream(documents), seq_len, n_samples=n, seed=5, cache=Uncached(), fingerprint=""
+    )
     assert len(dataset) == samples_in(len(stream), seq_len) >= n
     windows = dataset.read(np.arange(len(dataset)))
     for row, sample in enumerate(arrays["shuffle"]):
         assert windows.tokens[row].tolist() == stream[sample * seq_len : sample * seq_len + seq_len]
-        assert windows.labels[row].tolist() == stream[sample * seq_len + 1 : sample * seq_len + seq_len + 1]
+        assert (
+            windows.labels[row].tolist()
+            == stream[sample * seq_len + 1 : sample * seq_len + seq_len + 1]
+        )
     assert sorted(arrays["shuffle"].tolist()) == list(range(len(dataset)))
 
 
@@ -141,7 +205,15 @@ def greedy(weights: list[float], size: int) -> list[int]:
     return chosen
 
 
-TIES = [[0.2, 0.5, 0.3], [0.7, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0], [1.0] * 7, [0.6, 0.4], [100.0, 1.0, 0.001], [1.0, 1e-4, 1e-5]]
+TIES = [
+    [0.2, 0.5, 0.3],
+    [0.7, 0.1, 0.1, 0.1],
+    [1.0, 1.0, 1.0],
+    [1.0] * 7,
+    [0.6, 0.4],
+    [100.0, 1.0, 0.001],
+    [1.0, 1e-4, 1e-5],
+]
 """Weights whose sums tie exactly, and tiny weights, for which blocks start from a wrong guess."""
 
 
@@ -151,7 +223,10 @@ def test_blend_index_is_the_greedy_loop(weights: list[float]):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.one_of(st.integers(1, 9), st.floats(1e-6, 1)), min_size=1, max_size=9), st.integers(1, 4 * blend.BLOCK))
+@given(
+    st.lists(st.one_of(st.integers(1, 9), st.floats(1e-6, 1)), min_size=1, max_size=9),
+    st.integers(1, 4 * blend.BLOCK),
+)
 def test_blend_index_of_any_weights(weights: list[float], size: int):
     check_blend(blend.normalized(weights), size)
 

@@ -1,4 +1,5 @@
-"""What a Megatron user brings along: data without a held-out part, blends per split, and Megatron's borders between documents."""
+"""What a Megatron user brings along: data without a held-out part, blends per split, and Megatron's
+borders between documents."""
 
 import dataclasses
 import hashlib
@@ -37,7 +38,11 @@ SEQ, VOCAB, EOD = 16, 500, 0
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory, chance = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for name, n in (("a", 60), ("b", 40), ("v", 30)):
-        write_documents(directory / name, (np.append(chance.integers(1, VOCAB, k), EOD) for k in chance.integers(0, 30, n)), vocab=VOCAB)
+        write_documents(
+            directory / name,
+            (np.append(chance.integers(1, VOCAB, k), EOD) for k in chance.integers(0, 30, n)),
+            vocab=VOCAB,
+        )
         about = {"eod": 0, "bytes": 7000 if name == "v" else 4000, "lost_bytes": 0, "tokens": 1000}
         (directory / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
     return directory
@@ -46,20 +51,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(data: Path, *blend: str, **fields: object) -> TrainConfig:
     words = tuple(str(data / word) if word.isalpha() else word for word in blend)
     return TrainConfig(
-        model=DecoderConfig(vocab_size=VOCAB, seq_len=SEQ), output=str(data / "run"), train=TrainLoop(steps=5, global_batch=4),
+        model=DecoderConfig(vocab_size=VOCAB, seq_len=SEQ), output=str(data / "run"),
+        train=TrainLoop(steps=5, global_batch=4),
         data=DataConfig(blend=words, cache=str(data / "cache"), threads=0, **fields),  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
 
 
 def batches(of: TrainConfig, corpus=None, saved: dict | None = None) -> Batches:
-    sharding = jax.NamedSharding(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data"))
+    sharding = jax.NamedSharding(
+        jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data")
+    )
     return Batches(of, prepare(of.data, vocab=300) if corpus is None else corpus, sharding, saved)
 
 
-def ltor_masks_and_position_ids(row: np.ndarray, eod: int) -> tuple[list[float], list[int], np.ndarray]:
-    """Megatron's `_get_ltor_masks_and_position_ids` with all three resets, token by token, from its definition.
+def ltor_masks_and_position_ids(
+    row: np.ndarray, eod: int
+) -> tuple[list[float], list[int], np.ndarray]:
+    """Megatron's `_get_ltor_masks_and_position_ids` with all three resets, token by token, from its
+    definition.
 
-    Returns the loss mask (0 where a token is EOD), the position ids, and which keys each query attends to, bool [S, S].
+    Returns the loss mask (0 where a token is EOD), the position ids, and which keys each query
+    attends to, bool [S, S].
     """
     positions, may_attend = list(range(len(row))), np.tril(np.ones((len(row), len(row)), bool))
     previous = 0
@@ -80,7 +92,12 @@ def attends(segment_ids: np.ndarray) -> np.ndarray:
 @given(st.lists(st.integers(0, 3), min_size=9, max_size=60), st.integers(1, 9))
 def test_borders_are_megatrons(tokens: list[int], seq_len: int):
     """Also with documents of one EOD, an EOD first or last in a row, and none."""
-    rows = RowReader(Sequences(Tokens(tokens), seq_len, eod=EOD, seed=None), eod=EOD, documents="megatron", mask_document_start=True)
+    rows = RowReader(
+        Sequences(Tokens(tokens), seq_len, eod=EOD, seed=None),
+        eod=EOD,
+        documents="megatron",
+        mask_document_start=True,
+    )
     for row in (rows.sample(g) for g in range(len(rows))):
         mask, positions, may_attend = ltor_masks_and_position_ids(row["tokens"], EOD)
         assert row["weights"].tolist() == mask and row["positions"].tolist() == positions
@@ -94,9 +111,19 @@ def digest(rows: list[np.ndarray]) -> str:
 def test_hashes_of_a_corpus_are_megatrons_and_separate_ones_are_not(data: Path):
     """Position ids and loss masks of a complete epoch in Megatron's sample order."""
     documents = Documents(data / "a")
-    order = GPTDataset(TokenStream(documents), SEQ, n_samples=50, seed=1234, cache=IndexCache(str(data / "cache")), fingerprint="a")
+    order = GPTDataset(
+        TokenStream(documents),
+        SEQ,
+        n_samples=50,
+        seed=1234,
+        cache=IndexCache(str(data / "cache")),
+        fingerprint="a",
+    )
     found = {
-        kind: [RowReader(order, eod=EOD, documents=kind, mask_document_start=True).sample(g) for g in range(len(order))]
+        kind: [
+            RowReader(order, eod=EOD, documents=kind, mask_document_start=True).sample(g)
+            for g in range(len(order))
+        ]
         for kind in ("megatron", "separate")
     }
     oracle = [ltor_masks_and_position_ids(row["tokens"], EOD) for row in found["megatron"]]
@@ -109,46 +136,87 @@ def test_hashes_of_a_corpus_are_megatrons_and_separate_ones_are_not(data: Path):
 def test_held_out_text_has_the_same_borders(data: Path):
     of = config(data, "a", documents="megatron", split="50,50")
     batch = next(batches(of).heldout())
-    for tokens, positions in zip(np.asarray(batch["tokens"])[0], np.asarray(batch["positions"])[0], strict=True):
+    for tokens, positions in zip(
+        np.asarray(batch["tokens"])[0], np.asarray(batch["positions"])[0], strict=True
+    ):
         assert positions.tolist() == ltor_masks_and_position_ids(tokens, EOD)[1]
-    with pytest.raises(ConfigError, match=r"data\.documents=megatron: the end-of-document token of this data is not known; set data\.tok"):
-        RowReader(Sequences(Tokens(range(40)), 2, eod=None, seed=None), eod=None, documents="megatron")
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"data\.documents=megatron: the end-of-document token of this data is not known; set "
+            r"data\.tok"
+        ),
+    ):
+        RowReader(
+            Sequences(Tokens(range(40)), 2, eod=None, seed=None), eod=None, documents="megatron"
+        )
 
 
 def test_a_validation_blend_of_its_own(data: Path):
     of = config(data, "0.6", "a", "0.4", "b", valid_blend=("1", str(data / "v")))
     corpus = prepare(of.data, vocab=0)
     sizes = {name: len(Documents(data / name).tokens) for name in "abv"}
-    assert corpus.train_tokens == sizes["a"] + sizes["b"] and corpus.heldout_tokens == sizes["v"], "complete prefixes"
-    assert (corpus.heldout_bytes, corpus.train_bytes) == (7 * sizes["v"], 4 * corpus.train_tokens), "each by its own files"
+    assert corpus.train_tokens == sizes["a"] + sizes["b"] and corpus.heldout_tokens == sizes["v"], (
+        "complete prefixes"
+    )
+    assert (corpus.heldout_bytes, corpus.train_bytes) == (
+        7 * sizes["v"],
+        4 * corpus.train_tokens,
+    ), "each by its own files"
     assert corpus.name == "Megatron prefixes, all documents"
     order = corpus.heldout_order(of)
     windows = order.read(np.arange(len(order)))
-    assert windows.labels[windows.weights > 0].tolist() == Documents(data / "v").tokens.tolist(), "each token once, in order"
+    assert windows.labels[windows.weights > 0].tolist() == Documents(data / "v").tokens.tolist(), (
+        "each token once, in order"
+    )
     assert batches(of).has_heldout
 
 
 def test_the_last_partial_sequence_is_left_out(data: Path):
     """Megatron's default; ours pads it, so that each held-out token is a label once."""
-    whole, of = (config(data, "a", valid_blend=(str(data / "v"),), drop_last_partial=drop) for drop in (False, True))
+    whole, of = (
+        config(data, "a", valid_blend=(str(data / "v"),), drop_last_partial=drop)
+        for drop in (False, True)
+    )
     tokens = Documents(data / "v").tokens
     order = prepare(of.data, vocab=0).heldout_order(of)
     windows = order.read(np.arange(len(order)))
     n = len(tokens) // SEQ * SEQ
-    assert n < len(tokens) and len(order) == n // SEQ == len(prepare(whole.data, vocab=0).heldout_order(whole)) - 1
+    assert (
+        n < len(tokens)
+        and len(order) == n // SEQ == len(prepare(whole.data, vocab=0).heldout_order(whole)) - 1
+    )
     assert windows.labels.ravel().tolist() == tokens[:n].tolist() and windows.weights.sum() == n
     long = dataclasses.replace(of, model=dataclasses.replace(of.model, seq_len=len(tokens) + 1))
-    with pytest.raises(ConfigError, match=r"data\.drop_last_partial=true leaves no held-out sequence: no text has model\.seq_len="):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"data\.drop_last_partial=true leaves no held-out sequence: no text has "
+            r"model\.seq_len="
+        ),
+    ):
         prepare(of.data, vocab=0).heldout_order(long)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"valid_blend": ("v",), "split": "9,1"}, r"data\.split=9,1 has no effect with data\.valid_blend.*leave one of them out"),
-        ({"valid_blend": ("v",), "blend": (), "path": "x"}, r"data\.valid_blend=v is the held-out text of a data\.blend; set that, too"),
-        ({"valid_blend": ("1", "v"), "blend": ("1", "w", "1", "v")}, r"data\.valid_blend: v is in data\.blend, too, so that it would be"),
-        ({"valid_blend": ("0.5", "v", "w")}, r"data\.valid_blend=0\.5 v w: give prefixes only, or a weight before each prefix"),
+        (
+            {"valid_blend": ("v",), "split": "9,1"},
+            r"data\.split=9,1 has no effect with data\.valid_blend.*leave one of them out",
+        ),
+        (
+            {"valid_blend": ("v",), "blend": (), "path": "x"},
+            r"data\.valid_blend=v is the held-out text of a data\.blend; set that, too",
+        ),
+        (
+            {"valid_blend": ("1", "v"), "blend": ("1", "w", "1", "v")},
+            r"data\.valid_blend: v is in data\.blend, too, so that it would be",
+        ),
+        (
+            {"valid_blend": ("0.5", "v", "w")},
+            r"data\.valid_blend=0\.5 v w: give prefixes only, or a weight before each prefix",
+        ),
     ],
 )
 def test_the_check_of_a_validation_blend(data: Path, fields: dict, message: str):
@@ -157,12 +225,18 @@ def test_the_check_of_a_validation_blend(data: Path, fields: dict, message: str)
         check(dataclasses.replace(of, data=dataclasses.replace(of.data, **fields)), 1)
 
 
-@pytest.mark.parametrize("fields", [{"documents": "packed"}, {"fim_rate": 0.5}, {"blend": (), "path": "x"}])
+@pytest.mark.parametrize(
+    "fields", [{"documents": "packed"}, {"fim_rate": 0.5}, {"blend": (), "path": "x"}]
+)
 def test_where_the_extra_token_cannot_be_left_out(data: Path, fields: dict):
     of = config(data, "a", add_extra_token=False)
     check(of, 1)
     with pytest.raises(
-        ConfigError, match=r"data\.add_extra_token=false is for a data\.blend without packed documents and without data\.fim"
+        ConfigError,
+        match=(
+            r"data\.add_extra_token=false is for a data\.blend without packed documents and "
+            r"without data\.fim"
+        ),
     ):
         check(dataclasses.replace(of, data=dataclasses.replace(of.data, **fields)), 1)
 
@@ -175,7 +249,13 @@ def test_without_the_extra_token_sequences_do_not_overlap(data: Path):
     assert len(prepare(config(data, "a", split="1").data, vocab=0).train()[0].offsets) == 61
     saved = batches(config(data, "a", split="1")).state(4)
     assert len(stream) and "no extra token" not in saved["corpus"]
-    with pytest.raises(ConfigError, match=r"was trained on corpus Megatron prefixes, split 1 .*, this config reads .*, no extra token"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"was trained on corpus Megatron prefixes, split 1 .*, this config reads .*, no extra "
+            r"token"
+        ),
+    ):
         batches(config(data, "a", add_extra_token=False, split="1"), saved=saved)
 
 
@@ -192,7 +272,11 @@ def test_offsets_are_those_of_an_array_and_need_no_memory(tmp_path: Path):
     whole = np.concatenate(([0], np.cumsum(lengths)))
     part = whole[7:49_001] - whole[7]
     for offsets, array in ((documents.sequences, whole), (text.offsets, part)):
-        assert len(offsets) == len(array) and (np.asarray(offsets) == array).all() and np.asarray(offsets).dtype == np.int64
+        assert (
+            len(offsets) == len(array)
+            and (np.asarray(offsets) == array).all()
+            and np.asarray(offsets).dtype == np.int64
+        )
         for index in (
             0,
             len(array) - 1,
@@ -210,28 +294,48 @@ def test_tokenizers_of_the_validation_blend_count(data: Path, tmp_path: Path):
     for name, fingerprint in (("a", "1"), ("v", "2")):
         for suffix in (".bin", ".idx"):
             (tmp_path / f"{name}{suffix}").write_bytes((data / f"{name}{suffix}").read_bytes())
-        (tmp_path / f"{name}.json").write_text(f'{{"tokenizer_fingerprint": "{fingerprint * 64}"}}', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"different tokenizers\n  - .*/a: 1{16}\n  - .*/v: 2{16}"):
+        (tmp_path / f"{name}.json").write_text(
+            f'{{"tokenizer_fingerprint": "{fingerprint * 64}"}}', encoding="utf-8"
+        )
+    with pytest.raises(
+        ConfigError, match=r"different tokenizers\n  - .*/a: 1{16}\n  - .*/v: 2{16}"
+    ):
         prepare(config(tmp_path, "a", valid_blend=(str(tmp_path / "v"),)).data, vocab=0)
 
 
 def test_nothing_held_out(data: Path, tmp_path: Path):
     """Prefixes, an array, and text of which no document falls in the held-out part."""
     (tmp_path / "x.jsonl").write_text(
-        '{"text": "one document alone, long enough for a few sequences: ' + "words " * 50 + '"}\n', encoding="utf-8"
+        '{"text": "one document alone, long enough for a few sequences: ' + "words " * 50 + '"}\n',
+        encoding="utf-8",
     )
-    text = dataclasses.replace(config(data), data=DataConfig(path=str(tmp_path / "x.jsonl"), cache=str(tmp_path), threads=0))
+    text = dataclasses.replace(
+        config(data),
+        data=DataConfig(path=str(tmp_path / "x.jsonl"), cache=str(tmp_path), threads=0),
+    )
     text = dataclasses.replace(text, train=TrainLoop(steps=1, global_batch=1))
-    for of, corpus in ((config(data, "a", split="1"), None), (config(data, ""), TokenArray(range(400), [])), (text, None)):
+    for of, corpus in (
+        (config(data, "a", split="1"), None),
+        (config(data, ""), TokenArray(range(400), [])),
+        (text, None),
+    ):
         made = batches(of, corpus)
         assert not made.has_heldout and [*made.heldout()] == [], of
     corpus = prepare(config(data, "a", split="1").data, vocab=0)
-    assert corpus.heldout_tokens == 0 and corpus.heldout_bytes is None and corpus.train_bytes == 4 * corpus.train_tokens
+    assert (
+        corpus.heldout_tokens == 0
+        and corpus.heldout_bytes is None
+        and corpus.train_bytes == 4 * corpus.train_tokens
+    )
     assert corpus.why_no_heldout == (
-        "data.split=1 gives validation none of the documents (the largest prefix has 60); in a run with a new output, set "
+        "data.split=1 gives validation none of the documents (the largest prefix has 60); in a run "
+        "with a new output, set "
         "data.split=19,1,0, or name held-out text in data.valid_blend"
     )
-    assert not (divided := prepare(config(data, "a", split="19,1,0").data, vocab=0)).why_no_heldout and divided.heldout_tokens
+    assert (
+        not (divided := prepare(config(data, "a", split="19,1,0").data, vocab=0)).why_no_heldout
+        and divided.heldout_tokens
+    )
 
 
 @pytest.mark.parametrize("n", [2, 3, 6, 19, 20, 21, 25, 30, 33, 1000])

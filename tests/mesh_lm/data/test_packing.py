@@ -14,15 +14,35 @@ from mesh_lm.errors import ConfigError
 EOD = 0
 
 
-def packed(directory: Path, documents: list[np.ndarray], seq_len: int, *, seed: int = 3, vocab: int | None = None) -> PackedSequences:
+def packed(
+    directory: Path,
+    documents: list[np.ndarray],
+    seq_len: int,
+    *,
+    seed: int = 3,
+    vocab: int | None = None,
+) -> PackedSequences:
     written = write_documents(directory / "x", documents, vocab=60_000)
     text = TokenStream(written, vocab=vocab)
-    return PackedSequences(text, seq_len, eod=EOD, seed=seed, cache=IndexCache(str(directory)), fingerprint=written.fingerprint())
+    return PackedSequences(
+        text,
+        seq_len,
+        eod=EOD,
+        seed=seed,
+        cache=IndexCache(str(directory)),
+        fingerprint=written.fingerprint(),
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=30).filter(any), st.integers(1, 12), st.booleans())
-def test_every_token_is_a_label_once_with_its_own_document_before_it(tmp_path_factory, lengths: list[int], seq_len: int, eods: bool):
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=30).filter(any),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_every_token_is_a_label_once_with_its_own_document_before_it(
+    tmp_path_factory, lengths: list[int], seq_len: int, eods: bool
+):
     numbers = iter(range(1, sum(lengths) + 1))
     documents = [np.array([next(numbers) for _ in range(n)], np.int32) for n in lengths]
     if eods:
@@ -32,7 +52,8 @@ def test_every_token_is_a_label_once_with_its_own_document_before_it(tmp_path_fa
     rows = RowReader(order, eod=EOD, documents="packed").rows(np.arange(len(order)))
     found = []
     for tokens, labels, weights, segments, positions in zip(
-        *(rows[name] for name in ("tokens", "labels", "weights", "segment_ids", "positions")), strict=True
+        *(rows[name] for name in ("tokens", "labels", "weights", "segment_ids", "positions")),
+        strict=True,
     ):
         for segment in np.unique(segments):
             here = np.flatnonzero(segments == segment)
@@ -80,11 +101,22 @@ def test_epochs_differ_in_order_alone_and_positions_say_everything(tmp_path: Pat
     documents = [random.integers(1, 99, n) for n in random.integers(1, 40, 200)]
     order = packed(tmp_path, documents, 32)
     n = len(order)
-    epochs = [[row.tobytes() for row in order.read(np.arange(e * n, (e + 1) * n)).labels] for e in range(2)]
-    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) and len(set(epochs[0])) == n
+    epochs = [
+        [row.tobytes() for row in order.read(np.arange(e * n, (e + 1) * n)).labels]
+        for e in range(2)
+    ]
+    assert (
+        epochs[0] != epochs[1]
+        and sorted(epochs[0]) == sorted(epochs[1])
+        and len(set(epochs[0])) == n
+    )
     again = packed(tmp_path, documents, 32)
-    assert [row.tobytes() for row in again.read(np.arange(2 * n)[::-1]).labels][::-1] == epochs[0] + epochs[1]
-    assert [row.tobytes() for row in packed(tmp_path, documents, 32, seed=4).read(np.arange(n)).labels] != epochs[0]
+    assert [row.tobytes() for row in again.read(np.arange(2 * n)[::-1]).labels][::-1] == epochs[
+        0
+    ] + epochs[1]
+    assert [
+        row.tobytes() for row in packed(tmp_path, documents, 32, seed=4).read(np.arange(n)).labels
+    ] != epochs[0]
 
 
 def test_the_plan_never_changes(tmp_path: Path):
@@ -98,8 +130,13 @@ def test_the_plan_never_changes(tmp_path: Path):
 
 
 def test_errors(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"x has no tokens in this split \(1 documents from document 0 on\)"):
+    with pytest.raises(
+        ConfigError, match=r"x has no tokens in this split \(1 documents from document 0 on\)"
+    ):
         packed(tmp_path, [np.zeros(0)], 8)
-    with pytest.raises(ConfigError, match=r"x\.bin, document 1: token id 70, but model\.vocab_size=50 has ids 0 to 49"):
+    with pytest.raises(
+        ConfigError,
+        match=r"x\.bin, document 1: token id 70, but model\.vocab_size=50 has ids 0 to 49",
+    ):
         order = packed(tmp_path, [np.full(3, 4), np.array([1, 70, 2]), np.full(5, 9)], 8, vocab=50)
         order.read(np.arange(len(order)))

@@ -1,4 +1,5 @@
-"""A preparation that is killed, interrupted or out of disk space can be resumed and ends with the same bytes."""
+"""A preparation that is killed, interrupted or out of disk space can be resumed and ends with the
+same bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ from mesh_lm.data.tokenizer import load_tokenizer
 
 def files_of(prefix: Path) -> dict[str, bytes]:
     """Returns the contents of all files of a preparation."""
-    return {str(path.relative_to(prefix.parent)): path.read_bytes() for path in sorted(prefix.parent.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(prefix.parent)): path.read_bytes()
+        for path in sorted(prefix.parent.rglob("*"))
+        if path.is_file()
+    }
 
 
 COMMAND = """
@@ -48,13 +53,27 @@ except ConfigError as error:
 
 
 def begin(argv: list[str], pause: float = 0.03, **options: Any) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **options.pop("env", {})}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        **options.pop("env", {}),
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", COMMAND.format(pause=pause), *argv], env=env, **pipes, **options)
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND.format(pause=pause), *argv], env=env, **pipes, **options
+    )
 
 
-def arguments(tmp_path: Path, tokenizer: str, workers: int, root: Path, names: Iterable[str]) -> list[str]:
-    return [f"--output={tmp_path / 'x'}", f"--tokenizer={tokenizer}", f"--workers={workers}", "--input", *(str(root / n) for n in names)]
+def arguments(
+    tmp_path: Path, tokenizer: str, workers: int, root: Path, names: Iterable[str]
+) -> list[str]:
+    return [
+        f"--output={tmp_path / 'x'}",
+        f"--tokenizer={tokenizer}",
+        f"--workers={workers}",
+        "--input",
+        *(str(root / n) for n in names),
+    ]
 
 
 def wait_for_lines(journal: Path, n: int, process: subprocess.Popen[str]) -> None:
@@ -66,7 +85,10 @@ def wait_for_lines(journal: Path, n: int, process: subprocess.Popen[str]) -> Non
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
+    return [
+        int(child)
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    ]
 
 
 def is_alive(pid: int) -> bool:
@@ -78,14 +100,20 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for workers in /proc")
-def test_killed_and_continued_gives_the_same_bytes(inputs: Any, tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch):
+def test_killed_and_continued_gives_the_same_bytes(
+    inputs: Any, tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
+):
     root, documents = inputs
     names = [str(root / name) for name in documents]
     monkeypatch.setattr(plan, "SHARD", 2000)
     (tmp_path / "whole").mkdir()
-    prepare(tuple(names), str(tmp_path / "whole" / "x"), tokenizer_file, workers=1, output=io.StringIO())
+    prepare(
+        tuple(names), str(tmp_path / "whole" / "x"), tokenizer_file, workers=1, output=io.StringIO()
+    )
     ids, found = load_tokenizer(tokenizer_file), Documents(tmp_path / "whole" / "x")
-    assert [ids.decode(found[i][:-1]) for i in range(len(found))] == [text for texts in documents.values() for text in texts]
+    assert [ids.decode(found[i][:-1]) for i in range(len(found))] == [
+        text for texts in documents.values() for text in texts
+    ]
     n_shards = len(list(plan.make(names, "text").shards()))
 
     prefix = tmp_path / "killed" / "x"
@@ -113,9 +141,14 @@ def test_killed_and_continued_gives_the_same_bytes(inputs: Any, tmp_path: Path, 
     assert files_of(prefix) == files_of(tmp_path / "whole" / "x")
 
 
-@pytest.mark.parametrize("moment", ["os.rename", "os.replace", "write_index", "json.dumps", "shutil.rmtree"])
-def test_killed_at_the_end(moment: str, inputs: Any, tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch):
-    """Files are renamed one by one; whichever rename fails, the next call ends with the same files."""
+@pytest.mark.parametrize(
+    "moment", ["os.rename", "os.replace", "write_index", "json.dumps", "shutil.rmtree"]
+)
+def test_killed_at_the_end(
+    moment: str, inputs: Any, tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Files are renamed one by one; whichever rename fails, the next call ends with the same
+    files."""
     root, _ = inputs
     given = ((str(root / "d.txt"),), str(tmp_path / "x"), tokenizer_file)
     prepare(*given, workers=1, output=io.StringIO())
@@ -143,7 +176,11 @@ def test_killed_at_the_end(moment: str, inputs: Any, tmp_path: Path, tokenizer_f
     left = [path for path in tmp_path.iterdir() if "parts" in path.name]
     assert len(left) == 1 and (left[0].name == "x.parts") == (moment != "shutil.rmtree")
     prepare(*given, workers=1, output=io.StringIO())
-    assert {name: data for name, data in files_of(tmp_path / "x").items() if not name.startswith(".x.parts.")} == whole
+    assert {
+        name: data
+        for name, data in files_of(tmp_path / "x").items()
+        if not name.startswith(".x.parts.")
+    } == whole
 
 
 def test_ctrl_c(inputs: Any, tmp_path: Path, tokenizer_file: str):
@@ -156,7 +193,10 @@ def test_ctrl_c(inputs: Any, tmp_path: Path, tokenizer_file: str):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, the workers included
     _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
-    assert error == f"\nstopped; {tmp_path / 'x'}.parts keeps what is done, and the same command continues from there\n"
+    assert error == (
+        f"\nstopped; {tmp_path / 'x'}.parts keeps what is done, and the same command continues "
+        "from there\n"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["x.parts"]
 
 
@@ -170,7 +210,8 @@ def test_a_worker_that_dies(inputs: Any, tmp_path: Path, tokenizer_file: str):
             os.kill(pid, signal.SIGKILL)
     _, error = process.communicate(timeout=PATIENCE)
     assert error == (
-        "error: a worker process died, perhaps out of memory; finished work is kept: run the same command again with fewer --workers\n"
+        "error: a worker process died, perhaps out of memory; finished work is kept: run the same "
+        "command again with fewer --workers\n"
     )
 
 
@@ -181,10 +222,18 @@ def test_a_full_disk(inputs: Any, tmp_path: Path, tokenizer_file: str):
 
     root, documents = inputs
     argv = arguments(tmp_path, tokenizer_file, 1, root, documents)
-    process = begin(argv, pause=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000)))
+    process = begin(
+        argv,
+        pause=0,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000)),
+    )
     _, error = process.communicate()
     assert process.returncode == 1
-    assert error.startswith("error: cannot write ") and "the same command resumes once" in error and "Traceback" not in error
+    assert (
+        error.startswith("error: cannot write ")
+        and "the same command resumes once" in error
+        and "Traceback" not in error
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["x.parts"]
     assert begin(argv, pause=0).wait() == 0
     assert len(Documents(tmp_path / "x")) == sum(map(len, documents.values()))

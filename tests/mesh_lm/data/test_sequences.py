@@ -17,7 +17,9 @@ from mesh_lm.errors import ConfigError
 EOD = 0
 
 
-def make(tokens, seq_len, *, seed=0, shuffle=False, mode="joined", mask=False, pad=False) -> RowReader:
+def make(
+    tokens, seq_len, *, seed=0, shuffle=False, mode="joined", mask=False, pad=False
+) -> RowReader:
     order = Sequences(Tokens(tokens), seq_len, eod=EOD, seed=seed if shuffle else None, pad=pad)
     return RowReader(order, eod=EOD, documents=mode, mask_document_start=mask)
 
@@ -25,7 +27,13 @@ def make(tokens, seq_len, *, seed=0, shuffle=False, mode="joined", mask=False, p
 def oracle(tokens: list[int], seq_len: int, number: int, mask: bool) -> dict[str, list]:
     """Returns sequence `number`, computed token by token."""
     stream = [EOD, *tokens]
-    out: dict[str, list] = {"tokens": [], "labels": [], "weights": [], "segment_ids": [], "positions": []}
+    out: dict[str, list] = {
+        "tokens": [],
+        "labels": [],
+        "weights": [],
+        "segment_ids": [],
+        "positions": [],
+    }
     segment, position = 0, 0
     for i in range(number * seq_len, (number + 1) * seq_len):
         token = stream[i] if i < len(stream) else EOD
@@ -78,7 +86,8 @@ def test_types_and_sample():
     sequences = make(range(1, 50), 4, shuffle=True, mode="separate")
     rows = sequences.rows(np.array([3, 2**32 + 5]))
     assert {k: v.dtype.name for k, v in rows.items()} == {
-        "tokens": "int32", "labels": "int32", "weights": "float32", "sample_ids": "uint32", "segment_ids": "int32", "positions": "int32",
+        "tokens": "int32", "labels": "int32", "weights": "float32", "sample_ids": "uint32",
+        "segment_ids": "int32", "positions": "int32",
     }  # fmt: skip
     assert rows["sample_ids"].tolist() == [3, 5]
     one = sequences.sample(2**32 + 5)
@@ -88,7 +97,10 @@ def test_types_and_sample():
 
 def order(sequences: RowReader, start: int, count: int) -> list[int]:
     """Returns sequence numbers, derived from the labels of a stream 1, 2, 3, ..."""
-    return [(int(label) - 1) // sequences.seq_len for label in sequences.rows(np.arange(start, start + count))["labels"][:, 0]]
+    return [
+        (int(label) - 1) // sequences.seq_len
+        for label in sequences.rows(np.arange(start, start + count))["labels"][:, 0]
+    ]
 
 
 def test_each_epoch_is_a_permutation_of_its_own():
@@ -98,7 +110,8 @@ def test_each_epoch_is_a_permutation_of_its_own():
     for epoch in epochs:
         assert sorted(epoch) == list(range(n))
     assert len({tuple(e) for e in epochs}) == 5
-    assert order(sequences, n - 5, 2 * n) == (epochs[0] + epochs[1] + epochs[2])[n - 5 : 3 * n - 5]  # across two ends of epochs
+    # across two ends of epochs
+    assert order(sequences, n - 5, 2 * n) == (epochs[0] + epochs[1] + epochs[2])[n - 5 : 3 * n - 5]
     assert order(make(range(1, n * 3 + 1), 3, seed=7, shuffle=True), 3 * n, n) == epochs[3]
     for seed in (8, -7):
         assert order(make(range(1, n * 3 + 1), 3, seed=seed, shuffle=True), 0, n) != epochs[0]
@@ -106,17 +119,24 @@ def test_each_epoch_is_a_permutation_of_its_own():
 
 
 def test_order_never_changes():
-    """A change here changes the sample order of every run, which could then not be resumed or compared."""
+    """A change here changes the sample order of every run, which could then not be resumed or
+    compared."""
     sequences = make(range(1, 17), 2, seed=1234, shuffle=True)
     assert order(sequences, 0, 16) == [5, 6, 3, 7, 4, 1, 2, 0, 2, 0, 7, 6, 1, 4, 5, 3]
 
 
 def test_threads_read_the_same_and_keep_two_epochs():
     n = 50
-    sequences, single = make(range(1, n + 1), 1, shuffle=True), make(range(1, n + 1), 1, shuffle=True)
+    sequences, single = (
+        make(range(1, n + 1), 1, shuffle=True),
+        make(range(1, n + 1), 1, shuffle=True),
+    )
     results: dict[int, list[int]] = {}
     starts = [(7 * i) % (6 * n) for i in range(60)]
-    threads = [threading.Thread(target=lambda s=s: results.update({s: order(sequences, s, 20)})) for s in starts]
+    threads = [
+        threading.Thread(target=lambda s=s: results.update({s: order(sequences, s, 20)}))
+        for s in starts
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -129,12 +149,16 @@ def test_corpora_beyond_2_31_tokens_and_memory(tmp_path: Path):
     """On a sparse file of 6 GB, only the requested rows are read and no index overflows."""
     half = 3 * 2**29
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
-    idx_path(tmp_path / "x").write_bytes(header + struct.pack("<2i2q3q", half, half, 0, 2 * half, 0, 1, 2))
+    idx_path(tmp_path / "x").write_bytes(
+        header + struct.pack("<2i2q3q", half, half, 0, 2 * half, 0, 1, 2)
+    )
     with open(bin_path(tmp_path / "x"), "wb") as file:
         file.truncate(4 * half)
         file.seek(4 * half - 8)
         file.write(struct.pack("<4H", 1, 2, 3, 4))
-    sequences = RowReader(Sequences(TokenStream(Documents(tmp_path / "x")), 2**10, eod=9, seed=None), eod=9)
+    sequences = RowReader(
+        Sequences(TokenStream(Documents(tmp_path / "x")), 2**10, eod=9, seed=None), eod=9
+    )
     last = sequences.sample(len(sequences) - 1)
     assert last["labels"][-4:].tolist() == [1, 2, 3, 4]
     assert last["tokens"][-4:].tolist() == [0, 1, 2, 3]
@@ -150,16 +174,23 @@ def test_too_little_text():
 
 
 def test_an_unknown_eod_costs_the_first_label():
-    rows = RowReader(Sequences(Tokens([5, 6, 7]), 2, eod=None, seed=None, pad=True), eod=None).rows(np.arange(2))
+    rows = RowReader(Sequences(Tokens([5, 6, 7]), 2, eod=None, seed=None, pad=True), eod=None).rows(
+        np.arange(2)
+    )
     assert rows["labels"][rows["weights"] > 0].tolist() == [6, 7]
     assert rows["tokens"].tolist() == [[0, 5], [6, 7]]
     for asked in ({"documents": "separate"}, {"mask_document_start": True}):
-        with pytest.raises(ConfigError, match=r"end-of-document token of this data is not known; set data\.tokenizer"):
+        with pytest.raises(
+            ConfigError,
+            match=r"end-of-document token of this data is not known; set data\.tokenizer",
+        ):
             RowReader(Sequences(Tokens(range(9)), 2, eod=None, seed=None), eod=None, **asked)
 
 
 def test_ids_beyond_the_vocabulary_are_named(tmp_path: Path):
-    documents = write_documents(tmp_path / "x", [np.arange(5), np.arange(0), np.array([3, 70, 2])], vocab=100)
+    documents = write_documents(
+        tmp_path / "x", [np.arange(5), np.arange(0), np.array([3, 70, 2])], vocab=100
+    )
     whole = Sequences(TokenStream(documents, vocab=70), 4, eod=0, seed=None, pad=True)
     with pytest.raises(ConfigError) as error:
         whole.read(np.array([1, 0]))

@@ -1,4 +1,5 @@
-"""Tests of all kinds of tokenizers, trained here, against the decoders of Hugging Face, SentencePiece and tiktoken."""
+"""Tests of all kinds of tokenizers, trained here, against the decoders of Hugging Face,
+SentencePiece and tiktoken."""
 
 import base64
 import functools
@@ -23,8 +24,20 @@ from mesh_lm.data.tokenizer import EOD, Tokenizer, load_tokenizer, ranks, smalle
 from mesh_lm.data.tokenizer.hugging_face import HuggingFace
 from mesh_lm.errors import ConfigError
 
-TEXTS = ["def f(x):\n    return x + 1\n", "the cat sat on the mat. " * 20, "naïve 日本語 🎉 e\u0301\n\n  1234567 don't"]
-NASTY = [f"a {EOD}b </s> <s> <unk> <0x0A> <|end_of_text|>", " \r\n\t x", "\ufeff\0", "", "  ", "\u2581x", *TEXTS]
+TEXTS = [
+    "def f(x):\n    return x + 1\n",
+    "the cat sat on the mat. " * 20,
+    "naïve 日本語 🎉 e\u0301\n\n  1234567 don't",
+]
+NASTY = [
+    f"a {EOD}b </s> <s> <unk> <0x0A> <|end_of_text|>",
+    " \r\n\t x",
+    "\ufeff\0",
+    "",
+    "  ",
+    "\u2581x",
+    *TEXTS,
+]
 KINDS = ("trained", "llama2_json", "sentencepiece", "tiktoken", "bytes")
 BYTE_LEVEL = ("trained", "tiktoken", "bytes")
 
@@ -38,8 +51,10 @@ def trained() -> Tokenizer:
 def sentencepiece_model(**options: Any) -> bytes:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter("\n".join(TEXTS * 9).splitlines()), model_writer=model, vocab_size=400, model_type="bpe", byte_fallback=True,
-        hard_vocab_limit=False, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2, **options,
+        sentence_iterator=iter("\n".join(TEXTS * 9).splitlines()), model_writer=model,
+        vocab_size=400, model_type="bpe", byte_fallback=True,
+        hard_vocab_limit=False, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        minloglevel=2, **options,
     )  # fmt: skip
     return model.getvalue()
 
@@ -49,12 +64,20 @@ def rank_file(n_merges: int = 40) -> bytes:
     words = [bytes([byte]) for byte in sorted(range(256), key=lambda byte: byte * 7 % 256)]
     text = "".join(TEXTS).encode()
     for size in (2, 3, 4):
-        words += [w for w in sorted({text[i : i + size] for i in range(len(text) - size)}) if w[:-1] in words and w not in words]
-    return b"".join(base64.b64encode(word) + b" %d\n" % rank for rank, word in enumerate(words[: 256 + n_merges]))
+        words += [
+            w
+            for w in sorted({text[i : i + size] for i in range(len(text) - size)})
+            if w[:-1] in words and w not in words
+        ]
+    return b"".join(
+        base64.b64encode(word) + b" %d\n" % rank
+        for rank, word in enumerate(words[: 256 + n_merges])
+    )
 
 
 def llama2_json() -> str:
-    """Returns a SentencePiece vocabulary in Hugging Face's format, as transformers converts Llama 2: spaces and bytes are decoder steps."""
+    """Returns a SentencePiece vocabulary in Hugging Face's format, as transformers converts Llama
+    2: spaces and bytes are decoder steps."""
     model = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
     pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -66,11 +89,14 @@ def llama2_json() -> str:
     added = [{"id": i, "content": pieces[i], "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
              for i in range(3)]  # fmt: skip
     return json.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "post_processor": None, "pre_tokenizer": None,
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "post_processor": None, "pre_tokenizer": None,
         "normalizer": {"type": "Sequence", "normalizers": [
-            {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
         "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"},
             {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
         "model": {"type": "BPE", "unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True, "vocab": vocab,
                   "merges": [pair for _, pair in merges]},
@@ -98,12 +124,16 @@ def made(kind: str, directory: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     return made(request.param, tmp_path_factory.getbasetemp() / "kinds" / request.param)
 
 
 @pytest.fixture(scope="module", params=BYTE_LEVEL)
-def byte_level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def byte_level(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     return made(request.param, tmp_path_factory.getbasetemp() / "kinds" / request.param)
 
 
@@ -131,7 +161,8 @@ def test_ids(tokenizer: Tokenizer, texts: list[str]):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_stream_says_the_same_in_pieces(tokenizer: Tokenizer, data: st.DataObject):
-    """Holds for any ids, including invalid UTF-8: no piece ends inside a character, so no output is revised."""
+    """Holds for any ids, including invalid UTF-8: no piece ends inside a character, so no output is
+    revised."""
     ids = data.draw(st.lists(st.integers(-1, tokenizer.vocab_size + 3), max_size=30))
     stream = tokenizer.stream()
     pieces = [stream.push(i) for i in ids]
@@ -175,8 +206,14 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path):
     file = tokenizer.save(tmp_path)
     for spec in (tmp_path, file, str(file)):
         loaded = load_tokenizer(spec)
-        assert (loaded.fingerprint, loaded.vocab_size, loaded.eod) == (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
-    for ours, theirs in zip(tokenizer.encode_batch(NASTY), load_tokenizer(tmp_path).encode_batch(NASTY), strict=True):
+        assert (loaded.fingerprint, loaded.vocab_size, loaded.eod) == (
+            tokenizer.fingerprint,
+            tokenizer.vocab_size,
+            tokenizer.eod,
+        )
+    for ours, theirs in zip(
+        tokenizer.encode_batch(NASTY), load_tokenizer(tmp_path).encode_batch(NASTY), strict=True
+    ):
         assert ours.tolist() == theirs.tolist()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -194,10 +231,22 @@ def test_fingerprints_follow_the_meaning(tmp_path: Path):
     moved.parent.mkdir()
     merges = [" ".join(pair) for pair in data["model"]["merges"]]
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    moved.write_text(json.dumps(data | {"truncation": truncation, "model": data["model"] | {"merges": merges}}, indent=3), encoding="utf-8")
+    moved.write_text(
+        json.dumps(
+            data | {"truncation": truncation, "model": data["model"] | {"merges": merges}}, indent=3
+        ),
+        encoding="utf-8",
+    )
     assert load_tokenizer(moved).fingerprint == trained().fingerprint
-    assert load_tokenizer(moved).encode_batch(TEXTS)[1].tolist() == trained().encode_batch(TEXTS)[1].tolist()  # and not truncated to 2
-    data["model"]["merges"][0], data["model"]["merges"][5] = data["model"]["merges"][5], data["model"]["merges"][0]
+    # and not truncated to 2
+    assert (
+        load_tokenizer(moved).encode_batch(TEXTS)[1].tolist()
+        == trained().encode_batch(TEXTS)[1].tolist()
+    )
+    data["model"]["merges"][0], data["model"]["merges"][5] = (
+        data["model"]["merges"][5],
+        data["model"]["merges"][0],
+    )
     moved.write_text(json.dumps(data), encoding="utf-8")
     assert load_tokenizer(moved).fingerprint != trained().fingerprint
 
@@ -216,14 +265,23 @@ def test_training_is_a_function_of_the_texts():
 
 
 def with_eos(directory: Path, *added: str, **config: object) -> Path:
-    """Returns a model directory whose tokenizer.json has these special tokens instead of <|endoftext|>."""
+    """Returns a model directory whose tokenizer.json has these special tokens instead of
+    <|endoftext|>."""
     directory.mkdir(exist_ok=True)
     data = json.loads(trained().save(directory).read_text(encoding="utf-8"))
     shutil.rmtree(directory)
     directory.mkdir()
     data["model"]["vocab"]["<unused>"] = data["model"]["vocab"].pop(EOD)
-    token = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    data["added_tokens"] = [token | {"id": 300 + i, "content": name} for i, name in enumerate(added)]
+    token = {
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
+    data["added_tokens"] = [
+        token | {"id": 300 + i, "content": name} for i, name in enumerate(added)
+    ]
     (directory / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     if config:
         (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -233,8 +291,17 @@ def with_eos(directory: Path, *added: str, **config: object) -> Path:
 def test_end_of_document_token_of_a_model_directory(tmp_path: Path):
     assert load_tokenizer(with_eos(tmp_path / "a", "<s>", "</s>")).eod == 301
     assert load_tokenizer(with_eos(tmp_path / "b", "</s>", "<|end_of_text|>")).eod == 301
-    assert load_tokenizer(with_eos(tmp_path / "c", "</s>", "<|im_end|>", eos_token="<|im_end|>")).eod == 301
-    assert load_tokenizer(with_eos(tmp_path / "d", "</s>", "<|im_end|>", eos_token={"content": "<|im_end|>"}) / "tokenizer.json").eod == 301
+    assert (
+        load_tokenizer(with_eos(tmp_path / "c", "</s>", "<|im_end|>", eos_token="<|im_end|>")).eod
+        == 301
+    )
+    assert (
+        load_tokenizer(
+            with_eos(tmp_path / "d", "</s>", "<|im_end|>", eos_token={"content": "<|im_end|>"})
+            / "tokenizer.json"
+        ).eod
+        == 301
+    )
     assert load_tokenizer(with_eos(tmp_path / "e", "</s>", eos_token=None)).eod == 300
     kept = tmp_path / "kept"
     kept.mkdir()
@@ -244,7 +311,10 @@ def test_end_of_document_token_of_a_model_directory(tmp_path: Path):
 
 def test_a_token_that_is_not_special_still_ends_no_document(tmp_path: Path):
     path = with_eos(tmp_path / "a", "</s>", "<think>") / "tokenizer.json"
-    path.write_text(path.read_text(encoding="utf-8").replace('"special": true', '"special": false'), encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8").replace('"special": true', '"special": false'),
+        encoding="utf-8",
+    )
     tokenizer = load_tokenizer(path)
     (ids,) = tokenizer.encode_batch(["a</s><think>"])
     assert 300 not in ids
@@ -257,7 +327,10 @@ def test_special_tokens_by_name(tmp_path: Path, tokenizer: Tokenizer):
     assert tokenizer.special("<|no_such|>") is None
     names = {EOD, "</s>"}
     assert {tokenizer.special(name) for name in names} == {tokenizer.eod, None}
-    assert load_tokenizer(with_eos(tmp_path / "a", "</s>", "<|fim_prefix|>")).special("<|fim_prefix|>") == 301
+    assert (
+        load_tokenizer(with_eos(tmp_path / "a", "</s>", "<|fim_prefix|>")).special("<|fim_prefix|>")
+        == 301
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,12 +343,28 @@ def test_special_tokens_by_name(tmp_path: Path, tokenizer: Tokenizer):
         (300, 300, 301, "12345 it's", [b"123", b"45", b" it", b"'s"]),
     ],
 )
-def test_published_rank_files_are_known_by_their_size(n: int, eod: int, size: int, text: str, words: list[bytes], tmp_path: Path):
-    first = [*(bytes([byte]) for byte in range(256)), b"12", b"123", b"1234", b"12345", b"45", b" i", b" it", b"'s", b" it'", b" it's"]
+def test_published_rank_files_are_known_by_their_size(
+    n: int, eod: int, size: int, text: str, words: list[bytes], tmp_path: Path
+):
+    first = [
+        *(bytes([byte]) for byte in range(256)),
+        b"12",
+        b"123",
+        b"1234",
+        b"12345",
+        b"45",
+        b" i",
+        b" it",
+        b"'s",
+        b" it'",
+        b" it's",
+    ]
     filler = (b"\xff" + i.to_bytes(3, "big") for i in range(n))
     ordered = [*first, *(next(filler) for _ in range(n - len(first)))]
     path = tmp_path / "x.tiktoken"
-    path.write_bytes(b"".join(base64.b64encode(word) + b" %d\n" % rank for rank, word in enumerate(ordered)))
+    path.write_bytes(
+        b"".join(base64.b64encode(word) + b" %d\n" % rank for rank, word in enumerate(ordered))
+    )
     tokenizer = load_tokenizer(path)
     assert (tokenizer.eod, tokenizer.vocab_size) == (eod, size)
     assert [ordered[i] for i in tokenizer.encode_batch([text])[0]] == words
@@ -283,37 +372,75 @@ def test_published_rank_files_are_known_by_their_size(n: int, eod: int, size: in
 
 
 def test_patterns_are_tiktokens_own():
-    """Compares with cl100k and o200k of tiktoken_ext.openai_public, without downloading their ranks."""
-    source = Path(tiktoken.__file__).parents[1].joinpath("tiktoken_ext", "openai_public.py").read_text(encoding="utf-8")
+    """Compares with cl100k and o200k of tiktoken_ext.openai_public, without downloading their
+    ranks."""
+    source = (
+        Path(tiktoken.__file__)
+        .parents[1]
+        .joinpath("tiktoken_ext", "openai_public.py")
+        .read_text(encoding="utf-8")
+    )
     assert ranks._GPT2 in source
     assert ranks._CL100K in source
     for part in ranks._O200K.split("|\\p")[0].replace("|[^\\r", "\n[^\\r").split("\n"):
         assert part in source
 
 
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 """Of meta-llama/llama3, llama/tokenizer.py."""
 
 
 def test_llama_3_splits_words_as_meta_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Against the `regex` library and byte pairs merged by hand, on random strings, with merges over every kind of white space."""
-    pairs = [b"\n ", b"  ", b"\n\n", b" \n", b"\r\n", b"\t ", b"'s", b"ab", b" a", b"!\n", b"12", b"\n  ", b"   ", b"123", b" ab", b"\n\n "]
+    """Against the `regex` library and byte pairs merged by hand, on random strings, with merges
+    over every kind of white space."""
+    pairs = [
+        b"\n ",
+        b"  ",
+        b"\n\n",
+        b" \n",
+        b"\r\n",
+        b"\t ",
+        b"'s",
+        b"ab",
+        b" a",
+        b"!\n",
+        b"12",
+        b"\n  ",
+        b"   ",
+        b"123",
+        b" ab",
+        b"\n\n ",
+    ]
     ordered = [*(bytes([byte]) for byte in range(256)), *pairs]
     rank_of = {word: rank for rank, word in enumerate(ordered)}
     monkeypatch.setitem(ranks._PUBLISHED, len(ordered), ranks._PUBLISHED[128000])
-    (path := tmp_path / "tokenizer.model").write_bytes(b"".join(base64.b64encode(w) + b" %d\n" % i for w, i in rank_of.items()))
+    (path := tmp_path / "tokenizer.model").write_bytes(
+        b"".join(base64.b64encode(w) + b" %d\n" % i for w, i in rank_of.items())
+    )
     tokenizer = load_tokenizer(path)
 
     def merged(word: bytes) -> list[int]:
         parts = [word[i : i + 1] for i in range(len(word))]
-        while joined := [(rank_of[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in rank_of]:
+        while joined := [
+            (rank_of[a + b], i)
+            for i, (a, b) in enumerate(itertools.pairwise(parts))
+            if a + b in rank_of
+        ]:
             i = min(joined)[1]
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         return [rank_of[part] for part in parts]
 
     draw = random.Random(0)
-    texts = ["".join(draw.choices(" \n\r\tab'sS1234!.\u00e9\u65e5\u00a0\u017f", k=draw.randrange(12))) for _ in range(5000)]
-    wanted = [[i for word in regex.findall(LLAMA3, text) for i in merged(word.encode())] for text in texts]
+    texts = [
+        "".join(draw.choices(" \n\r\tab'sS1234!.\u00e9\u65e5\u00a0\u017f", k=draw.randrange(12)))
+        for _ in range(5000)
+    ]
+    wanted = [
+        [i for word in regex.findall(LLAMA3, text) for i in merged(word.encode())] for text in texts
+    ]
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == wanted
     assert tokenizer.encode_batch(["\n "])[0].tolist() == [10, 32], "cl100k has one token, 256"
 
@@ -333,26 +460,65 @@ def test_errors(tmp_path: Path):
 
     with pytest.raises(ConfigError, match=r"data\.tokenizer_vocab=256.*257"):
         Tokenizer.train(TEXTS, 256)
-    fails(tmp_path / "no.json", r"no\.json: no such file or directory; give a tokenizer\.json or.*the word bytes")
+    fails(
+        tmp_path / "no.json",
+        r"no\.json: no such file or directory; give a tokenizer\.json or.*the word bytes",
+    )
     fails(tmp_path, "expected one tokenizer in this directory, found none; give")
     fails(tmp_path / "bad.json", r"cannot load the tokenizer .*bad\.json", '{"version": "1.0"')
-    fails(tmp_path / "bad.json", r"cannot load the tokenizer .*bad\.json: it is not", '{"version": "1.0"}')
-    fails(tmp_path / "bad.json", r"bad\.json has no end-of-document token", '{"model": {"type": "BPE"}}')
+    fails(
+        tmp_path / "bad.json",
+        r"cannot load the tokenizer .*bad\.json: it is not",
+        '{"version": "1.0"}',
+    )
+    fails(
+        tmp_path / "bad.json",
+        r"bad\.json has no end-of-document token",
+        '{"model": {"type": "BPE"}}',
+    )
     fails(tmp_path / "bad.json", r"cannot load the tokenizer .*bad\.json", b"\xff")
-    fails(tmp_path / "bad.json", r"bad\.json: ", '{"model": {"type": "X"}, "added_tokens": [{"id": 0, "content": "</s>"}]}')
-    fails(with_eos(tmp_path / "a", "</s>", eos_token="<end>"), "no token '<end>', which the files beside it name")
-    fails(with_eos(tmp_path / "b", "<s>"), "none of <.endoftext.>, .*name one of them as eos_token in a tokenizer_config.json")
+    fails(
+        tmp_path / "bad.json",
+        r"bad\.json: ",
+        '{"model": {"type": "X"}, "added_tokens": [{"id": 0, "content": "</s>"}]}',
+    )
+    fails(
+        with_eos(tmp_path / "a", "</s>", eos_token="<end>"),
+        "no token '<end>', which the files beside it name",
+    )
+    fails(
+        with_eos(tmp_path / "b", "<s>"),
+        "none of <.endoftext.>, .*name one of them as eos_token in a tokenizer_config.json",
+    )
     wordpiece = json.loads((tmp_path / "a" / "tokenizer.json").read_text(encoding="utf-8")) | {
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}
     }
     fails(
-        tmp_path / "wp.json", r"wp\.json: a tokenizer with decoder step WordPiece is not supported; byte-level ones", json.dumps(wordpiece)
+        tmp_path / "wp.json",
+        r"wp\.json: a tokenizer with decoder step WordPiece is not supported; byte-level ones",
+        json.dumps(wordpiece),
     )
-    fails(tmp_path / "x.model", r"x\.model is neither a SentencePiece model nor a tiktoken rank file", b"\x0a\x05hello")
-    fails(tmp_path / "y.model", r"y\.model has no end-of-sentence piece", sentencepiece_model(eos_id=-1))
+    fails(
+        tmp_path / "x.model",
+        r"x\.model is neither a SentencePiece model nor a tiktoken rank file",
+        b"\x0a\x05hello",
+    )
+    fails(
+        tmp_path / "y.model",
+        r"y\.model has no end-of-sentence piece",
+        sentencepiece_model(eos_id=-1),
+    )
     fails(tmp_path, r"found several: x\.model, y\.model; name one")
-    fails(tmp_path / "z.tiktoken", r"z\.tiktoken, line 3: expected a token in base64", b"YQ== 0\nYg== 1\nYg\n")
-    fails(tmp_path / "z.tiktoken", r"z\.tiktoken has no rank for 4 of the 256 bytes.*truncated", b"".join(rank_file().splitlines(True)[4:]))
+    fails(
+        tmp_path / "z.tiktoken",
+        r"z\.tiktoken, line 3: expected a token in base64",
+        b"YQ== 0\nYg== 1\nYg\n",
+    )
+    fails(
+        tmp_path / "z.tiktoken",
+        r"z\.tiktoken has no rank for 4 of the 256 bytes.*truncated",
+        b"".join(rank_file().splitlines(True)[4:]),
+    )
     fails(tmp_path / "z.tiktoken", "297 tokens but only 296 ranks", rank_file() + b"Zm9vYmFy 7\n")
     fails(tmp_path / "z.txt", r"files of type \.txt are not read; give", "hello")
 
@@ -360,6 +526,12 @@ def test_errors(tmp_path: Path):
 def test_a_text_that_is_too_small_for_the_vocabulary() -> None:
     tokenizer = Tokenizer.train(["one two one two"], 400)
     said = smaller_than_asked(tokenizer, 400)
-    assert said.startswith(f"the tokenizer has {tokenizer.vocab_size} entries instead of 400, because no other pair of tokens occurs")
-    assert tokenizer.vocab_size < 300 and said.endswith(f"; model.vocab_size={tokenizer.vocab_size} would be enough")
+    assert said.startswith(
+        f"the tokenizer has {tokenizer.vocab_size} entries instead of 400, because no other "
+        "pair "
+        "of tokens occurs"
+    )
+    assert tokenizer.vocab_size < 300 and said.endswith(
+        f"; model.vocab_size={tokenizer.vocab_size} would be enough"
+    )
     assert smaller_than_asked(tokenizer, tokenizer.vocab_size) == ""

@@ -1,4 +1,5 @@
-"""What mesh_lm has written below a directory of text is no text: outputs of runs, the cache, prepared tokens, the log."""
+"""What mesh_lm has written below a directory of text is no text: outputs of runs, the cache,
+prepared tokens, the log."""
 
 import dataclasses
 import io
@@ -27,7 +28,9 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "text"
     (root / "data").mkdir(parents=True)
     for number in range(40):
-        (root / ("data" if number % 2 else "") / f"{number}.txt").write_text(f"document {number}\n", encoding="utf-8")
+        (root / ("data" if number % 2 else "") / f"{number}.txt").write_text(
+            f"document {number}\n", encoding="utf-8"
+        )
     monkeypatch.chdir(root)
     return root
 
@@ -53,7 +56,8 @@ def write_output(directory: Path, config: TrainConfig | None) -> None:
 
 @pytest.mark.parametrize("is_link", [False, True])
 def test_a_run_finds_the_text_that_it_began_with(text: Path, tmp_path: Path, is_link: bool) -> None:
-    """Its own output by its path, though its config.json was never written, and that of others by theirs."""
+    """Its own output by its path, though its config.json was never written, and that of others by
+    theirs."""
     config = configured()
     first = prepare(config.data, vocab=257, outputs=config.outputs.values())
     assert first.documents + first.heldout_documents == 40
@@ -68,7 +72,8 @@ def test_a_run_finds_the_text_that_it_began_with(text: Path, tmp_path: Path, is_
 
 
 def test_what_is_known_by_its_contents(text: Path) -> None:
-    """Other runs, corpora of any cache, prepared tokens of any prefix, finished or not: the documents are the 40 texts."""
+    """Other runs, corpora of any cache, prepared tokens of any prefix, finished or not: the
+    documents are the 40 texts."""
     before = files()
     prepare(DataConfig(path=".", cache="former_cache"), vocab=257)
     write_output(text / "run", configured())
@@ -95,24 +100,51 @@ def put(directory: Path, *names: str) -> None:
 
 
 def test_what_has_no_config_of_a_run(text: Path) -> None:
-    """What `import` and `export` write, a run that was killed early, a checkpoint that was moved, local ones, a former cache's indices."""
+    """What `import` and `export` write, a run that was killed early, a checkpoint that was moved,
+    local ones, a former cache's indices."""
     before = files()
-    put(text / "base", "checkpoints/0/_CHECKPOINT_METADATA", "checkpoints/0/metadata/metadata", "tokenizer/tokenizer.json")
+    put(
+        text / "base",
+        "checkpoints/0/_CHECKPOINT_METADATA",
+        "checkpoints/0/metadata/metadata",
+        "tokenizer/tokenizer.json",
+    )
     put(text / "killed", "tokenizer/tokenizer.json", "log.txt")
     (text / "killed" / ".lease").write_text('{"pid": 1, "life": "01234567"}', encoding="utf-8")
     put(text / "moved" / "500", "_CHECKPOINT_METADATA", "metadata/metadata")
-    put(text / "local" / "0123456789abcdef-01234567" / "5" / "0-of-1", "state.raw", "description.json")
-    put(text / "export", "config.json", "tokenizer.json", "SHA256SUMS", "README.md", "model.safetensors")
+    put(
+        text / "local" / "0123456789abcdef-01234567" / "5" / "0-of-1",
+        "state.raw",
+        "description.json",
+    )
+    put(
+        text / "export",
+        "config.json",
+        "tokenizer.json",
+        "SHA256SUMS",
+        "README.md",
+        "model.safetensors",
+    )
     IndexCache("former_cache").get("packed", {"seq_len": 8}, lambda: {"bounds": np.arange(3)})
     assert files() == before
     # None of these alone says that mesh_lm wrote it.
-    put(text / "others", ".lease", "checkpoints/0/notes", "SHA256SUMS", "README.md", "description.txt")
+    put(
+        text / "others",
+        ".lease",
+        "checkpoints/0/notes",
+        "SHA256SUMS",
+        "README.md",
+        "description.txt",
+    )
     assert len(files()) == len(before) + 4
 
 
 def test_the_output_as_text(text: Path) -> None:
     write_output(text / "run", configured())
-    with pytest.raises(ConfigError, match=r"^run is what a run of mesh_lm has written, not text; name the directory or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^run is what a run of mesh_lm has written, not text; name the directory or",
+    ):
         sources.find("run")
 
 
@@ -127,7 +159,8 @@ def test_a_run_that_would_write_among_the_text(text: Path, field: str) -> None:
     with pytest.raises(ConfigError) as refused:
         require_ready(config)
     assert str(refused.value) == (
-        f"this run cannot start\n  - {field}={text} is the directory of data.path=., and what the run writes there would become text to "
+        f"this run cannot start\n  - {field}={text} is the directory of data.path=., and what the "
+        "run writes there would become text to "
         f"train on; set {field} to another directory, which may be one below it"
     )
 
@@ -135,13 +168,15 @@ def test_a_run_that_would_write_among_the_text(text: Path, field: str) -> None:
 def test_an_output_with_text(text: Path) -> None:
     """The run would silently train on less."""
     config = configured()
-    put(text / "out" / "run", "tokenizer/tokenizer.json", "log.txt", "checkpoints/note.txt")  # of a start that failed
+    # of a start that failed
+    put(text / "out" / "run", "tokenizer/tokenizer.json", "log.txt", "checkpoints/note.txt")
     require_ready(config)
     config = dataclasses.replace(config, output="./data")
     with pytest.raises(ConfigError) as refused:
         require_ready(config)
     assert str(refused.value) == (
-        "this run cannot start\n  - output=./data has text (1.txt), which data.path=. would leave out, because a directory that the run "
+        "this run cannot start\n  - output=./data has text (1.txt), which data.path=. would leave "
+        "out, because a directory that the run "
         "writes to is not text to train on; set output to another directory"
     )
     write_output(text / "data", config)
@@ -160,26 +195,46 @@ def test_the_log_of_this_process(text: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for _ in range(2):
         with open("log", "a", encoding="utf-8") as log:
-            subprocess.run([sys.executable, "-c", script], stdout=log, stderr=log, env=environment, check=True)
+            subprocess.run(
+                [sys.executable, "-c", script], stdout=log, stderr=log, env=environment, check=True
+            )
     assert (text / "log").read_text(encoding="utf-8").splitlines() == [" ".join(before)] * 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who reads a pipe")
 @pytest.mark.parametrize("relay", ["tee -a log", "cat | cat >> log"])
 def test_a_log_behind_a_pipe(text: Path, relay: str) -> None:
-    """By way of tee, and of programs such as our launcher, which write what they read into the next pipe or into a file."""
+    """By way of tee, and of programs such as our launcher, which write what they read into the next
+    pipe or into a file."""
     before = files()
     script = "from mesh_lm.data import sources; print(*sources.find('.').files, flush=True)"
     command = f'"{sys.executable}" -c "{script}" | {relay}'
     for _ in range(2):
-        subprocess.run(["sh", "-c", command], stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+        subprocess.run(
+            ["sh", "-c", command],
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            check=True,
+        )
     assert (text / "log").read_text(encoding="utf-8").splitlines() == [" ".join(before)] * 2
 
 
-def test_a_name_is_the_same_in_every_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a file is held out, and the digest of a text, depend on the bytes of names, which Latin-1 reads as other characters."""
-    source = sources.Source("text", "directory", tmp_path, tuple(f"\xe9{number}.txt" for number in range(100)), 1, "text")
+def test_a_name_is_the_same_in_every_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a file is held out, and the digest of a text, depend on the bytes of names, which
+    Latin-1 reads as other characters."""
+    source = sources.Source(
+        "text",
+        "directory",
+        tmp_path,
+        tuple(f"\xe9{number}.txt" for number in range(100)),
+        1,
+        "text",
+    )
     found = [sources.is_heldout(name) for name in source.files], source.digest()
     monkeypatch.setattr(os, "fsencode", lambda name: name.encode("latin-1"))
-    source = dataclasses.replace(source, files=tuple(name.encode().decode("latin-1") for name in source.files))
+    source = dataclasses.replace(
+        source, files=tuple(name.encode().decode("latin-1") for name in source.files)
+    )
     assert found == ([sources.is_heldout(name) for name in source.files], source.digest())

@@ -1,4 +1,5 @@
-"""The compilation cache: an entry that is not as it was written never reaches JAX, and is compiled again."""
+"""The compilation cache: an entry that is not as it was written never reaches JAX, and is compiled
+again."""
 
 import subprocess
 import sys
@@ -28,9 +29,18 @@ def written(tmp_path: Path) -> Path:
 
 def test_an_entry_is_read_as_it_was_written(written: Path) -> None:
     path = entry(written.parent)
-    assert path.exists() and path.read_bytes() == CONTENT and entry(written.parent).read_bytes() == CONTENT
-    assert [file.name for file in written.parent.iterdir()] == [written.name], "no temporary file is left"
-    assert [(file.name, file.stat().length) for file in VerifiedPath(str(written.parent)).glob("*-cache")] == [(written.name, 200 + 32)]
+    assert (
+        path.exists()
+        and path.read_bytes() == CONTENT
+        and entry(written.parent).read_bytes() == CONTENT
+    )
+    assert [file.name for file in written.parent.iterdir()] == [written.name], (
+        "no temporary file is left"
+    )
+    assert [
+        (file.name, file.stat().length)
+        for file in VerifiedPath(str(written.parent)).glob("*-cache")
+    ] == [(written.name, 200 + 32)]
 
 
 def test_no_flipped_bit_is_read(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,13 +53,23 @@ def test_no_flipped_bit_is_read(written: Path, capsys: pytest.CaptureFixture[str
         assert not (root / written.name).exists() and not written.exists(), bit
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 * len(good)
-    assert "jit_step-cache in " in lines[-1] and lines[-1].endswith(f"deleted and compiled again ({8 * len(good)} so far)")
+    assert "jit_step-cache in " in lines[-1] and lines[-1].endswith(
+        f"deleted and compiled again ({8 * len(good)} so far)"
+    )
 
 
-@pytest.mark.parametrize("how", ["empty", "truncated", "longer", "without digest", "under another name"])
+@pytest.mark.parametrize(
+    "how", ["empty", "truncated", "longer", "without digest", "under another name"]
+)
 def test_other_damage_is_not_read_either(written: Path, how: str) -> None:
     good = written.read_bytes()
-    changed = {"empty": b"", "truncated": good[:100], "longer": good + b"\0", "without digest": CONTENT, "under another name": good}[how]
+    changed = {
+        "empty": b"",
+        "truncated": good[:100],
+        "longer": good + b"\0",
+        "without digest": CONTENT,
+        "under another name": good,
+    }[how]
     name = "jit_init-cache" if how == "under another name" else written.name
     (written.parent / name).write_bytes(changed)
     with pytest.raises(FileNotFoundError):
@@ -57,7 +77,9 @@ def test_other_damage_is_not_read_either(written: Path, how: str) -> None:
     assert not (written.parent / name).exists()
 
 
-def test_an_entry_that_cannot_be_deleted_is_not_read_and_is_replaced(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_that_cannot_be_deleted_is_not_read_and_is_replaced(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(self: Path, missing_ok: bool = False) -> None:
         if not missing_ok:
             raise PermissionError
@@ -76,7 +98,9 @@ def test_files_that_are_no_entries_are_plain(tmp_path: Path) -> None:
 
 
 def test_an_address_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"launch\.compile_cache=gs://bucket/cache must be a directory; mount"):
+    with pytest.raises(
+        ConfigError, match=r"launch\.compile_cache=gs://bucket/cache must be a directory; mount"
+    ):
         compile_cache.use("gs://bucket/cache")
 
 
@@ -111,9 +135,18 @@ print(len(entries))
 
 
 def test_jax_compiles_again_what_is_damaged(tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)], env=environment(), capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stderr
     *lines, count = run.stdout.splitlines()
     first, second, *warnings, third, fourth = lines
-    assert first == third == f"512.0 0 {count}" and second == fourth == f"512.0 {count} 0", run.stdout
-    assert len(warnings) == int(count) >= 1 and all("is deleted and compiled again" in line for line in warnings)
+    assert first == third == f"512.0 0 {count}" and second == fourth == f"512.0 {count} 0", (
+        run.stdout
+    )
+    assert len(warnings) == int(count) >= 1 and all(
+        "is deleted and compiled again" in line for line in warnings
+    )

@@ -1,4 +1,5 @@
-"""A process with several CPU devices has threads for all collectives that they may wait in at the same time."""
+"""A process with several CPU devices has threads for all collectives that they may wait in at the
+same time."""
 
 from __future__ import annotations
 
@@ -29,8 +30,16 @@ print("total", float(total))
 @pytest.mark.slow
 def test_independent_collectives_do_not_wait_for_one_another() -> None:
     """With a thread for each device, which is XLA's default, this program waits forever."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
-    done = subprocess.run([sys.executable, "-c", _COLLECTIVES], capture_output=True, text=True, env=environment, timeout=60)
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _COLLECTIVES],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
     assert "total 0.0" in done.stdout, done.stderr[-2000:]
 
 

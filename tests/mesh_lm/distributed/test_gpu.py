@@ -1,4 +1,5 @@
-"""XLA's flags for a GPU, chosen by the name that the driver reports. No GPU is needed, and JAX only to compile with the flags."""
+"""XLA's flags for a GPU, chosen by the name that the driver reports. No GPU is needed, and JAX only
+to compile with the flags."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ def driver(tmp_path: Path) -> Path:
     """A machine with two H100s, as /proc/driver/nvidia/gpus shows them."""
     for bus in ("0000:19:00.0", "0000:3b:00.0"):
         (tmp_path / bus).mkdir()
-        (tmp_path / bus / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\n", encoding="utf-8")
+        (tmp_path / bus / "information").write_text(
+            "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\n", encoding="utf-8"
+        )
     return tmp_path
 
 
@@ -35,17 +38,24 @@ def test_flags_are_added_to_those_that_are_there(driver: Path) -> None:
 
 
 def test_a_mesh_with_stages_sends_beside_their_work(driver: Path) -> None:
-    sends = "--xla_gpu_experimental_parallel_collective_overlap_limit=8 --xla_gpu_memory_limit_slop_factor=110"
+    sends = (
+        "--xla_gpu_experimental_parallel_collective_overlap_limit=8 "
+        "--xla_gpu_memory_limit_slop_factor=110"
+    )
     environment: dict[str, str] = {}
     assert set_flags("auto", environment, driver, pipeline=True).endswith(f": {OVERLAP} {sends}")
     assert environment == {"XLA_FLAGS": f"{OVERLAP} {sends}"}
-    assert sends not in set_flags("overlap", {}, driver, pipeline=True), "a set that was asked for stays as it is"
+    assert sends not in set_flags("overlap", {}, driver, pipeline=True), (
+        "a set that was asked for stays as it is"
+    )
 
 
 def test_slots_side_by_side_keep_their_collectives_apart(driver: Path) -> None:
     apart = "--xla_gpu_reduce_scatter_combine_threshold_bytes=1"
     said = set_flags("auto", {}, driver, pipeline=True, pairs=True)
-    assert said.endswith(f" {apart}") and said.removesuffix(f" {apart}") == set_flags("auto", {}, driver, pipeline=True)
+    assert said.endswith(f" {apart}") and said.removesuffix(f" {apart}") == set_flags(
+        "auto", {}, driver, pipeline=True
+    )
 
 
 def test_a_flag_of_the_users_keeps_its_value(driver: Path) -> None:
@@ -55,7 +65,13 @@ def test_a_flag_of_the_users_keeps_its_value(driver: Path) -> None:
     assert missing("--a=1 --ab=2", "--ab=3 --c") == "--a=1"
 
 
-@pytest.mark.parametrize("changes", [{"JAX_PLATFORMS": "cpu"}, *({"CUDA_VISIBLE_DEVICES": none} for none in ("", "-1", "NoDevFiles"))])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"JAX_PLATFORMS": "cpu"},
+        *({"CUDA_VISIBLE_DEVICES": none} for none in ("", "-1", "NoDevFiles")),
+    ],
+)
 def test_a_run_on_the_cpu_is_left_alone(driver: Path, changes: dict[str, str]) -> None:
     environment = dict(changes)
     assert set_flags("auto", environment, driver) == "" and environment == changes
@@ -68,9 +84,14 @@ def test_none_sets_nothing(driver: Path) -> None:
 
 def test_a_gpu_that_nothing_is_vetted_for_gets_nothing_and_hears_of_it(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "information").write_text("Model: \t\t Tesla V100-SXM2-16GB\n", encoding="utf-8")
+    (tmp_path / "0" / "information").write_text(
+        "Model: \t\t Tesla V100-SXM2-16GB\n", encoding="utf-8"
+    )
     environment: dict[str, str] = {"JAX_PLATFORMS": "cuda,cpu"}
-    assert set_flags("auto", environment, tmp_path) == "XLA flags: none, because none are vetted for Tesla V100-SXM2-16GB"
+    assert (
+        set_flags("auto", environment, tmp_path)
+        == "XLA flags: none, because none are vetted for Tesla V100-SXM2-16GB"
+    )
     assert "XLA_FLAGS" not in environment
 
 
@@ -83,15 +104,21 @@ def test_without_the_drivers_files_nvidia_smi_is_asked(tmp_path: Path) -> None:
     assert visible(environment, tmp_path / "nothing") == "NVIDIA B200"
     assert OVERLAP in set_flags("auto", environment, tmp_path / "nothing")
     tool.write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
-    assert visible(environment, tmp_path / "nothing") == "", "a driver that does not answer is no GPU"
+    assert visible(environment, tmp_path / "nothing") == "", (
+        "a driver that does not answer is no GPU"
+    )
 
 
 def test_a_set_that_does_not_exist(driver: Path) -> None:
-    with pytest.raises(ConfigError, match="xla_flags='fast' must be one of auto, none, default, overlap"):
+    with pytest.raises(
+        ConfigError, match="xla_flags='fast' must be one of auto, none, default, overlap"
+    ):
         set_flags("fast", {}, driver)
 
 
-def test_the_same_bits_every_time(driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits_every_time(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = tmp_path / "run" / "autotuning"
     mine = f"--xla_gpu_deterministic_ops=true --xla_gpu_per_fusion_autotune_cache_dir={kept}"
     environment = {"XLA_FLAGS": "--xla_dump_to=here"}
@@ -101,19 +128,33 @@ def test_the_same_bits_every_time(driver: Path, tmp_path: Path, monkeypatch: pyt
     assert set_flags("auto", environment, driver, deterministic=kept) == "", "once is enough"
     alone: dict[str, str] = {}
     set_flags("none", alone, driver, deterministic=kept)
-    assert alone == {"XLA_FLAGS": mine}, "also with no set of flags, or on a GPU that none is vetted for"
+    assert alone == {"XLA_FLAGS": mine}, (
+        "also with no set of flags, or on a GPU that none is vetted for"
+    )
     cpu = {"JAX_PLATFORMS": "cpu"}
-    assert set_flags("auto", cpu, driver, deterministic=tmp_path / "nothing") == "" and "XLA_FLAGS" not in cpu
+    assert (
+        set_flags("auto", cpu, driver, deterministic=tmp_path / "nothing") == ""
+        and "XLA_FLAGS" not in cpu
+    )
     assert not (tmp_path / "nothing").exists()
     q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
     for flags, fixed in ((mine, True), (OVERLAP, False)):
         monkeypatch.setenv("XLA_FLAGS", flags)
-        assert describe_attention(q, q, q).deterministic is fixed, "our attention kernel follows XLA's flag"
+        assert describe_attention(q, q, q).deterministic is fixed, (
+            "our attention kernel follows XLA's flag"
+        )
 
 
 def test_the_same_bits_are_refused_where_they_cannot_be_had(driver: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="XLA_FLAGS has --xla_gpu_deterministic_ops=false; remove one of them"):
-        set_flags("auto", {"XLA_FLAGS": "--xla_gpu_deterministic_ops=false"}, driver, deterministic=tmp_path / "kept")
+    with pytest.raises(
+        ConfigError, match="XLA_FLAGS has --xla_gpu_deterministic_ops=false; remove one of them"
+    ):
+        set_flags(
+            "auto",
+            {"XLA_FLAGS": "--xla_gpu_deterministic_ops=false"},
+            driver,
+            deterministic=tmp_path / "kept",
+        )
     with pytest.raises(ConfigError, match="set an output without spaces"):
         set_flags("auto", {}, driver, deterministic=tmp_path / "my run")
     (tmp_path / "file").touch()
@@ -123,15 +164,25 @@ def test_the_same_bits_are_refused_where_they_cannot_be_had(driver: Path, tmp_pa
 
 @pytest.mark.deviceless
 def test_xla_sorts_before_it_adds_up_an_embeddings_gradient(driver: Path, tmp_path: Path) -> None:
-    """The flag's effect on a program without convolutions: rows of one token are added in a fixed order, without a loop over tokens."""
+    """The flag's effect on a program without convolutions: rows of one token are added in a fixed
+    order, without a loop over tokens."""
     environment: dict[str, str] = {}
     set_flags("none", environment, driver, deterministic=tmp_path / "kept")
-    flags: dict[str, Any] = dict(word.lstrip("-").split("=") for word in environment["XLA_FLAGS"].split())
+    flags: dict[str, Any] = dict(
+        word.lstrip("-").split("=") for word in environment["XLA_FLAGS"].split()
+    )
     flags["xla_gpu_deterministic_ops"] = flags["xla_gpu_deterministic_ops"] == "true"
     here = jax.NamedSharding(h100(data=1), jax.P())
-    tokens, rows = jax.ShapeDtypeStruct((512,), jnp.int32, sharding=here), jax.ShapeDtypeStruct((512, 128), jnp.float32, sharding=here)
-    lowered = jax.jit(lambda tokens, rows: jnp.zeros((1024, 128)).at[tokens].add(rows)).lower(tokens, rows)
-    plain, same = (str(lowered.compile(compiler_options=options).as_text()) for options in ({}, flags))
+    tokens, rows = (
+        jax.ShapeDtypeStruct((512,), jnp.int32, sharding=here),
+        jax.ShapeDtypeStruct((512, 128), jnp.float32, sharding=here),
+    )
+    lowered = jax.jit(lambda tokens, rows: jnp.zeros((1024, 128)).at[tokens].add(rows)).lower(
+        tokens, rows
+    )
+    plain, same = (
+        str(lowered.compile(compiler_options=options).as_text()) for options in ({}, flags)
+    )
     assert " sort(" not in plain and " sort(" in same and " while(" not in same
 
 
@@ -148,6 +199,8 @@ def test_jax_gets_the_memory_that_a_plan_counts_on(driver: Path, tmp_path: Path)
 def test_a_gpu_is_absent_only_where_nothing_speaks_of_one(driver: Path, tmp_path: Path) -> None:
     nothing = tmp_path / "dev"
     nothing.mkdir()
-    assert absent({"PATH": str(nothing)}, nothing, nothing) and not absent({"PATH": str(nothing)}, nothing, driver)
+    assert absent({"PATH": str(nothing)}, nothing, nothing) and not absent(
+        {"PATH": str(nothing)}, nothing, driver
+    )
     (nothing / "nvidiactl").touch()
     assert not absent({"PATH": str(nothing)}, nothing, tmp_path / "none")

@@ -35,11 +35,15 @@ def test_phases_add_up_to_the_wall_time() -> None:
         phases.at(phase)
         clock.now += seconds
     assert (phases.phase, phases.idle, phases.age) == ("start", 1.0, 6.0)
-    assert {name: value for name, value in phases.seconds().items() if value} == {"start": 3.0, "data": 3.0}
+    assert {name: value for name, value in phases.seconds().items() if value} == {
+        "start": 3.0,
+        "data": 3.0,
+    }
 
 
 def test_steps() -> None:
-    """Waiting for a batch is not the step; the first compiles, the second waits for it, and neither counts for the median."""
+    """Waiting for a batch is not the step; the first compiles, the second waits for it, and neither
+    counts for the median."""
     clock = Clock()
     phases = Phases(clock)
 
@@ -93,11 +97,20 @@ with Watchdog(HealthConfig(stall=0.4), phases, "[process 3] "):
 def test_the_watchdog_ends_a_stuck_process_and_says_where() -> None:
     began = time.monotonic()
     run = subprocess.run(
-        [sys.executable, "-c", STUCK], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", STUCK],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 75 and time.monotonic() - began < 100
     assert re.search(
-        r"^\[process 3\] error: no progress for \d+ s \(limit 0\): phase step, 50 steps done; median step 0\.01 s", run.stderr, re.M
+        (
+            r"^\[process 3\] error: no progress for \d+ s \(limit 0\): phase step, 50 steps done; "
+            r"median step 0\.01 s"
+        ),
+        run.stderr,
+        re.M,
     )
     assert "in here_it_hangs" in run.stderr
 
@@ -138,13 +151,18 @@ time.sleep(60)
 
 
 def test_a_process_whose_launcher_is_gone_ends() -> None:
-    run = subprocess.run([sys.executable, "-c", ORPHAN], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=50)
+    run = subprocess.run(
+        [sys.executable, "-c", ORPHAN], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=50
+    )
     assert run.returncode == 71
 
 
 def life(directory: Path, born: float, first: int, last: int, **seconds: float) -> None:
     directory.mkdir(exist_ok=True)
-    (directory / f"{born}.json").write_text(json.dumps({"born": born, "first": first, "step": last, "seconds": seconds}), encoding="utf-8")
+    (directory / f"{born}.json").write_text(
+        json.dumps({"born": born, "first": first, "step": last, "seconds": seconds}),
+        encoding="utf-8",
+    )
 
 
 def test_goodput_over_lives(tmp_path: Path) -> None:
@@ -154,10 +172,15 @@ def test_goodput_over_lives(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
     found = total(tmp_path)
     assert (found["starts"], found["lost_steps"]) == (2, 10)
-    assert found["seconds"]["lost"] == pytest.approx(20.0) and found["seconds"]["step"] == pytest.approx(100.0)
-    assert found["seconds"]["down"] == pytest.approx(5.0) and found["goodput"] == pytest.approx(100 / 140)
+    assert found["seconds"]["lost"] == pytest.approx(20.0) and found["seconds"][
+        "step"
+    ] == pytest.approx(100.0)
+    assert found["seconds"]["down"] == pytest.approx(5.0) and found["goodput"] == pytest.approx(
+        100 / 140
+    )
     assert describe(found) == (
-        "goodput 71.4% of 2 min 20 s, 2 starts, 10 steps repeated, 1 damaged record left out: steps 1 min 40 s, repeated steps 20.0 s, "
+        "goodput 71.4% of 2 min 20 s, 2 starts, 10 steps repeated, 1 damaged record left out: "
+        "steps 1 min 40 s, repeated steps 20.0 s, "
         "between restarts 5.0 s, first steps (compiling) 15.0 s"
     )
 
@@ -202,7 +225,8 @@ def test_a_killed_life_is_on_record(tmp_path: Path) -> None:
 
 
 def test_steps_that_a_run_goes_back_over_are_lost(tmp_path: Path) -> None:
-    """One start: 10 steps of 2 s, a rollback to step 6 with a restore of 3 s, and steps up to 12."""
+    """One start: 10 steps of 2 s, a rollback to step 6 with a restore of 3 s, and steps up to
+    12."""
     clock = Clock()
     phases = Phases(clock)
     kept = Goodput(tmp_path, phases, first=0)
@@ -217,7 +241,11 @@ def test_steps_that_a_run_goes_back_over_are_lost(tmp_path: Path) -> None:
     kept.roll_back(6)
     spend("step", 12.0, 12)
     found = kept.total()
-    assert (found["starts"], found["lost_steps"]) == (1, 4) and found["goodput"] == pytest.approx(24 / 35)
+    assert (found["starts"], found["lost_steps"]) == (1, 4) and found["goodput"] == pytest.approx(
+        24 / 35
+    )
     spent = {phase: seconds for phase, seconds in found["seconds"].items() if seconds > 1e-6}
     assert spent == pytest.approx({"step": 24.0, "lost": 8.0, "restore": 3.0})
-    assert ", 4 steps repeated: steps 24.0 s, repeated steps 8.0 s, restoring 3.0 s" in describe(found)
+    assert ", 4 steps repeated: steps 24.0 s, repeated steps 8.0 s, restoring 3.0 s" in describe(
+        found
+    )

@@ -1,4 +1,5 @@
-"""Real processes over gloo: the run does not depend on their layout, and the mistakes of one of them are clear errors."""
+"""Real processes over gloo: the run does not depend on their layout, and the mistakes of one of
+them are clear errors."""
 
 import argparse
 import inspect
@@ -19,9 +20,12 @@ from mesh_lm.launch.wire import free_port
 
 WORKER = Path(__file__).with_name("worker.py")
 FIELDS = {
-    "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32, "model.vocab_size": 512, "model.dropout": 0.1,
-    "data.tokenizer_vocab": 512, "train.global_batch": 16, "train.microbatches": 2, "train.steps": 8, "train.log_every": 1,
-    "train.eval_every": 0, "train.sample_tokens": 0, "optimizer.warmup_steps": 2, "launch.compile_cache": "", "launch.timeout": PATIENCE,
+    "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32,
+    "model.vocab_size": 512, "model.dropout": 0.1,
+    "data.tokenizer_vocab": 512, "train.global_batch": 16, "train.microbatches": 2,
+    "train.steps": 8, "train.log_every": 1,
+    "train.eval_every": 0, "train.sample_tokens": 0, "optimizer.warmup_steps": 2,
+    "launch.compile_cache": "", "launch.timeout": PATIENCE,
     "data.max_epochs": 0, "mesh.fsdp": 2, "mesh.tensor": 2, "rules": "hsdp+megatron",
 }  # fmt: skip
 
@@ -34,24 +38,44 @@ def fields(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]
     def make(**changes: object) -> list[str]:
         values = FIELDS | {"data.path": directory / "corpus.txt", "data.cache": directory / "cache"}
         values |= {name.replace("__", "."): value for name, value in changes.items()}
-        return [f"--config={ROOT}/configs/gpt_tiny.py", *(f"--config.{name}={value}" for name, value in values.items())]
+        return [
+            f"--config={ROOT}/configs/gpt_tiny.py",
+            *(f"--config.{name}={value}" for name, value in values.items()),
+        ]
 
     return make
 
 
 def local(processes: int, devices: int, script: Path, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "mesh_lm.launch", f"--per-node={processes}", f"--devices={devices}", str(script), *arguments]
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "mesh_lm.launch",
+        f"--per-node={processes}",
+        f"--devices={devices}",
+        str(script),
+        *arguments,
+    ]
+    return subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def outcome(output: Path) -> tuple[dict, np.ndarray]:
     """Returns the digests that the worker wrote, and the losses of train.py."""
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return json.loads((output / "bits.json").read_text(encoding="utf-8")), np.array([row["loss"] for row in rows if "loss" in row])
+    rows = [
+        json.loads(line)
+        for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    return json.loads((output / "bits.json").read_text(encoding="utf-8")), np.array(
+        [row["loss"] for row in rows if "loss" in row]
+    )
 
 
 @pytest.fixture(scope="module")
-def alone(fields: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, np.ndarray]:
+def alone(
+    fields: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict, np.ndarray]:
     """One process with all eight devices."""
     output = tmp_path_factory.mktemp("alone")
     process = local(1, 8, WORKER, str(output), *fields())
@@ -60,7 +84,9 @@ def alone(fields: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFac
     return outcome(output)
 
 
-def assert_same_run(found: tuple[dict, np.ndarray], wanted: tuple[dict, np.ndarray], processes: int) -> None:
+def assert_same_run(
+    found: tuple[dict, np.ndarray], wanted: tuple[dict, np.ndarray], processes: int
+) -> None:
     bits, losses = found
     assert bits["processes"] == processes and bits["devices"] == 8 and wanted[0]["processes"] == 1
     for what in ("init", "batches", "masks"):
@@ -70,7 +96,9 @@ def assert_same_run(found: tuple[dict, np.ndarray], wanted: tuple[dict, np.ndarr
 
 
 @pytest.mark.exhaustive
-def test_two_processes_are_one_run(fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path) -> None:
+def test_two_processes_are_one_run(
+    fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path
+) -> None:
     process = local(2, 4, WORKER, str(tmp_path), *fields())
     out = ended(process)
     assert process.returncode == 0, out
@@ -79,7 +107,9 @@ def test_two_processes_are_one_run(fields: Callable[..., list[str]], alone: tupl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_four_processes(fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path, times: int) -> None:
+def test_four_processes(
+    fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path, times: int
+) -> None:
     """The same layout gives the same bits, losses included."""
     found = []
     for n in range(times):
@@ -94,14 +124,25 @@ def test_four_processes(fields: Callable[..., list[str]], alone: tuple[dict, np.
 
 
 @pytest.mark.slow
-def test_two_nodes_of_slurm(fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path) -> None:
+def test_two_nodes_of_slurm(
+    fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path
+) -> None:
     if reason := why_not():
         pytest.skip(reason)
     (directory := tmp_path / "slurm").mkdir()
     with cluster(directory) as slurm:
-        command = ["srun", "-N2", "-n2", sys.executable, str(WORKER), str(tmp_path / "run"), *fields()]
+        command = [
+            "srun",
+            "-N2",
+            "-n2",
+            sys.executable,
+            str(WORKER),
+            str(tmp_path / "run"),
+            *fields(),
+        ]
         run = subprocess.run(
-            command, env=environment() | slurm | {"XLA_FLAGS": environment()["XLA_FLAGS"], "JAX_NUM_CPU_DEVICES": "4"},
+            command,
+            env=environment() | slurm | {"XLA_FLAGS": environment()["XLA_FLAGS"], "JAX_NUM_CPU_DEVICES": "4"},
             capture_output=True, text=True, timeout=PATIENCE,
         )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
@@ -109,7 +150,9 @@ def test_two_nodes_of_slurm(fields: Callable[..., list[str]], alone: tuple[dict,
 
 
 @pytest.mark.exhaustive
-def test_two_nodes_of_slurm_under_launchers(fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path) -> None:
+def test_two_nodes_of_slurm_under_launchers(
+    fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path
+) -> None:
     """One launcher per node; a worker is killed during the run, which ends with the same result."""
     if reason := why_not():
         pytest.skip(reason)
@@ -124,23 +167,44 @@ def test_two_nodes_of_slurm_under_launchers(fields: Callable[..., list[str]], al
         encoding="utf-8",
     )
     with cluster(directory) as slurm:
-        launch = [sys.executable, "-m", "mesh_lm.launch", "--devices=4", str(script), str(tmp_path / "run"), *fields()]
+        launch = [
+            sys.executable,
+            "-m",
+            "mesh_lm.launch",
+            "--devices=4",
+            str(script),
+            str(tmp_path / "run"),
+            *fields(),
+        ]
         run = subprocess.run(
-            ["srun", "-N2", "--ntasks-per-node=1", *launch], env=environment() | slurm | {"XLA_FLAGS": environment()["XLA_FLAGS"]},
+            ["srun", "-N2", "--ntasks-per-node=1", *launch],
+            env=environment() | slurm | {"XLA_FLAGS": environment()["XLA_FLAGS"]},
             capture_output=True, text=True, timeout=PATIENCE,
         )  # fmt: skip
-    assert run.returncode == 0 and "process 1 on node 1" in run.stderr and "restart 1 of 3" in run.stderr, run.stdout + run.stderr
+    assert (
+        run.returncode == 0
+        and "process 1 on node 1" in run.stderr
+        and "restart 1 of 3" in run.stderr
+    ), run.stdout + run.stderr
     assert_same_run(outcome(tmp_path / "run"), alone, 2)
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_process_stops_all_at_one_step(fields: Callable[..., list[str]], tmp_path: Path) -> None:
-    """Only the second process gets the signal; all save at the same step, exit with 99, and the run continues from there."""
+def test_sigterm_to_one_process_stops_all_at_one_step(
+    fields: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Only the second process gets the signal; all save at the same step, exit with 99, and the run
+    continues from there."""
     arguments = fields(output=tmp_path, train__steps=100_000, train__eval_every=7)
     process = local(2, 4, ROOT / "train.py", *arguments)
     metrics = tmp_path / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and len(metrics.read_text(encoding="utf-8").splitlines()) >= 4, process)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    wait_for(
+        lambda: metrics.exists() and len(metrics.read_text(encoding="utf-8").splitlines()) >= 4,
+        process,
+    )
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+    ).stdout.split()
     os.kill(int(children[-1]), signal.SIGTERM)
     out = ended(process)
     assert process.returncode == 99, out
@@ -153,8 +217,13 @@ def test_sigterm_to_one_process_stops_all_at_one_step(fields: Callable[..., list
 
 
 @pytest.mark.exhaustive
-def test_two_processes_start_from_another_run(fields: Callable[..., list[str]], tmp_path: Path) -> None:
-    for changes in ({"output": tmp_path / "first"}, {"output": tmp_path / "tuned", "init_from": tmp_path / "first"}):
+def test_two_processes_start_from_another_run(
+    fields: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    for changes in (
+        {"output": tmp_path / "first"},
+        {"output": tmp_path / "tuned", "init_from": tmp_path / "first"},
+    ):
         process = local(2, 4, ROOT / "train.py", *fields(train__steps=1, **changes))
         out = ended(process)
         assert process.returncode == 0 and "step 1/1" in out and "restart" not in out, out
@@ -173,12 +242,20 @@ sys.exit(distributed.run(main, sys.argv[1:]))
 @pytest.mark.parametrize(("divisor", "status"), [("1", 0), ("0", 70)])
 def test_a_log_that_takes_no_more_changes_no_status(divisor: str, status: int) -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
-        done = subprocess.run([sys.executable, "-c", ENDS, divisor], env=environment(), stdout=full, stderr=full, timeout=PATIENCE)
+        done = subprocess.run(
+            [sys.executable, "-c", ENDS, divisor],
+            env=environment(),
+            stdout=full,
+            stderr=full,
+            timeout=PATIENCE,
+        )
     assert done.returncode == status
 
 
 @pytest.mark.slow
-def test_configs_that_differ_are_told_apart(fields: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_configs_that_differ_are_told_apart(
+    fields: Callable[..., list[str]], tmp_path: Path
+) -> None:
     """The error comes before any device is used. The script gives each process another seed."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -196,11 +273,16 @@ def test_configs_that_differ_are_told_apart(fields: Callable[..., list[str]], tm
 
 def apart(arguments: list[str], *environments: dict[str, str]) -> list[tuple[int, str]]:
     """Returns (status, output) of processes without a launcher, as on several hosts."""
-    place = {"MESH_LM_COORDINATOR": f"127.0.0.1:{free_port()}", "MESH_LM_PROCESSES": str(len(environments)), "JAX_NUM_CPU_DEVICES": "4"}
+    place = {
+        "MESH_LM_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "MESH_LM_PROCESSES": str(len(environments)),
+        "JAX_NUM_CPU_DEVICES": "4",
+    }
     place["MESH_LM_SECRET"] = "these hosts share no home directory"
     running = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), *arguments], env=environment() | place | {"MESH_LM_PROCESS_INDEX": str(i)} | own,
+            [sys.executable, str(ROOT / "train.py"), *arguments],
+            env=environment() | place | {"MESH_LM_PROCESS_INDEX": str(i)} | own,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for i, own in enumerate(environments)
@@ -215,7 +297,9 @@ def apart(arguments: list[str], *environments: dict[str, str]) -> list[tuple[int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_what_one_host_lacks_ends_all(fields: Callable[..., list[str]], tmp_path: Path, absent: int) -> None:
+def test_what_one_host_lacks_ends_all(
+    fields: Callable[..., list[str]], tmp_path: Path, absent: int
+) -> None:
     """The run fails long before JAX's timeout, and both processes print the reason."""
     homes = [tmp_path / "a", tmp_path / "b"]
     for home in homes:
@@ -228,21 +312,30 @@ def test_what_one_host_lacks_ends_all(fields: Callable[..., list[str]], tmp_path
 
 
 @pytest.mark.slow
-def test_an_output_that_hosts_do_not_share_is_refused(fields: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_an_output_that_hosts_do_not_share_is_refused(
+    fields: Callable[..., list[str]], tmp_path: Path
+) -> None:
     homes = [tmp_path / "a", tmp_path / "b"]
     for home in homes:
         home.mkdir()
     for status, out in apart(fields(output="~/run"), *({"HOME": str(home)} for home in homes)):
         assert status == 1 and "Traceback" not in out, out
-        assert "is not the directory that process 0 sees; set output to a directory that all hosts share" in out, out
+        assert (
+            "is not the directory that process 0 sees; set output to a directory that all hosts "
+            "share"
+        ) in out, out
 
 
 @pytest.mark.slow
-def test_config_files_that_differ_inside_are_told_apart(fields: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_config_files_that_differ_inside_are_told_apart(
+    fields: Callable[..., list[str]], tmp_path: Path
+) -> None:
     """Two files with the same name and equal configs, but different code."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        text = (ROOT / "configs" / "gpt_tiny.py").read_text(encoding="utf-8") + f"\nNOTE = {name!r}\n"
+        text = (ROOT / "configs" / "gpt_tiny.py").read_text(
+            encoding="utf-8"
+        ) + f"\nNOTE = {name!r}\n"
         (tmp_path / name / "mine.py").write_text(text, encoding="utf-8")
     arguments = ["--config=~/mine.py", *fields(output=tmp_path / "run")[1:]]
     for status, out in apart(arguments, *({"HOME": str(tmp_path / name)} for name in ("a", "b"))):
@@ -262,8 +355,11 @@ class Layer(DenseLayer):
 
 
 @pytest.mark.exhaustive
-def test_programs_that_differ_are_told_apart(fields: Callable[..., list[str]], tmp_path: Path) -> None:
-    """A layer that iterates over a set is another program under another hash seed: an error, not two processes that wait for each other."""
+def test_programs_that_differ_are_told_apart(
+    fields: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """A layer that iterates over a set is another program under another hash seed: an error, not
+    two processes that wait for each other."""
     (tmp_path / "mine.py").write_text(SET, encoding="utf-8")
     arguments = fields(output=tmp_path / "run", model__block=f"{tmp_path / 'mine.py'}:Layer")
     for status, out in apart(arguments, {"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"}):
@@ -280,15 +376,27 @@ def test_the_launcher_takes_a_module(tmp_path: Path) -> None:
         text=True,
         timeout=PATIENCE,
     )
-    assert process.returncode == 0 and process.stdout.count("Namespaces are one honking great idea") == 2
-    process = subprocess.run([sys.executable, "-m", "mesh_lm.launch", "--per-node=2"], env=environment(), capture_output=True, text=True)
+    assert (
+        process.returncode == 0
+        and process.stdout.count("Namespaces are one honking great idea") == 2
+    )
+    process = subprocess.run(
+        [sys.executable, "-m", "mesh_lm.launch", "--per-node=2"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert process.returncode == 1 and "name a Python script, such as train.py" in process.stderr
 
 
 def test_the_launcher_ends_when_one_process_fails(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, time\nif os.environ['MESH_LM_PROCESS_INDEX'] == '1': raise SystemExit(1)\ntime.sleep(600)\n", encoding="utf-8"
+        (
+            "import os, time\nif os.environ['MESH_LM_PROCESS_INDEX'] == '1': raise "
+            "SystemExit(1)\ntime.sleep(600)\n"
+        ),
+        encoding="utf-8",
     )
     process = local(2, 1, script)
     ended(process)

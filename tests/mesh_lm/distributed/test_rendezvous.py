@@ -25,31 +25,49 @@ RUN = {"config": {"seed": 0, "train": {"steps": 5}}, "code": {"mesh_lm/training/
 
 
 def test_a_process_may_have_imported_more_of_mesh_lm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of its files are compared, imported or not; process 0 alone may have looked at a tokenizer before."""
+    """All of its files are compared, imported or not; process 0 alone may have looked at a
+    tokenizer before."""
     before = describe({})["code"]
-    monkeypatch.setitem(sys.modules, "mesh_lm.another", SimpleNamespace(__file__=str(Path(mesh_lm.__file__).with_name("errors.py"))))
+    monkeypatch.setitem(
+        sys.modules,
+        "mesh_lm.another",
+        SimpleNamespace(__file__=str(Path(mesh_lm.__file__).with_name("errors.py"))),
+    )
     assert describe({})["code"] == before
     monkeypatch.setitem(sys.modules, "my_model", SimpleNamespace(__file__=__file__))
     assert describe({})["code"].keys() - before.keys() == {"my_model"}
 
 
-def test_a_host_that_has_lost_its_gpus_or_has_another_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are told before JAX waits for devices that do not come, or compiles what does not fit."""
+def test_a_host_that_has_lost_its_gpus_or_has_another_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both are told before JAX waits for devices that do not come, or compiles what does not
+    fit."""
     monkeypatch.setattr(gpu, "visible", lambda environment: "")
     lost = describe({})
     installed = {"jaxlib": "0.12.0", "jax-cuda13-pjrt": "0.12.0"}
     monkeypatch.setattr(gpu, "visible", lambda environment: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(rendezvous, "_compilers", lambda: {"jax-cuda13-pjrt": installed["jax-cuda13-pjrt"]})
+    monkeypatch.setattr(
+        rendezvous, "_compilers", lambda: {"jax-cuda13-pjrt": installed["jax-cuda13-pjrt"]}
+    )
     here = describe({})
     installed["jax-cuda13-pjrt"] = "0.12.0.1"
-    lines = [outcomes(slots(2), [here, there])[0].splitlines()[1] for there in (describe({}), lost | {"versions": here["versions"]})]
+    lines = [
+        outcomes(slots(2), [here, there])[0].splitlines()[1]
+        for there in (describe({}), lost | {"versions": here["versions"]})
+    ]
     assert lines == [
         "  - versions.jax-cuda13-pjrt: 0.12.0 on process 0, 0.12.0.1 there",
         "  - devices: NVIDIA GPUs on process 0, no NVIDIA GPU there",
     ]
 
 
-def outcomes(slots: list[ProcessSlot], descriptions: list[dict], timeout: float = PATIENCE, late: tuple[int, ...] = ()) -> list[str]:
+def outcomes(
+    slots: list[ProcessSlot],
+    descriptions: list[dict],
+    timeout: float = PATIENCE,
+    late: tuple[int, ...] = (),
+) -> list[str]:
     """Returns each process's error; empty if there is none."""
 
     def one(slot: ProcessSlot, description: dict) -> str:
@@ -90,14 +108,19 @@ def test_visitors_may_come_first() -> None:
         assert [visit.result() for visit in visits] == [None, None]
 
 
-def test_who_waits_says_for_whom(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_waits_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Once, when there was no answer for a while."""
     monkeypatch.setattr(rendezvous, "QUIET", 0.1)
     address = slots(3)[0].coordinator
     for index, whom in ((0, "processes 1-2 of 3"), (1, "process 0")):
         with pytest.raises(RendezvousFailed):
             meet(ProcessSlot(address, 3, index), 0.6, RUN, SECRET)
-        assert capsys.readouterr().err == f"process {index} waits for {whom} at {address}, for up to 0.6 s\n"
+        assert (
+            capsys.readouterr().err
+            == f"process {index} waits for {whom} at {address}, for up to 0.6 s\n"
+        )
     assert outcomes(slots(2), [RUN] * 2) == ["", ""] and not capsys.readouterr().err
 
 
@@ -110,7 +133,10 @@ def test_a_difference_is_named_on_every_process() -> None:
     said = outcomes(three, [RUN, RUN, other], late=(1,))
     assert said[0] == said[1] == said[2]
     assert "process 2 on " in said[0] and "does not match process 0 on" in said[0]
-    assert "  - config.train.steps: 5 on process 0, 6 there\n  - code.mesh_lm/training/step.py: 0123 on process 0, 4567 there\n" in said[0]
+    assert (
+        "  - config.train.steps: 5 on process 0, 6 there\n  - code.mesh_lm/training/step.py: 0123 "
+        "on process 0, 4567 there\n"
+    ) in said[0]
     assert "  - code.mine.py: None on process 0, 89ab there\n" in said[0]
 
 
@@ -120,7 +146,10 @@ def test_another_count_or_the_same_index_twice() -> None:
     assert said[0] == said[1] == "process 1 expects 3 processes, process 0 expects 2"
     first, *_ = slots(3)
     twin = ProcessSlot(first.coordinator, 3, 1)
-    assert "two processes have the index 1 of 3; each needs its own launch.index" in outcomes([first, twin, twin], [RUN] * 3)[0]
+    assert (
+        "two processes have the index 1 of 3; each needs its own launch.index"
+        in outcomes([first, twin, twin], [RUN] * 3)[0]
+    )
 
 
 def test_who_does_not_come_is_named() -> None:
@@ -134,7 +163,10 @@ def test_who_does_not_come_is_named() -> None:
 def test_nobody_at_the_coordinators_address() -> None:
     (lonely,) = slots(2, 1)
     (said,) = outcomes([lonely], [RUN], timeout=0.5)
-    assert said.startswith(f"process 1 found no process 0 at {lonely.coordinator} within 0.5 s") and "correct launch.coordinator" in said
+    assert (
+        said.startswith(f"process 1 found no process 0 at {lonely.coordinator} within 0.5 s")
+        and "correct launch.coordinator" in said
+    )
 
 
 def test_a_port_in_use() -> None:
@@ -142,7 +174,9 @@ def test_a_port_in_use() -> None:
     with socket.create_server(first.address):
         (said,) = outcomes([first], [RUN], timeout=0.5)
     assert "choose a free port for launch.coordinator" in said
-    assert said.startswith(f"process 0 cannot listen on port {first.address[1]}: Address already in use")
+    assert said.startswith(
+        f"process 0 cannot listen on port {first.address[1]}: Address already in use"
+    )
 
 
 def test_strangers_are_ignored() -> None:
@@ -163,7 +197,8 @@ def test_strangers_are_ignored() -> None:
 
 
 def test_strangers_hold_nobody_up() -> None:
-    """Silence, a byte now and then, a nested message and another secret take neither a place nor time; an index out of range is named."""
+    """Silence, a byte now and then, a nested message and another secret take neither a place nor
+    time; an index out of range is named."""
     two = slots(2)
     with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
         meeting = pool.submit(meet, two[0], 2, RUN, SECRET)
@@ -178,13 +213,22 @@ def test_strangers_hold_nobody_up() -> None:
             time.sleep(0.1)
         assert time.monotonic() - began < 2 + 5
         with pytest.raises(
-            RendezvousFailed, match=r"process 1 of 2 did not connect .*the last connection that was refused came from 127"
+            RendezvousFailed,
+            match=(
+                r"process 1 of 2 did not connect .*the last connection that was refused came from "
+                r"127"
+            ),
         ) as e:
             meeting.result()
         assert "another secret" in str(e.value)
-        with pytest.raises(RendezvousFailed, match=r"found no process 0 .*start all processes with the same secret"):
+        with pytest.raises(
+            RendezvousFailed, match=r"found no process 0 .*start all processes with the same secret"
+        ):
             wrong.result()
-    assert "has the index 7 of 2; launch.index must be 0 to 1" in outcomes([two[0], ProcessSlot(two[0].coordinator, 2, 7)], [RUN, RUN])[0]
+    assert (
+        "has the index 7 of 2; launch.index must be 0 to 1"
+        in outcomes([two[0], ProcessSlot(two[0].coordinator, 2, 7)], [RUN, RUN])[0]
+    )
 
 
 def connected(slot: ProcessSlot) -> socket.socket:
@@ -205,14 +249,23 @@ def test_a_run_on_one_host_listens_there_only() -> None:
         connected(two[0]).close()
         port = f"{two[0].address[1]:04X}"
         found = [
-            line.split()[1:4] for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text(encoding="utf-8").splitlines()
+            line.split()[1:4]
+            for name in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{name}").read_text(encoding="utf-8").splitlines()
         ]
-        assert [address for address, _, state in found if state == "0A" and address.endswith(f":{port}")] == [f"0100007F:{port}"]
+        assert [
+            address for address, _, state in found if state == "0A" and address.endswith(f":{port}")
+        ] == [f"0100007F:{port}"]
         meet(two[1], 20, RUN, SECRET)
         meeting.result()
 
 
 def test_a_description_names_code_and_versions() -> None:
     found = describe({"seed": 1})
-    assert {"train.py", "mesh_lm/training/step.py", "sharding_rules/rules.py", "pallas_kernels/attention/api.py"} <= found["code"].keys()
+    assert {
+        "train.py",
+        "mesh_lm/training/step.py",
+        "sharding_rules/rules.py",
+        "pallas_kernels/attention/api.py",
+    } <= found["code"].keys()
     assert found["config"] == {"seed": 1} and found["versions"]["jax"]

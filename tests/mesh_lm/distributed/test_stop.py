@@ -1,4 +1,5 @@
-"""SIGTERM or Ctrl-C to one process: at once with status 99 or 130 where no step is new, and else after the step."""
+"""SIGTERM or Ctrl-C to one process: at once with status 99 or 130 where no step is new, and else
+after the step."""
 
 import json
 import os
@@ -87,13 +88,16 @@ print(json.dumps(ended | {"cursor": os.read(terminal, 64).decode(), "seconds": t
 
 
 def test_at_once_or_after_the_step(tmp_path: Path) -> None:
-    """prepare: Python is interrupted, and cleans up. compile, resumed: it cannot be. step: there is something to save.
-    child: SIGTERM to a forked child is none to its parent. save: a second SIGINT while the first is obeyed. ignored: as a shell's
-    background job, which SIGTERM ends. twice: a second SIGTERM does not break off the cleaning up. worker: of a launcher, which takes 130
-    for a failure.
+    """prepare: Python is interrupted, and cleans up. compile, resumed: it cannot be. step: there is
+    something to save. child: SIGTERM to a forked child is none to its parent. save: a second SIGINT
+    while the first is obeyed. ignored: as a shell's background job, which SIGTERM ends. twice: a
+    second SIGTERM does not break off the cleaning up. worker: of a launcher, which takes 130 for a
+    failure.
     """
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=PATIENCE
+    )
     found = json.loads(done.stdout)
     assert found.pop("seconds") < 2 + 10
     assert found.pop("cursor") == "\x1b[?25h", "a progress bar had hidden it"
@@ -105,7 +109,13 @@ def test_at_once_or_after_the_step(tmp_path: Path) -> None:
         "child SIGTERM": 7,
         "twice SIGTERM": 99,
     }
-    by_interrupt = {"prepare SIGINT": 130, "compile SIGINT": 130, "step SIGINT": 8, "save SIGINT": 130, "ignored SIGINT": 7}
+    by_interrupt = {
+        "prepare SIGINT": 130,
+        "compile SIGINT": 130,
+        "step SIGINT": 8,
+        "save SIGINT": 130,
+        "ignored SIGINT": 7,
+    }
     assert found == by_term | by_interrupt | {"worker SIGINT": 99}, done.stderr
     assert {path.name for path in tmp_path.glob("removed *")} == {
         f"removed {key}" for key in ("prepare SIGTERM", "prepare SIGINT", "twice SIGTERM")
@@ -138,32 +148,54 @@ with StopOnSignal(phases):
 
 
 def test_the_interpreter_is_not_torn_down_while_xla_compiles() -> None:
-    """Its native threads crash then. The contexts inside are left, and what was printed is written."""
-    done = subprocess.run([sys.executable, "-c", TORN_DOWN], env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    """Its native threads crash then. The contexts inside are left, and what was printed is
+    written."""
+    done = subprocess.run(
+        [sys.executable, "-c", TORN_DOWN],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert (done.returncode, done.stdout) == (99, "buffered and unwound"), done.stderr
     assert done.stderr == "stopped by SIGTERM in phase compile: there is nothing new to save\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [(str(ROOT / "train.py"), "--config=gpt_tiny"), ("-m", "mesh_lm", "train", "gpt_tiny")])
+@pytest.mark.parametrize(
+    "program",
+    [(str(ROOT / "train.py"), "--config=gpt_tiny"), ("-m", "mesh_lm", "train", "gpt_tiny")],
+)
 def test_ctrl_c_while_jax_is_imported(program: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, *program, f"--output={tmp_path}"]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for(lambda: "jaxlib" in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"), process)
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for(
+        lambda: "jaxlib" in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"), process
+    )
     process.send_signal(signal.SIGINT)
     assert (ended(process), process.returncode) == ("stopped by Ctrl-C\n", 130)
 
 
 @pytest.mark.slow
 def test_train_py_stops_while_it_compiles(tmp_path: Path) -> None:
-    """A run without a launcher ends with 99 in its first compilation, and leaves no checkpoint; the same command then begins."""
-    (tmp_path / "corpus.txt").write_text((ROOT / "mesh_lm" / "launch" / "controller.py").read_text(encoding="utf-8"), encoding="utf-8")
+    """A run without a launcher ends with 99 in its first compilation, and leaves no checkpoint; the
+    same command then begins."""
+    (tmp_path / "corpus.txt").write_text(
+        (ROOT / "mesh_lm" / "launch" / "controller.py").read_text(encoding="utf-8"),
+        encoding="utf-8",
+    )
     command = [
-        sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/gpt_tiny.py", f"--data.path={tmp_path}/corpus.txt",
-        f"--data.cache={tmp_path}/cache", f"--output={tmp_path}/run", "--launch.compile_cache=", "--data.tokenizer_vocab=512",
+        sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/gpt_tiny.py",
+        f"--data.path={tmp_path}/corpus.txt",
+        f"--data.cache={tmp_path}/cache", f"--output={tmp_path}/run", "--launch.compile_cache=",
+        "--data.tokenizer_vocab=512",
         "--data.max_epochs=0",
     ]  # fmt: skip
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)  # what follows is the first step
     time.sleep(1)
     os.kill(process.pid, signal.SIGTERM)

@@ -1,6 +1,8 @@
-"""One process of a run: trains with train.py, then writes digests of initialisation, batches and dropout masks.
+"""One process of a run: trains with train.py, then writes digests of initialisation, batches and
+dropout masks.
 
-Started by test_processes.py, through `python -m mesh_lm.launch` or through Slurm: worker.py OUTPUT train.py's arguments ...
+Started by test_processes.py, through `python -m mesh_lm.launch` or through Slurm: worker.py OUTPUT
+train.py's arguments ...
 """
 
 import hashlib
@@ -41,14 +43,22 @@ def digest(tree: Any) -> dict[str, str]:
 def bits(argv: list[str]) -> dict[str, Any]:
     config = check(command_line.parse(argv), jax.device_count())
     layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh)))
-    batches = Batches(config, prepare(config.data, vocab=config.data.tokenizer_vocab), batch_sharding(layout))
+    batches = Batches(
+        config, prepare(config.data, vocab=config.data.tokenizer_vocab), batch_sharding(layout)
+    )
     loader = batches.train()
     taken = [batch for _, batch in islice(loader, 3)]
     loader.close()
     ids = taken[-1]["sample_ids"][0]
-    mask = jax.jit(lambda ids: Dropout.of(jax.random.key(3), ids, jnp.arange(4)[None]).fold(1)(jnp.ones((*ids.shape, 4, 8)), 0.5))
+    mask = jax.jit(
+        lambda ids: Dropout.of(jax.random.key(3), ids, jnp.arange(4)[None]).fold(1)(
+            jnp.ones((*ids.shape, 4, 8)), 0.5
+        )
+    )
     return {
-        "init": digest(init_state(layout, Optimizer(config.optimizer, config.train.steps), config.seed)),
+        "init": digest(
+            init_state(layout, Optimizer(config.optimizer, config.train.steps), config.seed)
+        ),
         "batches": [digest(batch) for batch in taken],
         "masks": digest(mask(ids)),
         "processes": jax.process_count(),

@@ -25,7 +25,10 @@ COMPILE_BUDGET = 80
 def tensors(directory: Path) -> dict[str, np.ndarray]:
     found, problems = files.scan(directory)
     assert not problems
-    return {name: stored.read(tuple(slice(None) for _ in stored.shape or ())) for name, stored in found.items()}
+    return {
+        name: stored.read(tuple(slice(None) for _ in stored.shape or ()))
+        for name, stored in found.items()
+    }
 
 
 def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
@@ -39,45 +42,67 @@ def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 def test_there_and_back_is_bitwise(name: str, tmp_path: Path) -> None:
     """Exports from a mesh to several files."""
     found = golden(name, "2 x 4")
-    huggingface.save(tmp_path / "out", found.layout, found.params, dtype="float32", max_shard_bytes=16_000)
+    huggingface.save(
+        tmp_path / "out", found.layout, found.params, dtype="float32", max_shard_bytes=16_000
+    )
     wanted = tensors(FIXTURES / name)
     same(tensors(tmp_path / "out"), {n: x[:24] if "wpe" in n else x for n, x in wanted.items()})
     index = json.loads((tmp_path / "out" / files.INDEX).read_text(encoding="utf-8"))
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors(tmp_path / "out").values())
+    assert index["metadata"]["total_size"] == sum(
+        x.nbytes for x in tensors(tmp_path / "out").values()
+    )
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
     assert len(sizes) > 1 and max(sizes) < 16_000 + 3000  # and a header
     assert huggingface.config_of(tmp_path / "out").n_params() == found.layout.config.n_params()
-    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}) == 1, "a colleague can read them all"
+    assert (
+        len({path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}) == 1
+    ), "a colleague can read them all"
     assert not list(tmp_path.glob(".*"))
 
 
 def test_stages_of_a_pipeline_do_not_show(tmp_path: Path) -> None:
     """Layers are written and read in model order; each device reads its shard."""
     config = dataclasses.replace(golden("gpt2").layout.config, n_layers=3)
-    layout = ModelLayout.of(config, shard_on("fsdp", pipeline=2, fsdp=2), PipelineConfig(layers=(1, 2)))
-    params = jax.jit(layout.init, out_shardings=layout.canonical_shardings("params"))(jax.random.key(0))
+    layout = ModelLayout.of(
+        config, shard_on("fsdp", pipeline=2, fsdp=2), PipelineConfig(layers=(1, 2))
+    )
+    params = jax.jit(layout.init, out_shardings=layout.canonical_shardings("params"))(
+        jax.random.key(0)
+    )
     huggingface.save(tmp_path / "out", layout, params, dtype="float32")
     found = huggingface.load(tmp_path / "out", layout)
     assert {name: x.sharding for name, x in found.items()} == layout.canonical_shardings("params")
-    row = np.arange(layout.shapes["embedding"].shape[0])[:, None] < config.vocab_size  # padding of the vocabulary is 0
+    # padding of the vocabulary is 0
+    row = np.arange(layout.shapes["embedding"].shape[0])[:, None] < config.vocab_size
     for name, x in params.items():
-        np.testing.assert_array_equal(found[name], np.where(row, x, 0) if name == "embedding" else x)
+        np.testing.assert_array_equal(
+            found[name], np.where(row, x, 0) if name == "embedding" else x
+        )
 
 
 def test_bfloat16_in_one_file(tmp_path: Path) -> None:
     found = golden("qwen3")
     (tmp_path / "out").mkdir()
-    huggingface.save(tmp_path / "out", found.layout.config, found.params, tokenizer=load_tokenizer("bytes"))
+    huggingface.save(
+        tmp_path / "out", found.layout.config, found.params, tokenizer=load_tokenizer("bytes")
+    )
     import ml_dtypes
 
-    same(tensors(tmp_path / "out"), {n: x.astype(ml_dtypes.bfloat16) for n, x in tensors(FIXTURES / "qwen3").items()})
+    same(
+        tensors(tmp_path / "out"),
+        {n: x.astype(ml_dtypes.bfloat16) for n, x in tensors(FIXTURES / "qwen3").items()},
+    )
     described = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
-    assert (described["torch_dtype"], described["eos_token_id"]) == ("bfloat16", load_tokenizer("bytes").eod)
+    assert (described["torch_dtype"], described["eos_token_id"]) == (
+        "bfloat16",
+        load_tokenizer("bytes").eod,
+    )
     assert load_tokenizer(tmp_path / "out").fingerprint == load_tokenizer("bytes").fingerprint
 
 
 def test_a_killed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed export leaves no model: config.json is written last, and then the directory is renamed into place."""
+    """A killed export leaves no model: config.json is written last, and then the directory is
+    renamed into place."""
     found, order = golden("gpt2"), []
     real = files.write
 
@@ -96,17 +121,25 @@ def test_a_killed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_flipped_bit_is_found_by_the_digests(tmp_path: Path) -> None:
-    """An export lists the digests of all its files, and an import of any directory with such a list compares them."""
+    """An export lists the digests of all its files, and an import of any directory with such a list
+    compares them."""
     found = golden("qwen3")
     huggingface.save(tmp_path / "out", found.layout, found.params, dtype="float32")
-    listed = {line.split()[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text(encoding="utf-8").splitlines()}
+    listed = {
+        line.split()[1]
+        for line in (tmp_path / "out" / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    }
     assert listed == {"config.json", "model.safetensors"}
     data = bytearray((tmp_path / "out" / "model.safetensors").read_bytes())
     data[-100] ^= 1
     (tmp_path / "out" / "model.safetensors").write_bytes(data)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is not as SHA256SUMS has it: one of them is damaged"):
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors is not as SHA256SUMS has it: one of them is damaged"
+    ):
         huggingface.load(tmp_path / "out", found.layout)
-    (tmp_path / "out" / "SHA256SUMS").write_text("# of another tool\n" + "0" * 64 + "  another.bin\n", encoding="utf-8")
+    (tmp_path / "out" / "SHA256SUMS").write_text(
+        "# of another tool\n" + "0" * 64 + "  another.bin\n", encoding="utf-8"
+    )
     huggingface.load(tmp_path / "out", found.layout)
 
 
@@ -114,7 +147,11 @@ def test_numbers_that_the_type_does_not_hold(tmp_path: Path) -> None:
     found = golden("qwen3")
     large = found.params | {"embedding": found.params["embedding"] * 1e7}
     with pytest.raises(
-        ConfigError, match=r"model.embed_tokens.weight has [\d,]+ numbers that are not finite as float16; .* choose --dtype=bfloat16"
+        ConfigError,
+        match=(
+            r"model.embed_tokens.weight has [\d,]+ numbers that are not finite as float16; .* "
+            r"choose --dtype=bfloat16"
+        ),
     ):
         huggingface.save(tmp_path / "out", found.layout, large, dtype="float16")
     assert not list(tmp_path.iterdir())
@@ -129,7 +166,9 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dtype=int8: expected one of bfloat16, float16, float32"):
         huggingface.save(tmp_path / "b", found.layout, found.params, dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"model.head_softcap=0.0, not 2.0"):
-        huggingface.save(tmp_path / "b", dataclasses.replace(found.layout.config, head_softcap=2.0), found.params)
+        huggingface.save(
+            tmp_path / "b", dataclasses.replace(found.layout.config, head_softcap=2.0), found.params
+        )
     with pytest.raises(ConfigError, match="cannot write"):
         huggingface.save(tmp_path / "a" / "b", found.layout, found.params)
 
@@ -153,23 +192,56 @@ _ROTARY = {"vocab_size": 70, "vocab_multiple": 64, "seq_len": 16, "n_layers": 3,
 @pytest.mark.parametrize(
     "config",
     [
-        DecoderConfig(vocab_size=70, seq_len=16, n_layers=3, d_model=32, n_heads=4, dtype="float32", init_std=0.2),
-        DecoderConfig(vocab_size=70, seq_len=16, n_layers=1, d_model=32, n_heads=4, d_ff=48, tied=False, dtype="float32", init_std=0.2),
+        DecoderConfig(
+            vocab_size=70,
+            seq_len=16,
+            n_layers=3,
+            d_model=32,
+            n_heads=4,
+            dtype="float32",
+            init_std=0.2,
+        ),
+        DecoderConfig(
+            vocab_size=70,
+            seq_len=16,
+            n_layers=1,
+            d_model=32,
+            n_heads=4,
+            d_ff=48,
+            tied=False,
+            dtype="float32",
+            init_std=0.2,
+        ),
         DecoderConfig(**_ROTARY, tied=True, rope_theta=500.0),
-        DecoderConfig(**_ROTARY, tied=False, n_kv_heads=1, rope_scaling=8.0, rope_original_seq_len=8),
+        DecoderConfig(
+            **_ROTARY, tied=False, n_kv_heads=1, rope_scaling=8.0, rope_original_seq_len=8
+        ),
         DecoderConfig(**_ROTARY, tied=True, n_kv_heads=2, head_dim=16, qk_norm=True),
-        DecoderConfig(**_ROTARY, tied=False, qk_norm=True, rope_scaling=2.0, rope_original_seq_len=16),
+        DecoderConfig(
+            **_ROTARY, tied=False, qk_norm=True, rope_scaling=2.0, rope_original_seq_len=16
+        ),
     ],
     ids=["gpt2", "gpt2 untied", "llama", "llama3 untied", "qwen3", "qwen3 untied"],
 )
 def test_transformers_loads_it_and_computes_the_same(config: DecoderConfig, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="the oracle needs torch: pip install -e '.[oracle]'")
-    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers: pip install -e '.[oracle]'")
-    layout = ModelLayout.of(config, shard_on("hsdp+megatron" if config.kv_heads > 1 else "hsdp", fsdp=2))
+    torch = pytest.importorskip(
+        "torch", reason="the oracle needs torch: pip install -e '.[oracle]'"
+    )
+    transformers = pytest.importorskip(
+        "transformers", reason="the oracle needs transformers: pip install -e '.[oracle]'"
+    )
+    layout = ModelLayout.of(
+        config, shard_on("hsdp+megatron" if config.kv_heads > 1 else "hsdp", fsdp=2)
+    )
     params = jax.jit(layout.init, out_shardings=layout.shardings("params"))(jax.random.key(0))
     # Norms and biases that are not 1 and 0.
     noise = np.random.default_rng(0)
-    params = {n: jax.device_put(np.asarray(x) + 0.1 * noise.standard_normal(x.shape, np.float32), x.sharding) for n, x in params.items()}
+    params = {
+        n: jax.device_put(
+            np.asarray(x) + 0.1 * noise.standard_normal(x.shape, np.float32), x.sharding
+        )
+        for n, x in params.items()
+    }
     ids = noise.integers(0, config.vocab_size, (4, config.seq_len)).astype(np.int32)
     ours = np.asarray(jax.jit(lambda p: layout.bind(p).logits(token_batch(ids)))(params))
     huggingface.save(tmp_path / "out", layout, params, dtype="float32", max_shard_bytes=20_000)
@@ -177,7 +249,9 @@ def test_transformers_loads_it_and_computes_the_same(config: DecoderConfig, tmp_
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        info
+    )
     with torch.no_grad():
         theirs = model(torch.from_numpy(ids).long()).logits.numpy()
     difference = np.abs(ours - theirs).max()

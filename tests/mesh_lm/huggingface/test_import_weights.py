@@ -1,4 +1,5 @@
-"""Imported weights give the logits of transformers on any mesh; damaged files are refused before any weight is read."""
+"""Imported weights give the logits of transformers on any mesh; damaged files are refused before
+any weight is read."""
 
 import json
 import shutil
@@ -50,7 +51,9 @@ def test_the_golden_logits_see_every_parameter(name: str) -> None:
         ("qwen3", {"rope_theta": 1010.0}),
     ],
 )
-def test_the_golden_logits_see_every_number_of_the_config(name: str, change: dict[str, float]) -> None:
+def test_the_golden_logits_see_every_number_of_the_config(
+    name: str, change: dict[str, float]
+) -> None:
     assert golden(name).with_config(**change).error() > TOLERANCE
 
 
@@ -66,7 +69,9 @@ def test_the_loss_gives_padding_no_probability() -> None:
         "sample_ids": np.arange(8, dtype=np.uint32),
     }
     bind, segments = found.layout.bind, found.layout.segments
-    sums = jax.jit(lambda p: forward(bind, segments, p, batch | token_batch(found.ids))[1])(found.params)
+    sums = jax.jit(lambda p: forward(bind, segments, p, batch | token_batch(found.ids))[1])(
+        found.params
+    )
     z = found.wanted.astype(np.float64)
     loss = np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, labels[..., None], -1)[..., 0]
     assert float(sums["loss"] / sums["weight"]) == pytest.approx(loss.mean(), rel=1e-6)
@@ -75,8 +80,15 @@ def test_the_loss_gives_padding_no_probability() -> None:
 def test_each_number_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each number is read once for any number of replicas."""
     numbers, read = [], files.StoredTensor.read
-    monkeypatch.setattr(files.StoredTensor, "read", lambda self, part: (data := read(self, part), numbers.append(data.size))[0])
-    layout = ModelLayout.of(huggingface.config_of(FIXTURES / "llama3"), shard_on("hsdp+megatron", data=2, fsdp=2, tensor=2))
+    monkeypatch.setattr(
+        files.StoredTensor,
+        "read",
+        lambda self, part: (data := read(self, part), numbers.append(data.size))[0],
+    )
+    layout = ModelLayout.of(
+        huggingface.config_of(FIXTURES / "llama3"),
+        shard_on("hsdp+megatron", data=2, fsdp=2, tensor=2),
+    )
     huggingface.load(FIXTURES / "llama3", layout)
     assert sum(numbers) == layout.config.n_params()
 
@@ -94,9 +106,10 @@ def test_loaded_parameters_may_be_donated() -> None:
 
 def test_a_shorter_sequence_takes_the_first_positions() -> None:
     full, short = (
-        huggingface.load(FIXTURES / "gpt2", ModelLayout.of(huggingface.config_of(FIXTURES / "gpt2", seq_len=n), shard_on("ddp")))[
-            "positions"
-        ]
+        huggingface.load(
+            FIXTURES / "gpt2",
+            ModelLayout.of(huggingface.config_of(FIXTURES / "gpt2", seq_len=n), shard_on("ddp")),
+        )["positions"]
         for n in (32, 7)
     )
     np.testing.assert_array_equal(np.asarray(full)[:7], short)
@@ -114,7 +127,10 @@ def copy(tmp_path: Path) -> Path:
 def tensors(directory: Path) -> dict[str, np.ndarray]:
     found, problems = files.scan(directory)
     assert not problems
-    return {name: stored.read(tuple(slice(None) for _ in stored.shape or ())) for name, stored in found.items()}
+    return {
+        name: stored.read(tuple(slice(None) for _ in stored.shape or ()))
+        for name, stored in found.items()
+    }
 
 
 def change(directory: Path, file: str, **changes: np.ndarray | None) -> None:
@@ -129,16 +145,26 @@ def load(directory: Path, **changes: object) -> dict[str, np.ndarray]:
     config = huggingface.config_of(directory)
     for name, value in changes.items():
         object.__setattr__(config, name, value)
-    return {name: np.asarray(x) for name, x in huggingface.load(directory, ModelLayout.of(config, shard_on("ddp"))).items()}
+    return {
+        name: np.asarray(x)
+        for name, x in huggingface.load(directory, ModelLayout.of(config, shard_on("ddp"))).items()
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_without_the_prefix(name: str, tmp_path: Path) -> None:
-    """Reads files of a model without its head, with a copy of the tied head and the masks of old files."""
+    """Reads files of a model without its head, with a copy of the tied head and the masks of old
+    files."""
     shutil.copyfile(FIXTURES / name / "config.json", tmp_path / "config.json")
-    whole = {n.removeprefix("transformer.").removeprefix("model."): x for n, x in tensors(FIXTURES / name).items()}
+    whole = {
+        n.removeprefix("transformer.").removeprefix("model."): x
+        for n, x in tensors(FIXTURES / name).items()
+    }
     if name == "gpt2":
-        whole |= {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32), "lm_head.weight": whole["wte.weight"]}
+        whole |= {
+            "h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32),
+            "lm_head.weight": whole["wte.weight"],
+        }
     files.write(tmp_path / "model.safetensors", whole)
     wanted = load(FIXTURES / name)
     for leaf, x in load(tmp_path).items():
@@ -151,7 +177,10 @@ def test_any_type_becomes_fp32(dtype: str, tmp_path: Path) -> None:
     import ml_dtypes
 
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    files.write(tmp_path / "model.safetensors", {n: x.astype(kind) for n, x in tensors(FIXTURES / "qwen3").items()})
+    files.write(
+        tmp_path / "model.safetensors",
+        {n: x.astype(kind) for n, x in tensors(FIXTURES / "qwen3").items()},
+    )
     exact = load(FIXTURES / "qwen3")
     for leaf, x in load(tmp_path).items():
         np.testing.assert_array_equal(x, exact[leaf].astype(kind).astype(np.float32))
@@ -169,7 +198,11 @@ def test_quantized_weights(dtype: str, copy: Path, monkeypatch: pytest.MonkeyPat
     spelled = json.dumps(header).encode()
     (copy / file).write_bytes(len(spelled).to_bytes(8, "little") + spelled + data[end:])
     (line,) = refused(copy, monkeypatch)[1:]
-    assert line.startswith(f"{file}: {norm} has type {dtype}; F64, F32, F16, BF16 are read: fetch the weights that are not quantized")
+    assert line.startswith(
+        f"{file}: {norm} has type {dtype}; F64, F32, F16, BF16 are read: fetch the weights "
+        "that "
+        "are not quantized"
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -179,7 +212,10 @@ def test_numbers_that_are_not_finite(value: float, copy: Path) -> None:
     bad = tensors(copy)[norm].copy()
     bad[3] = value
     change(copy, file, model__norm__weight=bad)
-    with pytest.raises(ConfigError, match=rf"{file}: {norm} has 1 numbers that are not finite \(NaN or Inf\); fetch it again"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{file}: {norm} has 1 numbers that are not finite \(NaN or Inf\); fetch it again",
+    ):
         load(copy)
 
 
@@ -229,15 +265,29 @@ def test_no_weights_or_no_index(copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for path in copy.glob("*.safetensors"):
         path.unlink()
     (copy / "pytorch_model.bin").touch()
-    assert refused(copy, monkeypatch) == ["DIR cannot be read", f"{expected} is none; pytorch_model.bin is not read"]
+    assert refused(copy, monkeypatch) == [
+        "DIR cannot be read",
+        f"{expected} is none; pytorch_model.bin is not read",
+    ]
     (copy / files.INDEX).write_text("[]", encoding="utf-8")
-    assert refused(copy, monkeypatch)[1].startswith(f"{files.INDEX} is not an index of tensors: ValueError: expected an object, got list")
+    assert refused(copy, monkeypatch)[1].startswith(
+        f"{files.INDEX} is not an index of tensors: ValueError: expected an object, got list"
+    )
 
 
 def test_another_model(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Detects differences that no shape reveals; sequence length and rotary scaling may differ."""
     lines = refused(
-        copy, monkeypatch, n_heads=2, head_dim=8, n_kv_heads=1, norm_eps=1e-5, tied=True, softcap=3.0, seq_len=9, rope_theta=7.0
+        copy,
+        monkeypatch,
+        n_heads=2,
+        head_dim=8,
+        n_kv_heads=1,
+        norm_eps=1e-5,
+        tied=True,
+        softcap=3.0,
+        seq_len=9,
+        rope_theta=7.0,
     )
     assert lines == [
         "DIR is a different model from this config's",

@@ -1,4 +1,5 @@
-"""Tensor mappings in NumPy: any part of our array can be read from their tensors, and written back unchanged."""
+"""Tensor mappings in NumPy: any part of our array can be read from their tensors, and written back
+unchanged."""
 
 import math
 
@@ -22,19 +23,28 @@ def sizes_of(data: st.DataObject, row: TensorMapping) -> dict[str, int]:
 
 def written(row: TensorMapping, ours: np.ndarray, sizes: dict[str, int]) -> dict[str, np.ndarray]:
     layers = ours if "L" in row.dims else ours[None]
-    return {name.format(i): x for i, layer in enumerate(layers) for name, x in zip(row.hf_names, row.write(layer, sizes), strict=True)}
+    return {
+        name.format(i): x
+        for i, layer in enumerate(layers)
+        for name, x in zip(row.hf_names, row.write(layer, sizes), strict=True)
+    }
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.param}: {row.layout}")
 @given(data=st.data())
 def test_any_part_comes_back_and_is_read_once(row: TensorMapping, data: st.DataObject) -> None:
     sizes = sizes_of(data, row)
-    ours = np.arange(math.prod(sizes.values()), dtype=np.int32).reshape([sizes[d] for d in row.dims])
+    ours = np.arange(math.prod(sizes.values()), dtype=np.int32).reshape(
+        [sizes[d] for d in row.dims]
+    )
     theirs = written(row, ours, sizes)
     assert sorted(theirs) == sorted(row.names(sizes))
     assert all(x.shape == row.shape(sizes) for x in theirs.values())
 
-    box = tuple(tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)), label=d))) for d, n in sizes.items())
+    box = tuple(
+        tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)), label=d)))
+        for d, n in sizes.items()
+    )
     seen = []
 
     def read(name: str, part: tuple[slice, ...]) -> np.ndarray:
@@ -50,7 +60,10 @@ def test_any_part_comes_back_and_is_read_once(row: TensorMapping, data: st.DataO
 @given(vocab=st.integers(1, 9), padding=st.integers(0, 5), data=st.data())
 def test_padding_is_zero_and_is_dropped(vocab: int, padding: int, data: st.DataObject) -> None:
     row = next(row for row in ROWS if row.param == "head")
-    table, sizes = np.arange(1, 2 * vocab + 1, dtype=np.int32).reshape(vocab, 2), {"V": vocab, "D": 2}
+    table, sizes = (
+        np.arange(1, 2 * vocab + 1, dtype=np.int32).reshape(vocab, 2),
+        {"V": vocab, "D": 2},
+    )
     padded = np.concatenate([table, np.zeros((padding, 2), np.int32)])
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, vocab + padding)] * 2)))
     read = row.read(((start, stop), (0, 2)), sizes, lambda _, part: table[part], np.dtype(np.int32))
@@ -61,9 +74,16 @@ def test_padding_is_zero_and_is_dropped(vocab: int, padding: int, data: st.DataO
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 @pytest.mark.parametrize("grouped", [True, False])
 def test_each_tensor_has_one_place(family: Family, grouped: bool) -> None:
-    """Uses the mappings of one model: those for grouped queries, or the one for n_kv_heads = n_heads."""
-    left_out = "blocks.attention.qkv." if grouped else ("blocks.attention.q.", "blocks.attention.kv.")
-    rows = [row for row in family.mappings if family.model_type == "gpt2" or not row.param.startswith(left_out)]
+    """Uses the mappings of one model: those for grouped queries, or the one for n_kv_heads =
+    n_heads."""
+    left_out = (
+        "blocks.attention.qkv." if grouped else ("blocks.attention.q.", "blocks.attention.kv.")
+    )
+    rows = [
+        row
+        for row in family.mappings
+        if family.model_type == "gpt2" or not row.param.startswith(left_out)
+    ]
     assert len({row.param for row in rows}) == len(rows)
     names = [name for row in rows for name in row.names({"L": 3})]
     assert len(set(names)) == len(names)

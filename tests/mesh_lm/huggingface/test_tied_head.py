@@ -1,4 +1,5 @@
-"""A head beside the embedding of a model that config.json calls tied: tied if it is a copy, and a weight of its own if it is not."""
+"""A head beside the embedding of a model that config.json calls tied: tied if it is a copy, and a
+weight of its own if it is not."""
 
 import json
 import shutil
@@ -27,12 +28,18 @@ HEAD = "lm_head.weight"
 def stored(directory: Path) -> dict[str, np.ndarray]:
     found, problems = files.scan(directory)
     assert not problems
-    return {name: tensor.read(tuple(slice(None) for _ in tensor.shape or ())) for name, tensor in found.items()}
+    return {
+        name: tensor.read(tuple(slice(None) for _ in tensor.shape or ()))
+        for name, tensor in found.items()
+    }
 
 
 def write(directory: Path, name: str, head: str, **changes: Any) -> dict[str, np.ndarray]:
-    """Writes a fixture as a tied model with a head: "copy" of the embedding, or "another". Returns its tensors."""
-    described = json.loads((FIXTURES / name / "config.json").read_text(encoding="utf-8")) | {"tie_word_embeddings": True}
+    """Writes a fixture as a tied model with a head: "copy" of the embedding, or "another". Returns
+    its tensors."""
+    described = json.loads((FIXTURES / name / "config.json").read_text(encoding="utf-8")) | {
+        "tie_word_embeddings": True
+    }
     if name == "gpt2":
         del described["tie_word_embeddings"]  # the default of GPT-2
     (directory / "config.json").write_text(json.dumps(described | changes), encoding="utf-8")
@@ -65,7 +72,8 @@ def test_another_head_is_loaded(name: str, tmp_path: Path, capsys: pytest.Captur
     np.testing.assert_array_equal(params["head"][:n], tensors[HEAD])
     np.testing.assert_array_equal(params["embedding"][:n], tensors[HEAD][::-1])
     assert capsys.readouterr().out == (
-        f"warning: {tmp_path}/config.json ties the head to the embedding, but the files have another lm_head.weight: the head is not tied, "
+        f"warning: {tmp_path}/config.json ties the head to the embedding, but the files have "
+        "another lm_head.weight: the head is not tied, "
         "as in transformers\n"
     )
 
@@ -74,7 +82,12 @@ def test_an_export_is_untied(tmp_path: Path) -> None:
     tensors = write(tmp_path, "gpt2", "another")
     layout = ModelLayout.of(huggingface.config_of(tmp_path), shard_on("ddp"))
     huggingface.save(tmp_path / "out", layout, huggingface.load(tmp_path, layout), dtype="float32")
-    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"] is False
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))[
+            "tie_word_embeddings"
+        ]
+        is False
+    )
     np.testing.assert_array_equal(stored(tmp_path / "out")[HEAD], tensors[HEAD])
 
 
@@ -92,7 +105,9 @@ def test_several_files(tmp_path: Path) -> None:
     """The fixture has an embedding and a head in different files."""
     shutil.copytree(FIXTURES / "llama3", tmp_path, dirs_exist_ok=True)
     described = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": True}), encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        json.dumps(described | {"tie_word_embeddings": True}), encoding="utf-8"
+    )
     wanted = load(FIXTURES / "llama3")
     found = load(tmp_path)
     assert found.keys() == wanted.keys()
@@ -109,10 +124,15 @@ def test_a_head_that_the_index_does_not_list(tmp_path: Path) -> None:
 
 
 def test_one_file_precedes_an_index(tmp_path: Path) -> None:
-    """As in transformers: an index may be left of an earlier save, with files that are still there or not."""
+    """As in transformers: an index may be left of an earlier save, with files that are still there
+    or not."""
     tensors = write(tmp_path, "qwen3", "another")
-    files.write(tmp_path / "old.safetensors", {name: tensor + 1 for name, tensor in tensors.items()})
-    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "old.safetensors")}), encoding="utf-8")
+    files.write(
+        tmp_path / "old.safetensors", {name: tensor + 1 for name, tensor in tensors.items()}
+    )
+    (tmp_path / files.INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(tensors, "old.safetensors")}), encoding="utf-8"
+    )
     for _ in range(2):
         np.testing.assert_array_equal(load(tmp_path)["head"][: len(tensors[HEAD])], tensors[HEAD])
         (tmp_path / "old.safetensors").unlink(missing_ok=True)
@@ -120,8 +140,12 @@ def test_one_file_precedes_an_index(tmp_path: Path) -> None:
 
 def test_an_embedding_under_two_names(tmp_path: Path) -> None:
     tensors = write(tmp_path, "qwen3", "copy")
-    files.write(tmp_path / "model.safetensors", tensors | {"embed_tokens.weight": tensors[HEAD] + 1})
-    with pytest.raises(ConfigError, match=r"embed_tokens\.weight is also there as model\.embed_tokens\.weight$"):
+    files.write(
+        tmp_path / "model.safetensors", tensors | {"embed_tokens.weight": tensors[HEAD] + 1}
+    )
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens\.weight is also there as model\.embed_tokens\.weight$"
+    ):
         load(tmp_path)
 
 
@@ -132,7 +156,10 @@ def test_types_that_differ(tmp_path: Path) -> None:
     files.write(tmp_path / "model.safetensors", tensors | {HEAD: rounded})
     assert not huggingface.config_of(tmp_path).tied
     embedding = family_of(tmp_path).embedding
-    files.write(tmp_path / "model.safetensors", tensors | {HEAD: rounded, embedding: rounded.astype(np.float32)})
+    files.write(
+        tmp_path / "model.safetensors",
+        tensors | {HEAD: rounded, embedding: rounded.astype(np.float32)},
+    )
     assert huggingface.config_of(tmp_path).tied
 
 
@@ -158,32 +185,44 @@ def test_a_head_of_another_shape(tmp_path: Path) -> None:
     tensors = write(tmp_path, "qwen3", "another")
     tensors[HEAD] = tensors[HEAD][:-1]
     files.write(tmp_path / "model.safetensors", tensors)
-    with pytest.raises(ConfigError, match=r"lm_head\.weight has shape .*, but head of this config needs"):
+    with pytest.raises(
+        ConfigError, match=r"lm_head\.weight has shape .*, but head of this config needs"
+    ):
         load(tmp_path)
 
 
 def test_null_is_neither(tmp_path: Path) -> None:
     write(tmp_path, "qwen3", "another", tie_word_embeddings=None, rms_norm_eps=None)
-    with pytest.raises(ConfigError, match=r"rms_norm_eps=null should be float\n  - tie_word_embeddings=null should be bool"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rms_norm_eps=null should be float\n  - tie_word_embeddings=null should be bool",
+    ):
         huggingface.config_of(tmp_path)
 
 
 def test_every_command_loads_the_same(tmp_path: Path) -> None:
-    """`TrainedModel.load` is what import, generate and evaluate call, and `weights` what init_from calls."""
+    """`TrainedModel.load` is what import, generate and evaluate call, and `weights` what init_from
+    calls."""
     tensors = write(tmp_path, "qwen3", "another")
     load_tokenizer("bytes").save(tmp_path)
     trained = TrainedModel.load(tmp_path)
     started = weights(tmp_path, trained.layout)()
     for params in (trained.params, started):
-        np.testing.assert_array_equal(np.asarray(params["head"])[: len(tensors[HEAD])], tensors[HEAD])
+        np.testing.assert_array_equal(
+            np.asarray(params["head"])[: len(tensors[HEAD])], tensors[HEAD]
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["copy", "another", "alone"])
 @pytest.mark.parametrize("name", ["gpt2", "llama3"])
 def test_as_transformers(name: str, head: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="the oracle needs torch: pip install -e '.[oracle]'")
-    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers: pip install -e '.[oracle]'")
+    torch = pytest.importorskip(
+        "torch", reason="the oracle needs torch: pip install -e '.[oracle]'"
+    )
+    transformers = pytest.importorskip(
+        "transformers", reason="the oracle needs transformers: pip install -e '.[oracle]'"
+    )
     tensors = write(tmp_path, name, head)
     if head == "alone":
         del tensors[family_of(tmp_path).embedding]
@@ -191,9 +230,13 @@ def test_as_transformers(name: str, head: str, tmp_path: Path) -> None:
     load_tokenizer("bytes").save(tmp_path)
     trained = TrainedModel.load(tmp_path, dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert trained.config.model.tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)  # type: ignore[attr-defined]
+    assert trained.config.model.tied == (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )  # type: ignore[attr-defined]
     ids = [5, 40, 77, 101, 12, 9]
     with torch.no_grad():
         theirs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     wanted = [theirs[i, token].item() for i, token in enumerate(ids[1:])]
-    assert Scorer(trained.layout, trained.params)([ids])[0].logprobs == pytest.approx(wanted, abs=1e-5)
+    assert Scorer(trained.layout, trained.params)([ids])[0].logprobs == pytest.approx(
+        wanted, abs=1e-5
+    )

@@ -1,4 +1,5 @@
-"""Compares cached generation with a loop that reads the full text for every token, on one device and with all kinds of rules."""
+"""Compares cached generation with a loop that reads the full text for every token, on one device
+and with all kinds of rules."""
 
 import dataclasses
 import functools
@@ -19,7 +20,10 @@ from mesh_lm.parallel.layout import ModelLayout
 COMPILE_BUDGET = 70
 
 # Weights large enough that texts differ and do not repeat one token.
-MODELS = {"gpt": dataclasses.replace(GPT, init_std=0.3), "llama": dataclasses.replace(LLAMA, init_std=0.3, qk_norm=True)}
+MODELS = {
+    "gpt": dataclasses.replace(GPT, init_std=0.3),
+    "llama": dataclasses.replace(LLAMA, init_std=0.3, qk_norm=True),
+}
 PROMPTS = [[3], [7, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [0, 0, 11]]
 NEW = 7
 GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=1.3, top_k=40, top_p=0.9)
@@ -27,41 +31,58 @@ GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=1.3, top_k=40, t
 
 @functools.cache
 def weights(name: str) -> dict[str, np.ndarray]:
-    return jax.tree.map(np.asarray, jax.jit(ModelLayout.of(MODELS[name], shard_on("ddp")).init)(jax.random.key(1)))
+    return jax.tree.map(
+        np.asarray, jax.jit(ModelLayout.of(MODELS[name], shard_on("ddp")).init)(jax.random.key(1))
+    )
 
 
 def layout_on(name: str, rules: str, **mesh: int) -> ModelLayout:
     shard = shard_on(rules, **mesh)
-    if mesh.get("tensor", 1) > MODELS[name].kv_heads:  # the kv heads are then replicated, and each device uses its own
+    # the kv heads are then replicated, and each device uses its own
+    if mesh.get("tensor", 1) > MODELS[name].kv_heads:
         rows = {"kv_heads": None}
         shard = shard_on(shard.rules.replace(params=rows, activations=rows), **mesh)
     return ModelLayout.of(MODELS[name], shard)
 
 
 def placed(name: str, layout: ModelLayout) -> dict[str, jax.Array]:
-    return {n: jax.device_put(weights(name)[n], where) for n, where in layout.shardings("params").items()}
+    return {
+        n: jax.device_put(weights(name)[n], where)
+        for n, where in layout.shardings("params").items()
+    }
 
 
 @functools.cache
 def full_logits(name: str):
-    """Returns a function from tokens [B, SEQ] to the logits [B, SEQ, V] of the model in training."""
+    """Returns a function from tokens [B, SEQ] to the logits [B, SEQ, V] of the model in
+    training."""
     layout = ModelLayout.of(MODELS[name], shard_on("ddp"))
     run = jax.jit(lambda params, tokens: layout.bind(params).logits(token_batch(tokens)))
     return lambda tokens: run(weights(name), tokens)
 
 
 @functools.cache
-def reference(name: str, sampling: Sampling, seed: int = 5) -> tuple[list[list[int]], list[list[float]]]:
-    """Returns tokens and log-probabilities of each prompt, computed without a cache or left padding."""
+def reference(
+    name: str, sampling: Sampling, seed: int = 5
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Returns tokens and log-probabilities of each prompt, computed without a cache or left
+    padding."""
     texts, logprobs = [list(p) for p in PROMPTS], [[] for _ in PROMPTS]
     choose = jax.jit(sampling.choose)
     for _ in range(NEW):
         tokens = np.zeros((len(texts), SEQ), np.int32)
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = text
-        after = jnp.stack([z[len(text) - 1] for z, text in zip(full_logits(name)(tokens), texts, strict=True)])
+        after = jnp.stack(
+            [z[len(text) - 1] for z, text in zip(full_logits(name)(tokens), texts, strict=True)]
+        )
         key = jax.random.key(seed)
-        keys = jnp.stack([jax.random.fold_in(jax.random.fold_in(key, row), len(text)) for row, text in enumerate(texts)])
+        keys = jnp.stack(
+            [
+                jax.random.fold_in(jax.random.fold_in(key, row), len(text))
+                for row, text in enumerate(texts)
+            ]
+        )
         scores = np.asarray(jax.nn.log_softmax(after))
         for row, token in enumerate(np.asarray(choose(after, keys)).tolist()):
             texts[row].append(token)
@@ -79,12 +100,18 @@ CASES = [
     ("gpt", "hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, GREEDY),
     ("llama", "megatron_sp", {"data": 2, "tensor": 4}, SAMPLED),
     pytest.param("llama", "hsdp", {"data": 2, "fsdp": 4}, GREEDY, marks=pytest.mark.slow),
-    pytest.param("llama", "fsdp+megatron", {"fsdp": 4, "tensor": 2}, SAMPLED, marks=pytest.mark.slow),
+    pytest.param(
+        "llama", "fsdp+megatron", {"fsdp": 4, "tensor": 2}, SAMPLED, marks=pytest.mark.slow
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "rules", "mesh", "sampling"), CASES, ids=lambda value: str(value).replace("'", ""))
-def test_equals_generation_without_a_cache(name: str, rules: str, mesh: dict[str, int], sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    ("name", "rules", "mesh", "sampling"), CASES, ids=lambda value: str(value).replace("'", "")
+)
+def test_equals_generation_without_a_cache(
+    name: str, rules: str, mesh: dict[str, int], sampling: Sampling
+) -> None:
     layout = layout_on(name, rules, **mesh)
     engine = Engine(layout, placed(name, layout), sampling)
     session = engine.start(PROMPTS, NEW, seed=5)
@@ -93,8 +120,12 @@ def test_equals_generation_without_a_cache(name: str, rules: str, mesh: dict[str
     assert session.done
     tokens, logprobs = reference(name, sampling)
     assert [[token for token, _ in row] for row in made] == tokens
-    np.testing.assert_allclose([[p for _, p in row] for row in made], logprobs, rtol=1e-4, atol=1e-5)
-    assert len({token for row in tokens for token in row}) > 10, "the texts say nothing: larger weights are needed"
+    np.testing.assert_allclose(
+        [[p for _, p in row] for row in made], logprobs, rtol=1e-4, atol=1e-5
+    )
+    assert len({token for row in tokens for token in row}) > 10, (
+        "the texts say nothing: larger weights are needed"
+    )
 
 
 def test_attention_named_for_training_need_not_serve_generation() -> None:
@@ -126,23 +157,38 @@ def test_logits_after_each_token_equal_the_forward_pass(name: str) -> None:
             out.append(logits)
         return jnp.stack(out, 1)
 
-    found, wanted = np.asarray(run(weights(name))), np.asarray(full_logits(name)(np.pad(tokens, [(0, 2), (0, 0)])))
+    found, wanted = (
+        np.asarray(run(weights(name))),
+        np.asarray(full_logits(name)(np.pad(tokens, [(0, 2), (0, 0)]))),
+    )
     for row, pad in enumerate(pads):
-        np.testing.assert_allclose(found[row], wanted[row, P - 1 - pad : T - pad], rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+        np.testing.assert_allclose(
+            found[row],
+            wanted[row, P - 1 - pad : T - pad],
+            rtol=1e-5,
+            atol=1e-5 * np.abs(wanted).max(),
+        )
 
 
 def test_a_row_does_not_see_the_others() -> None:
-    """Row 2 generates the same text alone, in another batch and with another padding; another seed or row number gives another text."""
+    """Row 2 generates the same text alone, in another batch and with another padding; another seed
+    or row number gives another text."""
     layout = layout_on("gpt", "ddp")
     engine = Engine(layout, placed("gpt", layout), SAMPLED)
 
     def write(prompts, **options) -> list[list[int]]:
-        return [[token for token, _ in row] for row in engine.start(prompts, NEW, **options).advance()]
+        return [
+            [token for token, _ in row] for row in engine.start(prompts, NEW, **options).advance()
+        ]
 
     wanted = reference("gpt", SAMPLED)[0][2]
     assert write([PROMPTS[2]], seed=5, rows=[2], batch=4) == [wanted]
     assert write([PROMPTS[0], [4] * 9, PROMPTS[2]], seed=5, batch=4)[2] == wanted
-    assert write([PROMPTS[2]], seed=5, rows=[3], batch=4) != [wanted] != write([PROMPTS[2]], seed=6, rows=[2], batch=4)
+    assert (
+        write([PROMPTS[2]], seed=5, rows=[3], batch=4)
+        != [wanted]
+        != write([PROMPTS[2]], seed=6, rows=[2], batch=4)
+    )
 
 
 def test_a_row_ends_at_its_stop_id() -> None:
@@ -160,13 +206,18 @@ def test_a_row_ends_at_its_stop_id() -> None:
 
 
 def test_a_model_without_a_cache() -> None:
-    """docs/custom_model.py has only `logits`, and a recurrent state that padding must not change."""
+    """docs/custom_model.py has only `logits`, and a recurrent state that padding must not
+    change."""
     config = files.load("docs/custom_model.py")
-    model = dataclasses.replace(config.model, vocab_size=256, seq_len=SEQ, n_layers=2, d_model=32, d_state=24)
+    model = dataclasses.replace(
+        config.model, vocab_size=256, seq_len=SEQ, n_layers=2, d_model=32, d_state=24
+    )
     layout = ModelLayout.of(model, shard_on(config.rules, fsdp=4, tensor=2))
     params = jax.jit(layout.init, out_shardings=layout.shardings("params"))(jax.random.key(0))
     texts = [list(prompt) for prompt in PROMPTS]
-    for text, row in zip(texts, Engine(layout, params, GREEDY).start(PROMPTS, NEW).advance(), strict=True):
+    for text, row in zip(
+        texts, Engine(layout, params, GREEDY).start(PROMPTS, NEW).advance(), strict=True
+    ):
         text += [token for token, _ in row]
     scores = Scorer(layout, params, 4)(texts)
     for text, prompt, score in zip(texts, PROMPTS, scores, strict=True):
@@ -176,12 +227,15 @@ def test_a_model_without_a_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rules", "mesh"), [("gpt", "ddp", {}), ("llama", "hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2})]
+    ("name", "rules", "mesh"),
+    [("gpt", "ddp", {}), ("llama", "hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2})],
 )
 def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
     """Compares scores with the logits for sequences of all lengths, in more than one batch."""
     random = np.random.default_rng(2)
-    sequences = [random.integers(0, VOCAB, n).tolist() for n in (2, SEQ + 1, 5, 9, 3, SEQ, 7, 4, 12)]
+    sequences = [
+        random.integers(0, VOCAB, n).tolist() for n in (2, SEQ + 1, 5, 9, 3, SEQ, 7, 4, 12)
+    ]
     layout = layout_on(name, rules, **mesh)
     params = placed(name, layout)
     # Make every second label the likeliest.
@@ -193,7 +247,9 @@ def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
         tokens = np.zeros((4, SEQ), np.int32)
         tokens[0, : len(sequence) - 1] = sequence[:-1]
         logits = np.asarray(full_logits(name)(tokens))[0, : len(sequence) - 1]
-        wanted = (logits - np.logaddexp.reduce(logits, -1, keepdims=True))[np.arange(len(sequence) - 1), sequence[1:]]
+        wanted = (logits - np.logaddexp.reduce(logits, -1, keepdims=True))[
+            np.arange(len(sequence) - 1), sequence[1:]
+        ]
         np.testing.assert_allclose(score.logprobs, wanted, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(score.greedy, logits.argmax(-1) == sequence[1:])
     assert scores[1].greedy[-1]
@@ -202,7 +258,9 @@ def test_scores(name: str, rules: str, mesh: dict[str, int]) -> None:
 def test_sequences_are_not_sharded() -> None:
     layout = layout_on("gpt", "hsdp+megatron_sp", data=2, fsdp=2, tensor=2)
     whole = without_sequence_sharding(layout)
-    assert whole.shard.axes_for("seq_resid") == () and layout.shard.axes_for("seq_resid") == ("tensor",)
+    assert whole.shard.axes_for("seq_resid") == () and layout.shard.axes_for("seq_resid") == (
+        "tensor",
+    )
     assert whole.shardings("params") == layout.shardings("params")
 
 
@@ -211,12 +269,24 @@ def test_sequences_are_not_sharded() -> None:
     [
         ([], 1, "no prompts"),
         ([[1]], 0, "0 new tokens: ask for at least 1"),
-        ([[1], []], 1, "prompt 1 has no tokens; to start without a prompt, use the end-of-document token"),
-        ([[1, VOCAB]], 1, f"prompt 0 has token ids from 1 to {VOCAB}; the model has ids 0 to {VOCAB - 1}"),
+        (
+            [[1], []],
+            1,
+            "prompt 1 has no tokens; to start without a prompt, use the end-of-document token",
+        ),
+        (
+            [[1, VOCAB]],
+            1,
+            f"prompt 0 has token ids from 1 to {VOCAB}; the model has ids 0 to {VOCAB - 1}",
+        ),
         (
             [[1] * 10],
             7,
-            "prompt 0 has length 10 and 7 new tokens were requested, but model.seq_len=16; ask for 6 at most, or shorten the prompt",
+            (
+                "prompt 0 has length 10 and 7 new tokens were requested, but model.seq_len=16; ask "
+                "for "
+                "6 at most, or shorten the prompt"
+            ),
         ),
         ([[1] * 16], 1, "prompt 0 has 16 tokens, but model.seq_len=16; shorten the prompt"),
     ],

@@ -41,7 +41,8 @@ def test_frequencies(sampling: Sampling, kept, wanted: np.ndarray) -> None:
     wanted = np.where(np.isin(np.arange(len(P)), list(kept)), wanted, 0)
     wanted = N * wanted / wanted.sum()
     assert (counts[wanted == 0] == 0).all() and counts.sum() == N
-    np.testing.assert_array_less(np.abs(counts - wanted), 5 * np.sqrt(wanted) + 1)  # five standard deviations
+    # five standard deviations
+    np.testing.assert_array_less(np.abs(counts - wanted), 5 * np.sqrt(wanted) + 1)
 
 
 def test_equal_logits() -> None:
@@ -56,7 +57,8 @@ def test_fields_out_of_range() -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling(-1, -2, 0)
     assert str(caught.value) == (
-        "temperature=-1 must be at least 0 (0: always the likeliest token); top_k=-2 must be at least 0 (0: all tokens); "
+        "temperature=-1 must be at least 0 (0: always the likeliest token); top_k=-2 must be at "
+        "least 0 (0: all tokens); "
         "top_p=0 must be in (0, 1] (1: all tokens)"
     )
     with pytest.raises(ConfigError, match="temperature=nan"):

@@ -38,25 +38,33 @@ def texts(**options) -> list:
 def test_a_text_depends_on_its_row_alone() -> None:
     """Batches of two, one stream or many pieces give the same texts."""
     made = texts()
-    assert [len(c.tokens) for c in made if c.reason == "length"] == [NEW] * sum(c.reason == "length" for c in made)
+    assert [len(c.tokens) for c in made if c.reason == "length"] == [NEW] * sum(
+        c.reason == "length" for c in made
+    )
     assert len({c.text for c in made}) == len(PROMPTS)
     pieces = list(generator().stream(PROMPTS[0], NEW, seed=3))
     assert "".join(pieces) == made[0].text and len(pieces) > 5
     for completion in made:
         ids = completion.tokens[:-1] if completion.reason == "stop" else completion.tokens
-        assert completion.text == BYTES.decode(ids) and len(completion.logprobs) == len(completion.tokens)
+        assert completion.text == BYTES.decode(ids) and len(completion.logprobs) == len(
+            completion.tokens
+        )
         assert all(p <= 0 for p in completion.logprobs)
 
 
 def test_stop_strings() -> None:
-    """Each text ends where its stop string starts, even if that spans tokens, and rows end independently."""
+    """Each text ends where its stop string starts, even if that spans tokens, and rows end
+    independently."""
     whole = texts()
     stop = tuple(c.text[at : at + 3] for c, at in zip(whole, (4, 9, 2, 7, 5), strict=True))
     found = texts(stop=stop)
     for completion, before in zip(found, whole, strict=True):
         end = min(before.text.find(s) for s in stop if s in before.text)
         assert (completion.text, completion.reason) == (before.text[:end], "stop")
-        assert completion.tokens == before.tokens[: len(completion.tokens)] and len(completion.tokens) < NEW
+        assert (
+            completion.tokens == before.tokens[: len(completion.tokens)]
+            and len(completion.tokens) < NEW
+        )
     assert "".join(generator().stream(PROMPTS[0], NEW, seed=3, stop=stop)) == found[0].text
 
 
@@ -67,11 +75,20 @@ def test_the_end_of_a_document() -> None:
     assert dataclasses.astuple(eod.completion()) == ("B", [66, BYTES.eod], [-1.0, -2.0], "stop")
     through = CompletionWriter(BYTES, [65])
     through.push([(66, -1.0), (BYTES.eod, -2.0), (67, -3.0)])
-    assert dataclasses.astuple(through.completion()) == ("B<|endoftext|>C", [66, BYTES.eod, 67], [-1.0, -2.0, -3.0], "length")
+    assert dataclasses.astuple(through.completion()) == (
+        "B<|endoftext|>C",
+        [66, BYTES.eod, 67],
+        [-1.0, -2.0, -3.0],
+        "length",
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.text("abé", max_size=12), st.lists(st.text("abé", min_size=1, max_size=4), max_size=3), st.data())
+@given(
+    st.text("abé", max_size=12),
+    st.lists(st.text("abé", min_size=1, max_size=4), max_size=3),
+    st.data(),
+)
 def test_pieces_make_the_text(text: str, stop: list[str], data: st.DataObject) -> None:
     """For any pieces, shown text is never revised and ends at the first complete stop string."""
     tokens = [(token, 0.0) for token in BYTES.encode_batch([text])[0].tolist()]
@@ -91,7 +108,9 @@ def test_pieces_make_the_text(text: str, stop: list[str], data: st.DataObject) -
 
 def test_half_a_character_at_the_end() -> None:
     writer = CompletionWriter(BYTES, [])
-    assert writer.push([(0xC3, 0.0)]) == "" and writer.finish() == "\ufffd" == writer.completion().text
+    assert (
+        writer.push([(0xC3, 0.0)]) == "" and writer.finish() == "\ufffd" == writer.completion().text
+    )
 
 
 def test_the_sample_at_the_end_of_a_run() -> None:
@@ -107,11 +126,21 @@ def test_mistakes() -> None:
     started = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(generator().engine), "start", lambda *_, **__: started.append(1))
-        with pytest.raises(ConfigError, match="prompt 4 has length 47 and 2 new tokens were requested"):
+        with pytest.raises(
+            ConfigError, match="prompt 4 has length 47 and 2 new tokens were requested"
+        ):
             generator().complete([*"abcd", "e" * 47], 2)
-    assert not started, "the first of many prompts are not answered before the last is known to be wrong"
+    assert not started, (
+        "the first of many prompts are not answered before the last is known to be wrong"
+    )
     small = ModelLayout.of(dataclasses.replace(CONFIG, vocab_size=256), shard_on("ddp"))
-    with pytest.raises(ConfigError, match="the tokenizer has 257 ids and the model 256: the model was trained with another tokenizer"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "the tokenizer has 257 ids and the model 256: the model was trained with another "
+            "tokenizer"
+        ),
+    ):
         Generator(small, {}, BYTES)
 
 

@@ -1,4 +1,5 @@
-"""Loading a trained model from a run's directory: its config from JSON, its weights on another mesh, its tokenizer."""
+"""Loading a trained model from a run's directory: its config from JSON, its weights on another
+mesh, its tokenizer."""
 
 import dataclasses
 import json
@@ -31,7 +32,9 @@ def run(tmp_path: Path) -> Path:
 def describe(run: Path, **changes: object) -> None:
     """Changes the JSON of the checkpoint's data position."""
     path = run / "checkpoints" / str(fixture.STEP) / "data" / "metadata"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,8 @@ def describe(run: Path, **changes: object) -> None:
     [
         fixture.CONFIG,
         TrainConfig(
-            model=DecoderConfig(window=(4, 0), n_layers=2), output="x", rules=preset("hsdp+megatron_sp+zero1"), mesh=MeshConfig(tensor=2),
+            model=DecoderConfig(window=(4, 0), n_layers=2), output="x",
+            rules=preset("hsdp+megatron_sp+zero1"), mesh=MeshConfig(tensor=2),
             data=DataConfig(blend=("1", "a", "2", "b")), seed=3,
         ),
         TrainConfig(
@@ -54,15 +58,24 @@ def test_a_config_comes_back_from_json(config: TrainConfig) -> None:
     assert config_from(plain, None, "here").rules.axes == config.rules.axes
     plain["train"]["a field of long ago"] = 1
     del plain["data"]
-    assert as_dict(config_from(plain, None, "here")) == as_dict(dataclasses.replace(config, data=DataConfig()))
+    assert as_dict(config_from(plain, None, "here")) == as_dict(
+        dataclasses.replace(config, data=DataConfig())
+    )
 
 
 def test_a_run_is_loaded_on_any_mesh(run: Path) -> None:
-    trained = TrainedModel.load(run, mesh=MeshConfig(fsdp=2, tensor=2, data=-1), rules=preset("hsdp+megatron"))
+    trained = TrainedModel.load(
+        run, mesh=MeshConfig(fsdp=2, tensor=2, data=-1), rules=preset("hsdp+megatron")
+    )
     assert trained.step == fixture.STEP and trained.config.model == fixture.CONFIG.model
-    assert trained.layout.shard.mesh.shape["data"] == 2 and trained.tokenizer.fingerprint == load_tokenizer("bytes").fingerprint
+    assert (
+        trained.layout.shard.mesh.shape["data"] == 2
+        and trained.tokenizer.fingerprint == load_tokenizer("bytes").fingerprint
+    )
     for name, leaf in trained.params.items():
-        np.testing.assert_array_equal(leaf, fixture.pattern(f"['params']['{name}']", leaf.shape, leaf.dtype))
+        np.testing.assert_array_equal(
+            leaf, fixture.pattern(f"['params']['{name}']", leaf.shape, leaf.dtype)
+        )
         assert leaf.sharding == trained.layout.shardings("params")[name]
     again = weights(run / "checkpoints" / str(fixture.STEP), trained.layout)()
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again, trained.params))
@@ -86,11 +99,19 @@ def test_stages_of_training_are_merged_into_fsdp(run: Path) -> None:
     saved["config"]["pipeline"] = {"schedule": "1f1b", "layers": [1, 1]}
     path.write_text(json.dumps(saved), encoding="utf-8")
     trained = TrainedModel.load(run)
-    assert (trained.config.mesh, trained.config.pipeline) == (MeshConfig(data=2, fsdp=2, tensor=2), PipelineConfig())
-    assert trained.config.rules == trained.layout.shard.rules and trained.config.rules.params["embed"] == "fsdp"
+    assert (trained.config.mesh, trained.config.pipeline) == (
+        MeshConfig(data=2, fsdp=2, tensor=2),
+        PipelineConfig(),
+    )
+    assert (
+        trained.config.rules == trained.layout.shard.rules
+        and trained.config.rules.params["embed"] == "fsdp"
+    )
     assert trained.config.rules.reduction == "bfloat16"
     for name, leaf in trained.params.items():
-        np.testing.assert_array_equal(leaf, fixture.pattern(f"['params']['{name}']", leaf.shape, leaf.dtype))
+        np.testing.assert_array_equal(
+            leaf, fixture.pattern(f"['params']['{name}']", leaf.shape, leaf.dtype)
+        )
 
 
 def test_the_wrong_tokenizer_is_refused(run: Path, tmp_path: Path) -> None:
@@ -98,33 +119,53 @@ def test_the_wrong_tokenizer_is_refused(run: Path, tmp_path: Path) -> None:
     TrainedModel.load(run)
     (tmp_path / "other").mkdir()
     other = Tokenizer.train(["some text"], 257).save(tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"other.* is not the tokenizer that .*run was trained with: its ids have other meanings"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"other.* is not the tokenizer that .*run was trained with: its ids have other "
+            r"meanings"
+        ),
+    ):
         TrainedModel.load(run, tokenizer=str(other))
     shutil.rmtree(run / "tokenizer")
-    with pytest.raises(ConfigError, match=r"no tokenizer is stored in .*; name the one that .* was trained with: --tokenizer="):
+    with pytest.raises(
+        ConfigError,
+        match=r"no tokenizer is stored in .*; name the one that .* was trained with: --tokenizer=",
+    ):
         TrainedModel.load(run)
-    assert TrainedModel.load(run, tokenizer="bytes").tokenizer.vocab_size == load_tokenizer("bytes").vocab_size
+    assert (
+        TrainedModel.load(run, tokenizer="bytes").tokenizer.vocab_size
+        == load_tokenizer("bytes").vocab_size
+    )
 
 
 def test_what_is_not_a_model(run: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(ConfigError, match="holds neither checkpoints of a run nor a Hugging Face model"):
+        with pytest.raises(
+            ConfigError, match="holds neither checkpoints of a run nor a Hugging Face model"
+        ):
             TrainedModel.load(path)
     path = run / "checkpoints" / str(fixture.STEP) / "metadata" / "metadata"
     saved = json.loads(path.read_text(encoding="utf-8"))
     saved["config"]["model"]["n_moons"] = 2
     path.write_text(json.dumps(saved), encoding="utf-8")
-    with pytest.raises(ConfigError, match="its model has fields that this version does not know: n_moons"):
+    with pytest.raises(
+        ConfigError, match="its model has fields that this version does not know: n_moons"
+    ):
         TrainedModel.load(run)
     saved["config"]["model"]["class"] = "MyModel"
     path.write_text(json.dumps(saved), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"is a MyModel, which is not a class of mesh_lm; name the config file"):
+    with pytest.raises(
+        ConfigError, match=r"is a MyModel, which is not a class of mesh_lm; name the config file"
+    ):
         TrainedModel.load(run)
     assert TrainedModel.load(run, model=fixture.CONFIG.model).step == fixture.STEP
 
 
 def test_declared_mesh_axes_need_no_size_to_be_loaded(run: Path) -> None:
     """A run with a custom mesh axis is loaded on a mesh without that axis."""
-    rules = preset("megatron").replace(axes={"y": "auto"}, params={"mlp": ("tensor", "y")}, activations={"mlp": ("tensor", "y")})
+    rules = preset("megatron").replace(
+        axes={"y": "auto"}, params={"mlp": ("tensor", "y")}, activations={"mlp": ("tensor", "y")}
+    )
     trained = TrainedModel.load(run, mesh=MeshConfig(data=4, tensor=2), rules=rules)
     assert trained.config.mesh == MeshConfig(data=4, tensor=2, extra=("y=1",))

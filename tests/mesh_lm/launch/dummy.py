@@ -1,9 +1,11 @@
-"""A dummy worker: it sends heartbeats like a real one, and on each carries out one action of a script that is given as arguments.
+"""A dummy worker: it sends heartbeats like a real one, and on each carries out one action of a
+script that is given as arguments.
 
-python dummy.py DIRECTORY ACTION ...: one action per beat (0.1 s); "2:kill" is for process 2 only, "1@kill" for the first life only,
-"1@2:kill" for both. saved=N and step=N are reported from then on; wait: forever; deaf: forever, ignoring SIGTERM; exit=N;
-kill; abrt; bus; stop; fewer=N; child.
-It writes DIRECTORY/life-G-PROCESS with its pid, that of its launcher, and the values from its environment.
+python dummy.py DIRECTORY ACTION ...: one action per beat (0.1 s); "2:kill" is for process 2 only,
+"1@kill" for the first life only, "1@2:kill" for both. saved=N and step=N are reported from then on;
+wait: forever; deaf: forever, ignoring SIGTERM; exit=N; kill; abrt; bus; stop; fewer=N; child. It
+writes DIRECTORY/life-G-PROCESS with its pid, that of its launcher, and the values from its
+environment.
 """
 
 import json
@@ -17,7 +19,13 @@ from pathlib import Path
 directory, *actions = sys.argv[1:]
 process, life = int(os.environ["MESH_LM_PROCESS_INDEX"]), int(os.environ["MESH_LM_GENERATION"])
 pipe = int(os.environ["MESH_LM_HEARTBEAT"])
-state = {"step": 0, "phase": "step", "since": 0.1, "saved": -1, "seconds": {"step": 1.0, "batch": 0.0}}
+state = {
+    "step": 0,
+    "phase": "step",
+    "since": 0.1,
+    "saved": -1,
+    "seconds": {"step": 1.0, "batch": 0.0},
+}
 note = Path(directory) / f"life-{life}-{process}"
 seen = {name: value for name, value in os.environ.items() if name.startswith(("MESH_LM_", "JAX_"))}
 asked: list[int] = []
@@ -43,7 +51,9 @@ def act(action: str) -> None:
     elif name in ("kill", "abrt", "bus", "stop"):
         os.kill(os.getpid(), getattr(signal, f"SIG{name.upper()}"))
     elif name == "child":
-        child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        child = subprocess.Popen(
+            ["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         (Path(directory) / "child").write_text(str(child.pid), encoding="utf-8")
     elif name == "wait":
         while not asked:
@@ -60,7 +70,10 @@ def act(action: str) -> None:
 
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
 note.parent.mkdir(exist_ok=True)
-note.with_suffix(".new").write_text(json.dumps(seen | {"pid": os.getpid(), "launcher": os.getppid(), "at": time.time()}), encoding="utf-8")
+note.with_suffix(".new").write_text(
+    json.dumps(seen | {"pid": os.getpid(), "launcher": os.getppid(), "at": time.time()}),
+    encoding="utf-8",
+)
 note.with_suffix(".new").rename(note)
 for action in actions:
     when, _, action = action.rpartition("@")

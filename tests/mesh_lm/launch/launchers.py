@@ -25,13 +25,28 @@ Launcher = subprocess.Popen[str]
 
 
 def start(directory: Path, options: str, actions: str, secret: str = SECRET) -> Launcher:
-    """Starts a launcher of dummies; options and actions are separated by blanks. secret: what it gets in its environment."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MESH_LM_", "SLURM_", "JAX_"))}
-    command = [sys.executable, "-m", "mesh_lm.launch", *options.split(), str(DUMMY), str(directory), *actions.split()]
+    """Starts a launcher of dummies; options and actions are separated by blanks. secret: what it
+    gets in its environment."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MESH_LM_", "SLURM_", "JAX_"))
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "mesh_lm.launch",
+        *options.split(),
+        str(DUMMY),
+        str(directory),
+        *actions.split(),
+    ]
     if "--health" not in options:  # what other tests are about
         command.insert(3, "--health=off")
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MESH_LM_SECRET": secret}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def outcome(directory: Path, options: str, actions: str) -> tuple[int, str]:
@@ -42,8 +57,11 @@ def outcome(directory: Path, options: str, actions: str) -> tuple[int, str]:
 
 
 @contextmanager
-def nodes(count: int, directory: Path, options: str, actions: str) -> Iterator[tuple[list[Launcher], Callable[..., Launcher]]]:
-    """Yields launchers as on several nodes, and a function that restarts one node's launcher. All are killed at the end."""
+def nodes(
+    count: int, directory: Path, options: str, actions: str
+) -> Iterator[tuple[list[Launcher], Callable[..., Launcher]]]:
+    """Yields launchers as on several nodes, and a function that restarts one node's launcher. All
+    are killed at the end."""
     port, running = free_port(), []
 
     def again(node: int, more: str = "", secret: str = SECRET) -> Launcher:
@@ -68,14 +86,19 @@ def life(directory: Path, number: int, process: int, launcher: Launcher) -> dict
 
 def lives(directory: Path, process: int = 0) -> list[dict[str, Any]]:
     """Returns all lives of a process."""
-    notes = sorted(directory.glob(f"life-*-{process}"), key=lambda path: int(path.name.split("-")[1]))
+    notes = sorted(
+        directory.glob(f"life-*-{process}"), key=lambda path: int(path.name.split("-")[1])
+    )
     return [json.loads(note.read_text(encoding="utf-8")) for note in notes]
 
 
 def alive(pid: int) -> bool:
     """Returns whether a process runs (or is stopped), and is not a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            != "Z"
+        )
     except FileNotFoundError:
         return False
 

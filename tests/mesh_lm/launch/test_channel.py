@@ -1,4 +1,5 @@
-"""The authenticated channel, and connections that use it: strangers, wrong secrets, replays, floods and nesting, without processes."""
+"""The authenticated channel, and connections that use it: strangers, wrong secrets, replays, floods
+and nesting, without processes."""
 
 import contextlib
 import json
@@ -25,7 +26,9 @@ def taken(channel: Channel) -> bytes:
     return data
 
 
-def pair(server: Secret = SECRET, client: Secret = SECRET, purposes: tuple[str, str] = ("test", "test")) -> tuple[Channel, Channel]:
+def pair(
+    server: Secret = SECRET, client: Secret = SECRET, purposes: tuple[str, str] = ("test", "test")
+) -> tuple[Channel, Channel]:
     """Returns a server and a client after as much of the handshake as they agree to."""
     one, two = Channel(server, purposes[0], serves=True), Channel(client, purposes[1], serves=False)
     for _ in range(3):
@@ -56,7 +59,9 @@ def test_nothing_is_said_before_the_other_end_has_proved_itself() -> None:
     assert b"private" not in taken(client)
 
 
-@pytest.mark.parametrize(("other", "purposes"), [(Secret.new(), ("test", "test")), (SECRET, ("launcher", "rendezvous"))])
+@pytest.mark.parametrize(
+    ("other", "purposes"), [(Secret.new(), ("test", "test")), (SECRET, ("launcher", "rendezvous"))]
+)
 def test_another_secret_or_purpose(other: Secret, purposes: tuple[str, str]) -> None:
     with pytest.raises(Refused, match="another secret"):
         pair(client=other, purposes=purposes)
@@ -95,7 +100,9 @@ def test_a_whole_conversation_that_was_recorded_is_refused(end: str) -> None:
             receiver.feed(data)
     assert server.proven and client.proven
     with pytest.raises(Refused, match="another secret"):
-        Channel(SECRET, "test", serves=end == "server").feed(recorded["client" if end == "server" else "server"])
+        Channel(SECRET, "test", serves=end == "server").feed(
+            recorded["client" if end == "server" else "server"]
+        )
 
 
 def test_a_line_that_was_changed_is_refused() -> None:
@@ -123,7 +130,10 @@ def test_strangers(data: bytes, why: str) -> None:
     assert not server.proven and len(server._incoming) <= 300_000
 
 
-@pytest.mark.parametrize("body", [b"[" * 500_000, b"[]", b"{", b'{"a":' * 100 + b"1" + b"}" * 100, b"\xff", b"1" * 5000, b""])
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 500_000, b"[]", b"{", b'{"a":' * 100 + b"1" + b"}" * 100, b"\xff", b"1" * 5000, b""],
+)
 def test_a_signed_message_that_is_none(body: bytes) -> None:
     server, client = pair()
     client._seal(body)
@@ -141,7 +151,15 @@ def test_a_message_that_is_too_long() -> None:
 
 
 @settings(max_examples=200)
-@given(st.lists(st.one_of(st.binary(max_size=300), st.sampled_from([b"mesh_lm 1 ", b"0" * 32, b"\n", b"refused\n", b"{}"])), max_size=8))
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=300),
+            st.sampled_from([b"mesh_lm 1 ", b"0" * 32, b"\n", b"refused\n", b"{}"]),
+        ),
+        max_size=8,
+    )
+)
 def test_no_bytes_of_a_stranger_prove_anything(pieces: list[bytes]) -> None:
     server = Channel(SECRET, "test", serves=True)
     with contextlib.suppress(Refused):
@@ -150,17 +168,29 @@ def test_no_bytes_of_a_stranger_prove_anything(pieces: list[bytes]) -> None:
 
 
 ANY = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just(10**400)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just(10**400)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-TABLES = [protocol.HELLO, protocol.REPORT, protocol.ORDER, protocol.BEAT, protocol.PRESENTED, protocol.OUTCOME]
+TABLES = [
+    protocol.HELLO,
+    protocol.REPORT,
+    protocol.ORDER,
+    protocol.BEAT,
+    protocol.PRESENTED,
+    protocol.OUTCOME,
+]
 
 
 @settings(max_examples=300)
 @given(st.sampled_from(TABLES), st.data())
 def test_no_field_of_another_type_is_accepted(table: dict, data: st.DataObject) -> None:
-    """A table accepts a message or raises ValueError, whatever is in it; the error does not repeat a value."""
+    """A table accepts a message or raises ValueError, whatever is in it; the error does not repeat
+    a value."""
     message = data.draw(st.dictionaries(st.sampled_from(sorted(table)), ANY))
     try:
         protocol.require(message, table)
@@ -181,7 +211,8 @@ def test_the_reader_raises_nothing_but_value_errors(value: object, depth: int) -
 @pytest.mark.parametrize(
     ("table", "message"),
     [(protocol.BEAT, {"step": True}), (protocol.BEAT, {"since": False}), (protocol.REPORT, {"stop": "SIGTERMS"}),
-     (protocol.HELLO, {"hello": "mesh_lm 2"}), (protocol.REPORT, {"beats": {"0 ": {}}}), (protocol.ORDER, {"exit": 256})],
+     (protocol.HELLO, {"hello": "mesh_lm 2"}), (protocol.REPORT, {"beats": {"0 ": {}}}),
+     (protocol.ORDER, {"exit": 256})],
 )  # fmt: skip
 def test_values_that_are_almost_right(table: dict, message: dict) -> None:
     (name,) = message
@@ -206,7 +237,10 @@ def test_a_file_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_floods_is_closed_and_one_call_ends() -> None:
-    with listen(0, LOOPBACK) as listener, socket.create_connection(listener.getsockname()) as theirs:
+    with (
+        listen(0, LOOPBACK) as listener,
+        socket.create_connection(listener.getsockname()) as theirs,
+    ):
         peer = Peer(listener.accept()[0], SECRET, "test", serves=True)
         theirs.setblocking(False)
         for _ in range(100):
@@ -219,7 +253,10 @@ def test_a_peer_that_floods_is_closed_and_one_call_ends() -> None:
 
 def test_a_peer_that_reads_nothing_is_given_up() -> None:
     """And what waits for it has a limit."""
-    with listen(0, LOOPBACK) as listener, socket.create_connection(listener.getsockname()) as theirs:
+    with (
+        listen(0, LOOPBACK) as listener,
+        socket.create_connection(listener.getsockname()) as theirs,
+    ):
         peer = Peer(listener.accept()[0], SECRET, "test", serves=True)
         client = Channel(SECRET, "test", serves=False)
         while not peer.proven:
@@ -239,11 +276,21 @@ def test_where_a_secret_comes_from(tmp_path: Path) -> None:
     made = Secret.shared(home)
     path = Path(secret.OWN_FILE.replace("~", str(tmp_path)))
     assert path.stat().st_mode & 0o777 == 0o600 and [*path.parent.iterdir()] == [path]
-    assert Secret.shared(home).text() == made.text() == path.read_text(encoding="utf-8").strip() != Secret.new().text()
+    assert (
+        Secret.shared(home).text()
+        == made.text()
+        == path.read_text(encoding="utf-8").strip()
+        != Secret.new().text()
+    )
     assert "Secret(...)" == repr(made) == f"{made}"
     assert Secret.shared(home | {"MESH_LM_SECRET": made.text()}).text() == made.text()
-    assert Secret.shared({"MESH_LM_SECRET_FILE": str(path)}).text() == made.text(), "what a variable names comes first"
-    assert made.derived("workers", "1").text() not in (made.text(), made.derived("workers", "2").text())
+    assert Secret.shared({"MESH_LM_SECRET_FILE": str(path)}).text() == made.text(), (
+        "what a variable names comes first"
+    )
+    assert made.derived("workers", "1").text() not in (
+        made.text(),
+        made.derived("workers", "2").text(),
+    )
     path.chmod(0o640)
     with pytest.raises(ConfigError, match=r"others can read or change the secret in .*chmod 600"):
         Secret.shared(home)
@@ -251,7 +298,10 @@ def test_where_a_secret_comes_from(tmp_path: Path) -> None:
         Secret.shared({"MESH_LM_SECRET": "short"})
     with pytest.raises(ConfigError, match="cannot read the secret in /nowhere"):
         Secret.shared({"MESH_LM_SECRET_FILE": "/nowhere"})
-    with pytest.raises(ConfigError, match=r"cannot be made: .*; set MESH_LM_SECRET to the same random text on every host"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be made: .*; set MESH_LM_SECRET to the same random text on every host",
+    ):
         Secret.shared({"HOME": "/dev/null"})
 
 

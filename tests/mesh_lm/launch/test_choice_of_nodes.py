@@ -1,4 +1,5 @@
-"""Which nodes compute, and where, without launchers: reports of their checks, and nodes whose workers fail."""
+"""Which nodes compute, and where, without launchers: reports of their checks, and nodes whose
+workers fail."""
 
 from typing import Any
 
@@ -37,10 +38,20 @@ def test_a_node_with_fewer_gpus_than_most_is_left_out(capsys: pytest.CaptureFixt
         report(nodes, number, gpus=gpus)
     assert nodes.healthy() == [0, 1]
     said = capsys.readouterr().err
-    assert said.count("node 2 (host2) is unhealthy, and is left out: nvidia-smi lists 7 GPUs, but 8 on most nodes: reboot") == 1
+    assert (
+        said.count(
+            "node 2 (host2) is unhealthy, and is left out: nvidia-smi lists 7 GPUs, but 8 on "
+            "most "
+            "nodes: reboot"
+        )
+        == 1
+    )
     nodes.check(2)
     report(nodes, 2, gpus=8)
-    assert nodes.healthy() == [0, 1, 2] and "node 2 (host2) is healthy again" in capsys.readouterr().err
+    assert (
+        nodes.healthy() == [0, 1, 2]
+        and "node 2 (host2) is healthy again" in capsys.readouterr().err
+    )
     for number in range(3):
         report(nodes, number)
     assert nodes.healthy() == [0, 1, 2], "no node says how many it has"
@@ -54,7 +65,9 @@ def test_spares_replace_nodes_that_fail_repeatedly_as_far_as_they_go() -> None:
     restarts = Restarts(nodes._job)
     for culprit in (2, 2, 3, 3):
         restarts.after_failure(culprit)
-    assert nodes.place(restarts.usable(nodes.healthy()), 4, restarts.failing) == [0, 1, 2, 4], "two fail, and there is one spare"
+    assert nodes.place(restarts.usable(nodes.healthy()), 4, restarts.failing) == [0, 1, 2, 4], (
+        "two fail, and there is one spare"
+    )
     assert nodes.place(nodes.healthy(), 4) == [0, 1, 2, 4], "the other nodes keep their places"
 
 

@@ -1,4 +1,5 @@
-"""The controller with fake agents, and an agent with a fake controller, for cases that are rare with real processes."""
+"""The controller with fake agents, and an agent with a fake controller, for cases that are rare
+with real processes."""
 
 import contextlib
 import os
@@ -26,10 +27,15 @@ class Speaker:
     """A fake agent that speaks the controller's protocol."""
 
     def __init__(self, job: Job, address: tuple[str, int], node: int) -> None:
-        self.peer = wire.Peer(socket.create_connection(address), SECRET, controller.PURPOSE, serves=False)
-        self.peer.send(hello="mesh_lm", node=node, life=f"{id(self)}", host=f"n{node}", job=job.digests())
+        self.peer = wire.Peer(
+            socket.create_connection(address), SECRET, controller.PURPOSE, serves=False
+        )
+        self.peer.send(
+            hello="mesh_lm", node=node, life=f"{id(self)}", host=f"n{node}", job=job.digests()
+        )
         self.heard: list[dict[str, Any]] = []
-        while not self.peer.proven and self.peer.open:  # its hello is sent when the controller has proved itself
+        # its hello is sent when the controller has proved itself
+        while not self.peer.proven and self.peer.open:
             self.heard += self.peer.receive()
             time.sleep(0.01)
 
@@ -45,7 +51,8 @@ class Speaker:
         raise ConnectionError(what)
 
     def dies(self, life: int, *died: tuple[int, int, int], **more: object) -> None:
-        """Reports that its workers ended. died: (process, status, the signal that it was sent) of each."""
+        """Reports that its workers ended. died: (process, status, the signal that it was sent) of
+        each."""
         self.peer.send(generation=life, died=died, ended=True, **more)
 
 
@@ -54,14 +61,23 @@ Run = Callable[..., tuple[partial[Speaker], Callable[[], int]]]
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """Returns a function that starts a job's controller, and returns (a function that makes a node's agent, one that awaits its status)."""
+    """Returns a function that starts a job's controller, and returns (a function that makes a
+    node's agent, one that awaits its status)."""
     threads = []
 
     def begin(**options: Any) -> tuple[partial[Speaker], Callable[[], int]]:
-        job, statuses = Job(("train.py",), rendezvous="127.0.0.1:1", **{"health": "off"} | options), list[int]()
+        job, statuses = (
+            Job(("train.py",), rendezvous="127.0.0.1:1", **{"health": "off"} | options),
+            list[int](),
+        )
         listener = wire.listen(0, "127.0.0.1")
         address = listener.getsockname()
-        threads.append(threading.Thread(target=lambda: statuses.append(controller.Controller(job, listener, SECRET).run()), daemon=True))
+        threads.append(
+            threading.Thread(
+                target=lambda: statuses.append(controller.Controller(job, listener, SECRET).run()),
+                daemon=True,
+            )
+        )
         threads[-1].start()
 
         def status() -> int:
@@ -75,7 +91,9 @@ def run() -> Iterator[Run]:
         thread.join(PATIENCE)
 
 
-def test_workers_that_sigkill_does_not_end_are_done_without(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_sigkill_does_not_end_are_done_without(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(controller, "UNKILLABLE", 0.3)
     speaker, status = run(nodes=2, min_nodes=1, rejoin=0.2)
     good, bad = speaker(0), speaker(1)
@@ -103,7 +121,10 @@ def test_an_agent_whose_workers_do_not_die_leaves(monkeypatch: pytest.MonkeyPatc
             peer = wire.Peer(listener.accept()[0], SECRET, controller.PURPOSE, serves=True)
             peer.send(start=1, coordinator="127.0.0.1:1", count=2, first=1, nodes=2, begun=0)
             deadline = time.monotonic() + PATIENCE
-            while not any("beats" in message for message in peer.receive()) and time.monotonic() < deadline:
+            while (
+                not any("beats" in message for message in peer.receive())
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.01)
             peer.close()
 
@@ -126,7 +147,9 @@ def test_a_node_that_fails_first_again_and_again_is_left_out(run: Run) -> None:
     orders = [speakers[node].hears("start") for node in (0, 2)]
     assert [(order["nodes"], order["first"]) for order in orders] == [(2, 0), (2, 1)]
     time.sleep(0.3)
-    assert not any("end" in message for message in speakers[0].peer.receive()), "it is not taken back at once"
+    assert not any("end" in message for message in speakers[0].peer.receive()), (
+        "it is not taken back at once"
+    )
     for process, node in enumerate((0, 2)):
         speakers[node].dies(3, (process, 0, 0))
     assert [each.hears("exit")["exit"] for each in speakers] == [0, 0, 0]
@@ -183,8 +206,11 @@ def ends(speaker: Speaker, life: int = 1) -> None:
     speaker.peer.close()
 
 
-def test_who_does_not_know_the_secret_ends_nothing(run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flood, a nested line, silence, a byte now and then, and a launcher with another secret: the run starts, and ends as it should."""
+def test_who_does_not_know_the_secret_ends_nothing(
+    run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flood, a nested line, silence, a byte now and then, and a launcher with another secret: the
+    run starts, and ends as it should."""
     monkeypatch.setattr(controller, "_HELLO", 0.5)
     speaker, status = run(nodes=1)
     job, address = speaker.args
@@ -193,7 +219,9 @@ def test_who_does_not_know_the_secret_ends_nothing(run: Run, capfd: pytest.Captu
         for i, stranger in enumerate(strangers):
             with contextlib.suppress(OSError):
                 stranger.sendall((b"[" * 200_000 + b"\n", b"x" * 2**20, b"m", b"")[i % 4])
-        impostor = wire.Peer(socket.create_connection(address), Secret.new(), controller.PURPOSE, serves=False)
+        impostor = wire.Peer(
+            socket.create_connection(address), Secret.new(), controller.PURPOSE, serves=False
+        )
         impostor.send(hello="mesh_lm", node=0, life="1", host="n", job=job.digests())
         deadline = time.monotonic() + PATIENCE
         while impostor.open and time.monotonic() < deadline:
@@ -201,43 +229,58 @@ def test_who_does_not_know_the_secret_ends_nothing(run: Run, capfd: pytest.Captu
             time.sleep(0.01)
         assert impostor.refused in ("it does not accept this secret", "")
         began = time.monotonic()
-        with contextlib.suppress(OSError):  # a byte at a time does not prolong the time in which it must introduce itself
+        # a byte at a time does not prolong the time in which it must introduce itself
+        with contextlib.suppress(OSError):
             while time.monotonic() - began < PATIENCE:
                 strangers[2].sendall(b"m")
                 time.sleep(0.05)
         assert time.monotonic() - began < 5
         ends(speaker(0))
     assert status() == 0
-    assert "refused " in (told := capfd.readouterr().err) and told.count("refused ") == 1, "at most once a minute"
+    assert "refused " in (told := capfd.readouterr().err) and told.count("refused ") == 1, (
+        "at most once a minute"
+    )
     assert "train.py" not in told
 
 
-def test_refusals_are_counted_and_a_probe_hides_none(run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second minute has a second line, with the number of those in between; a probe that says nothing is not one of them."""
+def test_refusals_are_counted_and_a_probe_hides_none(
+    run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second minute has a second line, with the number of those in between; a probe that says
+    nothing is not one of them."""
     monkeypatch.setattr(controller, "_LOOK", 1.0)
     speaker, status = run(nodes=1)
     job, address = speaker.args
     began = time.monotonic()
     while time.monotonic() - began < 2.5:
         socket.create_connection(address).close()
-        impostor = wire.Peer(socket.create_connection(address), Secret.new(), controller.PURPOSE, serves=False)
+        impostor = wire.Peer(
+            socket.create_connection(address), Secret.new(), controller.PURPOSE, serves=False
+        )
         impostor.send(hello="mesh_lm", node=0, life="1", host="n", job=job.digests())
         while impostor.open:
             impostor.receive()
             time.sleep(0.01)
     ends(speaker(0))
     assert status() == 0
-    counts = [int(n) for n in re.findall(r"refused (\d+) connections?, the last from", capfd.readouterr().err)]
+    counts = [
+        int(n)
+        for n in re.findall(r"refused (\d+) connections?, the last from", capfd.readouterr().err)
+    ]
     assert len(counts) >= 2 and counts[0] == 1 and counts[1] > 1, counts
 
 
-def test_a_second_launcher_of_a_node_and_one_that_is_no_node(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_launcher_of_a_node_and_one_that_is_no_node(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
     speaker, status = run(nodes=2)
     first, second = speaker(0), speaker(1)
     first.hears("start")
     assert speaker(1).hears("refused")["host"] == "n1"
     assert speaker(7).hears("exit") == {"exit": 1, "refused": "differs", "fields": ["node"]}
-    again = wire.Peer(socket.create_connection(speaker.args[1]), SECRET, controller.PURPOSE, serves=False)
+    again = wire.Peer(
+        socket.create_connection(speaker.args[1]), SECRET, controller.PURPOSE, serves=False
+    )
     again.send(hello="mesh_lm", node=1, life=3, host="n1", job={})
     while again.open:
         again.receive()
@@ -253,7 +296,9 @@ def test_a_second_launcher_of_a_node_and_one_that_is_no_node(run: Run, capfd: py
     assert "fields that are missing or not as expected: life" in told
 
 
-def test_a_message_that_is_not_understood_costs_its_node_the_connection(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_message_that_is_not_understood_costs_its_node_the_connection(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It may not speak of processes of another node either."""
     speaker, status = run(nodes=2)
     first, second = speaker(0), speaker(1)
@@ -269,12 +314,18 @@ def test_a_message_that_is_not_understood_costs_its_node_the_connection(run: Run
     first.peer.close()
     status()
     told = capfd.readouterr().err
-    assert "node 1 (n1) sent a message that is not understood: fields that are missing or not as expected: beats" in told
+    assert (
+        "node 1 (n1) sent a message that is not understood: fields that are missing or not as "
+        "expected: beats"
+    ) in told
     assert "process 0" not in told
 
 
-def test_spares_come_first_and_then_fewer_nodes(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    """A spare gets the place of a lost node; without one the run shrinks, and it grows again when a lost node is back."""
+def test_spares_come_first_and_then_fewer_nodes(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A spare gets the place of a lost node; without one the run shrinks, and it grows again when a
+    lost node is back."""
     speaker, status = run(nodes=4, spares=1, min_nodes=1, rejoin=0.5)
     speakers = {node: speaker(node) for node in (0, 1, 2, 3)}
     life = 0
@@ -283,7 +334,9 @@ def test_spares_come_first_and_then_fewer_nodes(run: Run, capfd: pytest.CaptureF
         nonlocal life
         life += 1
         orders = [speakers[node].hears("start") for node in places]
-        assert [(each["first"], each["nodes"], each["start"]) for each in orders] == [(i, len(places), life) for i in range(len(places))]
+        assert [(each["first"], each["nodes"], each["start"]) for each in orders] == [
+            (i, len(places), life) for i in range(len(places))
+        ]
 
     def loses(lost: int, *places: int) -> None:
         speakers.pop(lost).peer.close()
@@ -313,8 +366,11 @@ def test_spares_come_first_and_then_fewer_nodes(run: Run, capfd: pytest.CaptureF
     assert "continuing with 2 of 3 nodes: 0, 2" in told
 
 
-def test_a_crash_of_a_worker_that_was_asked_to_stop_is_its_stop(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    """XLA crashes when a process ends while it compiles. The run grows without counting a restart; nothing is said of faulty memory."""
+def test_a_crash_of_a_worker_that_was_asked_to_stop_is_its_stop(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """XLA crashes when a process ends while it compiles. The run grows without counting a restart;
+    nothing is said of faulty memory."""
     speaker, status = run(nodes=3, min_nodes=2, start=0.3, restarts=0)
     speakers = [speaker(node) for node in range(2)]
     assert [each.hears("start")["nodes"] for each in speakers] == [2, 2]
@@ -332,19 +388,27 @@ def test_a_crash_of_a_worker_that_was_asked_to_stop_is_its_stop(run: Run, capfd:
         each.peer.close()
     assert status() == 0
     told = capfd.readouterr().err
-    assert "process 1 on node 1 (n1) was killed by SIGSEGV after it was asked to stop, which counts as its stop" in told
+    assert (
+        "process 1 on node 1 (n1) was killed by SIGSEGV after it was asked to stop, which counts "
+        "as its stop"
+    ) in told
     assert "memory" not in told and "] restart " not in told
 
 
-def test_a_node_that_is_repaired_takes_part_again(run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is checked again while others run without it. A report of an earlier check is ignored, and so is a result that is unknown."""
+def test_a_node_that_is_repaired_takes_part_again(
+    run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is checked again while others run without it. A report of an earlier check is ignored, and
+    so is a result that is unknown."""
     monkeypatch.setattr(nodes, "_AGAIN", 0.3)
     speaker, status = run(nodes=2, min_nodes=1, start=0.3, health="all")
     first, second = speaker(0), speaker(1)
     doubt = {"check": "gpu", "outcome": "unknown", "text": "no answer"}
     first.peer.send(checked=first.hears("check")["check"], port=1, findings=[doubt])
     asked = second.hears("check")["check"]
-    second.peer.send(checked=asked, port=1, findings=[doubt | {"outcome": "failed", "text": "GPU 3 is lost"}])
+    second.peer.send(
+        checked=asked, port=1, findings=[doubt | {"outcome": "failed", "text": "GPU 3 is lost"}]
+    )
     assert first.hears("start")["nodes"] == 1
     again = second.hears("check")["check"]
     second.peer.send(checked=asked, port=1, findings=[])
@@ -363,7 +427,10 @@ def test_a_node_that_is_repaired_takes_part_again(run: Run, capfd: pytest.Captur
         each.peer.close()
     assert status() == 0
     told = capfd.readouterr().err
-    assert "node 1 (n1) is unhealthy, and is left out: gpu: GPU 3 is lost" in told and "node 1 (n1) is healthy again" in told
+    assert (
+        "node 1 (n1) is unhealthy, and is left out: gpu: GPU 3 is lost" in told
+        and "node 1 (n1) is healthy again" in told
+    )
 
 
 def test_another_node_runs_process_0_where_node_0_is_unhealthy(run: Run) -> None:
@@ -386,7 +453,9 @@ def test_another_node_runs_process_0_where_node_0_is_unhealthy(run: Run) -> None
     assert status() == 0
 
 
-def test_a_node_whose_checks_never_end_is_not_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_whose_checks_never_end_is_not_left_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nodes, "_ANSWER", 0.3)
     speaker, status = run(nodes=1, health="all")
     ends(speaker(0))

@@ -1,4 +1,5 @@
-"""Health checks against what sick hardware would print: nvidia-smi, the kernel's log, /sys, disks, and programs that end wrongly."""
+"""Health checks against what sick hardware would print: nvidia-smi, the kernel's log, /sys, disks,
+and programs that end wrongly."""
 
 import errno
 import os
@@ -24,7 +25,8 @@ BUSES = [f"00000000:{i}A:00.0" for i in range(8)]
 
 
 class Smi:
-    """Stands in for nvidia-smi: `ecc`, `pending`, `hot`, `links` and the like are what each GPU reports."""
+    """Stands in for nvidia-smi: `ecc`, `pending`, `hot`, `links` and the like are what each GPU
+    reports."""
 
     def __init__(self, gpus: int = 8) -> None:
         self.gpus = [*range(gpus)]
@@ -39,13 +41,19 @@ class Smi:
         if words[0] == "nvlink":
             return "".join(
                 f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: {UUIDS[i]})\n"
-                + "".join(f"\t Link {n}: {'26.562 GB/s' if n < self.links[i] else '<inactive>'}\n" for n in range(18))
+                + "".join(
+                    f"\t Link {n}: {'26.562 GB/s' if n < self.links[i] else '<inactive>'}\n"
+                    for n in range(18)
+                )
                 for i in self.gpus
             )
         option, _, fields = words[0].partition("=")
         for field in fields.split(","):
             if field.startswith(self.unknown) and self.unknown:
-                raise RuntimeError(f'nvidia-smi ended with status 2: Field "{field}" is not a valid field to query.')
+                raise RuntimeError(
+                    f'nvidia-smi ended with status 2: Field "{field}" is not a valid field to '
+                    "query."
+                )
         columns = {
             "index": [*map(str, range(8))], "uuid": UUIDS, "pci.bus_id": BUSES, "gpu_bus_id": BUSES,
             "ecc.errors.uncorrected.volatile.total": self.ecc,
@@ -56,8 +64,12 @@ class Smi:
                 f"clocks_{kind}_reasons.hw_thermal_slowdown": self.hot,
                 f"clocks_{kind}_reasons.hw_power_brake_slowdown": self.brake,
             }
-        assert option in ("--query-gpu", "--query-remapped-rows") and words[1].startswith("--format=csv,noheader")
-        return "".join(", ".join(columns[field][i] for field in fields.split(",")) + "\n" for i in self.gpus)
+        assert option in ("--query-gpu", "--query-remapped-rows") and words[1].startswith(
+            "--format=csv,noheader"
+        )
+        return "".join(
+            ", ".join(columns[field][i] for field in fields.split(",")) + "\n" for i in self.gpus
+        )
 
 
 def test_gpu_memory() -> None:
@@ -67,21 +79,31 @@ def test_gpu_memory() -> None:
     smi.ecc[3], smi.ecc[4] = "2", "[N/A]"
     assert gpus.memory() == (
         "failed",
-        "GPU 3 has 2 uncorrected ECC errors: reset the GPU (nvidia-smi --gpu-reset -i 3), or reboot the node",
+        (
+            "GPU 3 has 2 uncorrected ECC errors: reset the GPU (nvidia-smi --gpu-reset -i 3), or "
+            "reboot the node"
+        ),
     )
     smi.ecc[3], smi.pending[5], smi.failure[6] = "0", "Yes", "1"
     assert gpus.memory() == (
         "failed",
-        "GPU 5 has memory rows to remap: reset the GPU (nvidia-smi --gpu-reset -i 5), or reboot the node; "
+        "GPU 5 has memory rows to remap: reset the GPU (nvidia-smi --gpu-reset -i 5), or reboot "
+        "the node; "
         "GPU 6 could not remap a bad memory row: replace it",
     )
     smi.unknown = ("remapped_rows",)
     assert gpus.memory()[0] == "ok", "a GPU that does not remap rows"
     smi.gpus.remove(7)
     assert gpus.memory() == gpus.memory() == ("failed", "7 of 8 GPUs are left: reboot the node")
-    smi.error = "nvidia-smi ended with status 15: Unable to determine the device handle for GPU0000:7A:00.0: GPU is lost."
+    smi.error = (
+        "nvidia-smi ended with status 15: Unable to determine the device handle for "
+        "GPU0000:7A:00.0: GPU is lost."
+    )
     assert gpus.memory() == ("failed", f"{smi.error}; reboot the node")
-    smi.error = "nvidia-smi ended with status 9: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    smi.error = (
+        "nvidia-smi ended with status 9: NVIDIA-SMI has failed because it couldn't communicate "
+        "with the NVIDIA driver."
+    )
     assert gpus.memory() == ("unknown", smi.error)
 
 
@@ -90,9 +112,15 @@ def test_gpus_of_other_jobs_are_not_checked(visible: str) -> None:
     smi = Smi()
     smi.ecc[2], smi.hot[2], smi.links[2] = "1", "Active", 1
     gpus = gpu.Gpus(smi, {"CUDA_VISIBLE_DEVICES": visible})
-    assert [gpus.memory(), gpus.clocks(), gpus.nvlink()] == [("ok", "2 GPUs"), ("ok", "2 GPUs"), ("ok", "36 links")]
+    assert [gpus.memory(), gpus.clocks(), gpus.nvlink()] == [
+        ("ok", "2 GPUs"),
+        ("ok", "2 GPUs"),
+        ("ok", "36 links"),
+    ]
     everything = gpu.Gpus(smi, {"CUDA_VISIBLE_DEVICES": "MIG-2"})
-    assert [everything.memory()[0], everything.clocks()[0], everything.nvlink()[0]] == ["failed"] * 3
+    assert [everything.memory()[0], everything.clocks()[0], everything.nvlink()[0]] == [
+        "failed"
+    ] * 3
 
 
 def test_gpu_clocks() -> None:
@@ -102,7 +130,11 @@ def test_gpu_clocks() -> None:
     smi.hot[0] = smi.brake[1] = "Active"
     assert gpu.Gpus(smi, {}).clocks() == (
         "failed",
-        "GPU 0 is slowed down because it is too hot: check the cooling; GPU 1 is slowed down by its power brake: check the power supply",
+        (
+            "GPU 0 is slowed down because it is too hot: check the cooling; GPU 1 is slowed down "
+            "by "
+            "its power brake: check the power supply"
+        ),
     )
 
 
@@ -117,7 +149,10 @@ def test_nvlink() -> None:
     gpus = gpu.Gpus(smi, {})
     assert gpus.nvlink() == ("ok", "36 links"), "two of four are bridged"
     smi.links[2] = 0
-    assert gpus.nvlink() == ("failed", "GPU 2 has 0 of 18 NVLinks: reset the GPU (nvidia-smi --gpu-reset -i 2), or reboot the node")
+    assert gpus.nvlink() == (
+        "failed",
+        "GPU 2 has 0 of 18 NVLinks: reset the GPU (nvidia-smi --gpu-reset -i 2), or reboot the node",
+    )
     assert gpus.nvlink()[0] == "failed", "what was seen once is expected"
 
 
@@ -131,25 +166,40 @@ def test_xids() -> None:
     assert gpus.xids([out_of_bounds, other], 5030) == ("ok", "no Xid"), "an error of the program"
     assert gpus.xids([lost, lost, other], 5030) == (
         "failed",
-        "GPU at 0000:1a:00: Xid 79 30 s ago (it has fallen off the bus): reset the GPU, or reboot the node",
+        (
+            "GPU at 0000:1a:00: Xid 79 30 s ago (it has fallen off the bus): reset the GPU, or "
+            "reboot "
+            "the node"
+        ),
     )
     assert gpus.xids([lost], 5030 + gpu.COUNTS - 1)[0] == "failed"
-    assert gpus.xids([lost], 5030 + gpu.COUNTS)[0] == "ok", "the run waits for a reset GPU, and nothing clears the log"
+    assert gpus.xids([lost], 5030 + gpu.COUNTS)[0] == "ok", (
+        "the run waits for a reset GPU, and nothing clears the log"
+    )
     again = line(5100, "79, GPU has fallen off the bus.")
     assert gpus.xids([lost, again], 5030 + gpu.COUNTS)[0] == "failed"
     assert gpu.Gpus(Smi(), {}).xids([lost], 5000 + gpu.RECENT + 1)[0] == "ok"
     (rest := Smi()).gpus.remove(1)
     for visible in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):
-        assert gpu.Gpus(rest, visible).xids([lost], 5030)[0] == "failed", "a GPU that is not listed any more"
-    assert gpu.Gpus(Smi(), {"CUDA_VISIBLE_DEVICES": "0"}).xids([lost], 5030)[0] == "ok", "a GPU of another job"
+        assert gpu.Gpus(rest, visible).xids([lost], 5030)[0] == "failed", (
+            "a GPU that is not listed any more"
+        )
+    assert gpu.Gpus(Smi(), {"CUDA_VISIBLE_DEVICES": "0"}).xids([lost], 5030)[0] == "ok", (
+        "a GPU of another job"
+    )
     part = lost.replace("1a:00", "1a:00 GPU-I:03")
     assert gpu.Gpus(Smi(), {"CUDA_VISIBLE_DEVICES": "1"}).xids([part], 5030)[0] == "failed"
     (lost_all := Smi()).error = "GPU is lost"
-    assert gpu.Gpus(lost_all, {"CUDA_VISIBLE_DEVICES": "0"}).xids([lost], 5030)[0] == "failed", "nvidia-smi cannot say whose it is"
+    assert gpu.Gpus(lost_all, {"CUDA_VISIBLE_DEVICES": "0"}).xids([lost], 5030)[0] == "failed", (
+        "nvidia-smi cannot say whose it is"
+    )
 
 
 def test_the_kernels_log_is_read_where_that_is_allowed(tmp_path: Path) -> None:
-    (log := tmp_path / "kmsg").write_text(f"4,1,{time.monotonic() * 1e6:.0f},-;NVRM: Xid (PCI:0000:1a:00): 48, DBE\n", encoding="utf-8")
+    (log := tmp_path / "kmsg").write_text(
+        f"4,1,{time.monotonic() * 1e6:.0f},-;NVRM: Xid (PCI:0000:1a:00): 48, DBE\n",
+        encoding="utf-8",
+    )
     gpus = gpu.Gpus(Smi(), {})
     assert gpus.kernel_log(log)[0] == "failed"
     (found,) = wait(Examination({"kernel log": lambda: gpus.kernel_log(tmp_path / "none")}))
@@ -172,7 +222,10 @@ def test_network_ports_that_were_active_must_stay_so(tmp_path: Path) -> None:
     plant("infiniband/mlx5_0/ports/1/state", "2: INIT")
     assert network() == (
         "failed",
-        "mlx5_0 port 1 is 2: INIT, but was active before: check the cable, the switch and the driver",
+        (
+            "mlx5_0 port 1 is 2: INIT, but was active before: check the cable, the switch and the "
+            "driver"
+        ),
     )
     (tmp_path / "infiniband/mlx5_0/ports/1/state").unlink()
     assert network()[1].startswith("mlx5_0 port 1 is gone, but")
@@ -182,7 +235,9 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = system.Disk(tmp_path / "not" / "there")
     assert own()[0] == "ok" and not [*tmp_path.iterdir()], "it leaves nothing there"
     monkeypatch.setattr(system, "FREE", 1e18)
-    assert own()[0] == "unknown" and "MB left, less than" in own()[1], "the run's own checkpoints may fill it"
+    assert own()[0] == "unknown" and "MB left, less than" in own()[1], (
+        "the run's own checkpoints may fill it"
+    )
 
     def fails(number: int) -> Callable[..., None]:
         def fsync(_: int) -> None:
@@ -203,46 +258,75 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.strerror(number) in own()[1] and not [*tmp_path.iterdir()]
     monkeypatch.setattr(system.os, "fsync", lambda _: None)
     monkeypatch.setattr(Path, "read_bytes", lambda _: b"other")
-    assert own() == ("failed", f"{tmp_path}: a file that was written has other contents when it is read; replace the disk")
+    assert own() == (
+        "failed",
+        f"{tmp_path}: a file that was written has other contents when it is read; replace the disk",
+    )
 
 
 def test_directories_on_the_command_line() -> None:
-    words = ["train.py", "--output=a", "--config.output", "b", "--checkpoint.local=c", "--outputs=d"]
-    assert [system.named_in(words, option) for option in ("output", "checkpoint.local", "data.cache")] == ["b", "c", ""]
+    words = [
+        "train.py",
+        "--output=a",
+        "--config.output",
+        "b",
+        "--checkpoint.local=c",
+        "--outputs=d",
+    ]
+    assert [
+        system.named_in(words, option) for option in ("output", "checkpoint.local", "data.cache")
+    ] == ["b", "c", ""]
 
 
 def test_the_product_is_the_one_that_is_known() -> None:
     a, b = matrix_product.matrices(512)
     exact = a.astype(np.int64) @ b.astype(np.int64)
-    assert (np.abs(a).astype(np.int64) @ np.abs(b).astype(np.int64)).max() < 2**24, "all sums are exact, in any order"
+    assert (np.abs(a).astype(np.int64) @ np.abs(b).astype(np.int64)).max() < 2**24, (
+        "all sums are exact, in any order"
+    )
     assert matrix_product.is_right(exact) and matrix_product.is_right(a @ b)
     wrong = exact.copy()
     wrong[17, 4] += 1
-    assert not matrix_product.is_right(wrong) and matrix_product.verdict(wrong) == "failed: its matrix product is wrong"
+    assert (
+        not matrix_product.is_right(wrong)
+        and matrix_product.verdict(wrong) == "failed: its matrix product is wrong"
+    )
     assert programs.matrix_product("cpu", os.environ) == ("ok", "exact on all devices (1)")
 
 
 @pytest.mark.slow
 def test_the_product_by_jax(tmp_path: Path) -> None:
     on_cpu = (
-        f"import sys; sys.path.insert(0, {str(Path(matrix_product.__file__).parent)!r}); import matrix_product as m; m.by_jax('cpu', 512)"
+        f"import sys; sys.path.insert(0, {str(Path(matrix_product.__file__).parent)!r}); import "
+        "matrix_product as m; m.by_jax('cpu', 512)"
     )
     variables = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""}
-    assert programs.matrix_product("gpu", variables, planted(tmp_path / "program.py", on_cpu)) == ("ok", "exact on all devices (2)")
+    assert programs.matrix_product("gpu", variables, planted(tmp_path / "program.py", on_cpu)) == (
+        "ok",
+        "exact on all devices (2)",
+    )
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_large_product() -> None:
     a, b = matrix_product.matrices(4096)
-    assert matrix_product.is_right(a.astype(np.float64) @ b.astype(np.float64)) and (np.abs(a) @ np.abs(b)).max() < 2**24
+    assert (
+        matrix_product.is_right(a.astype(np.float64) @ b.astype(np.float64))
+        and (np.abs(a) @ np.abs(b)).max() < 2**24
+    )
 
 
 @pytest.mark.gpu
 def test_the_checks_of_this_gpu() -> None:
     """None of them fails on a healthy GPU, and the product is exact."""
     found = {each.check: each for each in wait(Examination(checks(Job(("train.py",)), os.environ)))}
-    assert found["GPU memory"].outcome == found["GPU clocks"].outcome == found["matrix product"].outcome == "ok", found
+    assert (
+        found["GPU memory"].outcome
+        == found["GPU clocks"].outcome
+        == found["matrix product"].outcome
+        == "ok"
+    ), found
     assert not [each for each in found.values() if each.outcome == "failed"]
 
 
@@ -253,15 +337,22 @@ def planted(path: Path, text: str) -> Path:
 
 def test_results_of_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def result(text: str, limit: float = 20.0) -> tuple[str, str]:
-        return programs.matrix_product("gpu", os.environ, planted(tmp_path / "program.py", text), limit)
+        return programs.matrix_product(
+            "gpu", os.environ, planted(tmp_path / "program.py", text), limit
+        )
 
     assert result("print('devices 2 0.1\\n0 ok\\n1 ok')") == ("ok", "exact on all devices (2)")
-    assert result("print('devices 2 0.1\\n0 ok\\n1 failed: its')")[1].startswith("device 1 failed: its; take the node out")
+    assert result("print('devices 2 0.1\\n0 ok\\n1 failed: its')")[1].startswith(
+        "device 1 failed: its; take the node out"
+    )
     assert result("print('devices 1 0.1\\n0 failed: ECC')")[0] == "failed"
     assert result("raise ImportError('no jax')") == ("unknown", "ImportError: no jax")
     assert result("print('devices 0 0.1')")[0] == "unknown"
     assert result("import time; time.sleep(60)", 0.5)[0] == "unknown", "it did not come that far"
-    assert result("print('devices 2 0.1\\n0 ok\\n1 unknown: RESOURCE_EXHAUSTED')") == ("unknown", "device 1 RESOURCE_EXHAUSTED")
+    assert result("print('devices 2 0.1\\n0 ok\\n1 unknown: RESOURCE_EXHAUSTED')") == (
+        "unknown",
+        "device 1 RESOURCE_EXHAUSTED",
+    )
     hang = "import time; print('devices 2 0.1\\ncompiled 0.1\\n0 ok', flush=True); time.sleep(60)"
     assert result(hang, 0.5)[0] == "unknown", "too early to say"
     monkeypatch.setattr(programs, "_HANGS", 0.2)
@@ -271,7 +362,13 @@ def test_results_of_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_which_errors_of_a_product_are_faults_of_the_device() -> None:
     for text, how in (
-        ("INTERNAL: CUDA error: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered", "failed"),
+        (
+            (
+                "INTERNAL: CUDA error: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error "
+                "encountered"
+            ),
+            "failed",
+        ),
         ("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered", "failed"),
         ("CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure", "failed"),
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 67108864 bytes.", "unknown"),
@@ -286,11 +383,17 @@ def test_your_own_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return programs.own_command([str(tmp_path / "check")], os.environ)
 
     assert result("#!/bin/sh\necho all is well") == ("ok", "all is well")
-    assert result("#!/bin/sh\necho a; echo the fan has stopped; exit 3") == ("failed", "the fan has stopped")
+    assert result("#!/bin/sh\necho a; echo the fan has stopped; exit 3") == (
+        "failed",
+        "the fan has stopped",
+    )
     assert result("#!/bin/sh\nexit 3") == ("failed", f"{tmp_path}/check ended with status 3")
     assert result("#!/no/such/shell\n")[0] == result("#!/bin/sh\nno_such_tool\n")[0] == "unknown"
     monkeypatch.setattr(programs, "_OWN", 0.5)
-    assert result("#!/bin/sh\nsleep 60") == ("unknown", f"{tmp_path}/check did not end within 0.5 s")
+    assert result("#!/bin/sh\nsleep 60") == (
+        "unknown",
+        f"{tmp_path}/check did not end within 0.5 s",
+    )
 
 
 def wait(examination: Examination) -> list:
@@ -300,7 +403,14 @@ def wait(examination: Examination) -> list:
 
 
 def test_an_examination_takes_limited_time_and_its_lines_are_printable() -> None:
-    examination = Examination({"a": lambda: ("failed", "x\n\x1b[31m" + "y" * 999), "b": lambda: time.sleep(60), "c": lambda: 1 / 0}, 0.3)  # type: ignore
+    examination = Examination(
+        {
+            "a": lambda: ("failed", "x\n\x1b[31m" + "y" * 999),
+            "b": lambda: time.sleep(60),
+            "c": lambda: 1 / 0,
+        },
+        0.3,
+    )  # type: ignore
     first, second, third = wait(examination)
     assert first.text.isprintable() and len(first.text) == 300 and first.outcome == "failed"
     assert (second.outcome, second.text) == ("unknown", "no answer within 0.3 s")
@@ -330,14 +440,20 @@ def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", full)
-    assert Examination({"a": lambda: ("failed", "")}).findings() == [("a", "unknown", "can't start new thread")]
+    assert Examination({"a": lambda: ("failed", "")}).findings() == [
+        ("a", "unknown", "can't start new thread")
+    ]
 
 
 def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What keeps its output open, as a process that SIGKILL does not end, is not waited for, and Xids in the kernel's log count."""
+    """What keeps its output open, as a process that SIGKILL does not end, is not waited for, and
+    Xids in the kernel's log count."""
     monkeypatch.setattr(gpu, "_LIMIT", 0.5)
     planted(tmp_path / "nvidia-smi", "#!/bin/sh\nsetsid sleep 20 &\nsleep 20\n").chmod(0o755)
-    began, gpus = time.monotonic(), gpu.Gpus(gpu.nvidia_smi(str(tmp_path / "nvidia-smi"), os.environ), {})
+    began, gpus = (
+        time.monotonic(),
+        gpu.Gpus(gpu.nvidia_smi(str(tmp_path / "nvidia-smi"), os.environ), {}),
+    )
     lost = "4,1,5000000000,-;NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus."
     assert gpus.xids([lost], 5030)[0] == "failed" and time.monotonic() - began < 10
     assert gpus.memory() == ("unknown", "nvidia-smi did not answer within 0.5 s")
@@ -347,23 +463,44 @@ def test_which_checks_a_node_has(tmp_path: Path) -> None:
     planted(tmp_path / "nvidia-smi", "#!/bin/sh\nexit 9\n").chmod(0o755)
     on_gpus = {"PATH": str(tmp_path), "MESH_LM_SECRET": "hidden from what is run"}
     command = ("train.py", "--checkpoint.local=/scratch")
-    gpus, always = {"GPU memory", "GPU clocks", "NVLink", "kernel log"}, {"temporary directory", "output", "local checkpoints"}
-    assert {*checks(Job(command, nodes=2), on_gpus)} == {*always, *gpus, "network", "matrix product"}
-    assert {*checks(Job(command), on_gpus | {"JAX_PLATFORMS": "cpu"})} == {*always, "matrix product"}
+    gpus, always = (
+        {"GPU memory", "GPU clocks", "NVLink", "kernel log"},
+        {"temporary directory", "output", "local checkpoints"},
+    )
+    assert {*checks(Job(command, nodes=2), on_gpus)} == {
+        *always,
+        *gpus,
+        "network",
+        "matrix product",
+    }
+    assert {*checks(Job(command), on_gpus | {"JAX_PLATFORMS": "cpu"})} == {
+        *always,
+        "matrix product",
+    }
     assert {*checks(Job(command, health="quick", devices=2), on_gpus)} == always
     assert not checks(Job(command, health="off", health_command="/bin/false"), on_gpus)
-    print_secret = f'{sys.executable} -c \'import os; print(os.environ.get("MESH_LM_SECRET"), os.environ["MESH_LM_NODE"])\''
+    print_secret = (
+        f'{sys.executable} -c \'import os; print(os.environ.get("MESH_LM_SECRET"), '
+        'os.environ["MESH_LM_NODE"])\''
+    )
     own = checks(Job(command, nodes=3, node=2, health_command=print_secret), on_gpus)["command"]
     assert own() == ("ok", "None 2")
 
 
 def test_a_check_that_excludes_no_node_is_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
-    """A disk that is almost full was checked: the line must not read as if the check had not run."""
+    """A disk that is almost full was checked: the line must not read as if the check had not
+    run."""
     found = agent.Agent(Job(("train.py",), health="off"), ("127.0.0.1", 1), Secret.new())
     text = "/r has 2 MB left, less than 100 MB: free disk space"
     examination = SimpleNamespace(findings=lambda: [Finding("output", "unknown", text)])
-    found._peer, found._examination = cast("Any", SimpleNamespace(send=lambda **_: None)), cast("Any", examination)
+    found._peer, found._examination = (
+        cast("Any", SimpleNamespace(send=lambda **_: None)),
+        cast("Any", examination),
+    )
     for _ in range(2):
         found._examining = True
         found._examine()
-    assert capfd.readouterr().err == f"[launch] node 0 takes part, with a warning of the health check 'output': {text}\n"
+    assert (
+        capfd.readouterr().err
+        == f"[launch] node 0 takes part, with a warning of the health check 'output': {text}\n"
+    )

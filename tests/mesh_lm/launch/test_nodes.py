@@ -1,4 +1,5 @@
-"""Several launchers, as on several nodes, with dummy workers: nodes that die, hang, return, or do not."""
+"""Several launchers, as on several nodes, with dummy workers: nodes that die, hang, return, or do
+not."""
 
 import re
 import signal
@@ -19,10 +20,17 @@ def test_two_nodes_are_one_run(tmp_path: Path) -> None:
     environments = [lives(tmp_path, process)[0] for process in range(4)]
     assert [each["MESH_LM_PROCESS_INDEX"] for each in environments] == ["0", "1", "2", "3"]
     assert len({each["MESH_LM_COORDINATOR"] for each in environments}) == 1
-    assert all(each["MESH_LM_PROCESSES"] == "4" and each["MESH_LM_NODES"] == "2" for each in environments)
+    assert all(
+        each["MESH_LM_PROCESSES"] == "4" and each["MESH_LM_NODES"] == "2" for each in environments
+    )
     (secret,) = {each["MESH_LM_SECRET"] for each in environments}
-    assert secret != SECRET and not any(secret in out or SECRET in out for out in outs), "the workers have one of their own"
-    assert not any("MESH_LM_NODE" in each or "MESH_LM_RENDEZVOUS" in each or "MESH_LM_ELASTIC" in each for each in environments)
+    assert secret != SECRET and not any(secret in out or SECRET in out for out in outs), (
+        "the workers have one of their own"
+    )
+    assert not any(
+        "MESH_LM_NODE" in each or "MESH_LM_RENDEZVOUS" in each or "MESH_LM_ELASTIC" in each
+        for each in environments
+    )
 
 
 def test_a_worker_that_dies_on_one_node_ends_all_and_all_begin_again(tmp_path: Path) -> None:
@@ -55,12 +63,17 @@ def test_a_launcher_that_is_killed_comes_back(tmp_path: Path) -> None:
         third = again(1)
         outs = [ended(first), ended(third)]
         assert first.returncode == third.returncode == 0, outs
-        assert "is gone: its launcher exited, or closed the connection" in outs[0] and "node 1 (" in outs[0] and ") is back" in outs[0]
+        assert (
+            "is gone: its launcher exited, or closed the connection" in outs[0]
+            and "node 1 (" in outs[0]
+            and ") is back" in outs[0]
+        )
     assert len(lives(tmp_path, 1)) == 2
 
 
 def test_node_0_that_is_killed_comes_back(tmp_path: Path) -> None:
-    """Node 0's launcher has the controller: the other node ends its workers, waits, and joins the new one."""
+    """Node 0's launcher has the controller: the other node ends its workers, waits, and joins the
+    new one."""
     with nodes(2, tmp_path, "", "1:wait exit=0") as ((first, second), again):
         left = life(tmp_path, 1, 1, second)["pid"]
         first.kill()
@@ -77,20 +90,35 @@ def test_node_0_that_is_killed_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_node_is_done_without_until_it_is_back(tmp_path: Path) -> None:
-    """Missing heartbeats reveal the stopped node; the run continues on one node, and on both when the other wakes: nothing is lost."""
-    with nodes(2, tmp_path, "--heartbeat=1.5 --rejoin=1 --min-nodes=1", "1@wait 2@wait exit=0") as ((first, second), _):
+    """Missing heartbeats reveal the stopped node; the run continues on one node, and on both when
+    the other wakes: nothing is lost."""
+    with nodes(2, tmp_path, "--heartbeat=1.5 --rejoin=1 --min-nodes=1", "1@wait 2@wait exit=0") as (
+        (first, second),
+        _,
+    ):
         before = life(tmp_path, 1, 1, second)
         second.send_signal(signal.SIGSTOP)
         alone = life(tmp_path, 2, 0, first)
-        assert alone["MESH_LM_PROCESSES"] == "1" and alone["MESH_LM_NODES"] == "1" and alone["MESH_LM_ELASTIC"] == "2"
-        assert alone["at"] - before["at"] < 1.5 + 5 + 1 + SLOW, "heartbeat + 5 s, and the second that it waits for the node"
+        assert (
+            alone["MESH_LM_PROCESSES"] == "1"
+            and alone["MESH_LM_NODES"] == "1"
+            and alone["MESH_LM_ELASTIC"] == "2"
+        )
+        assert alone["at"] - before["at"] < 1.5 + 5 + 1 + SLOW, (
+            "heartbeat + 5 s, and the second that it waits for the node"
+        )
         second.send_signal(signal.SIGCONT)
         assert dies(before["pid"], 5)
         outs = [ended(first), ended(second)]
         assert first.returncode == second.returncode == 0, outs
-        assert re.search(r"sent no heartbeat for \d s: its machine, its launcher or the network is down", outs[0])
+        assert re.search(
+            r"sent no heartbeat for \d s: its machine, its launcher or the network is down", outs[0]
+        )
         assert "continuing with 1 of 2 nodes: 0" in outs[0]
-        assert "2 nodes are connected and 1 in use: the workers save, and restart on more nodes" in outs[0]
+        assert (
+            "2 nodes are connected and 1 in use: the workers save, and restart on more nodes"
+            in outs[0]
+        )
         assert outs[0].count("] restart ") == 1, "growing is not a restart"
     assert life(tmp_path, 3, 1, first)["MESH_LM_NODES"] == "2"
 
@@ -100,13 +128,19 @@ def test_a_node_that_stays_away_ends_the_run(tmp_path: Path) -> None:
         life(tmp_path, 1, 1, second)
         second.kill()
         out = ended(first)
-        assert first.returncode == 75 and "giving up: node 1 did not connect within 0.5 s; at least 2 are needed" in out, out
+        assert (
+            first.returncode == 75
+            and "giving up: node 1 did not connect within 0.5 s; at least 2 are needed" in out
+        ), out
 
 
 @pytest.mark.slow
 def test_a_node_that_is_gone_is_waited_for_once(tmp_path: Path) -> None:
     """Otherwise each later restart would wait for it again."""
-    with nodes(2, tmp_path, "--rejoin=3 --min-nodes=1", "1@wait 2@kill exit=0") as ((first, second), _):
+    with nodes(2, tmp_path, "--rejoin=3 --min-nodes=1", "1@wait 2@kill exit=0") as (
+        (first, second),
+        _,
+    ):
         life(tmp_path, 1, 0, first), life(tmp_path, 1, 1, second)
         second.kill()
         out = ended(first)
@@ -120,12 +154,18 @@ def test_a_controller_that_stays_away_ends_a_node(tmp_path: Path) -> None:
         life(tmp_path, 1, 1, second)
         first.kill()
         out = ended(second)
-        assert second.returncode == 75 and "node 1 is giving up: no answer from the controller at 127.0.0.1:" in out, out
+        assert (
+            second.returncode == 75
+            and "node 1 is giving up: no answer from the controller at 127.0.0.1:" in out
+        ), out
 
 
 def test_fewer_nodes_are_enough(tmp_path: Path) -> None:
-    """Workers whose mesh fills two of three nodes report it once; after that, and after a crash, two are started and one is spare."""
-    with nodes(3, tmp_path, "--min-nodes=1 --rejoin=1", "1@fewer=2 1@exit=76 2@1:kill 2@wait exit=0") as (launchers, _):
+    """Workers whose mesh fills two of three nodes report it once; after that, and after a crash,
+    two are started and one is spare."""
+    with nodes(
+        3, tmp_path, "--min-nodes=1 --rejoin=1", "1@fewer=2 1@exit=76 2@1:kill 2@wait exit=0"
+    ) as (launchers, _):
         outs = [ended(launcher) for launcher in launchers]
         assert [launcher.returncode for launcher in launchers] == [0, 0, 0], outs
         assert "2 of 3 nodes are enough for the largest mesh; the others wait" in outs[0], outs[0]
@@ -144,13 +184,15 @@ def test_a_signal_to_one_node_ends_all(tmp_path: Path, node: int) -> None:
 
 
 def test_a_signal_before_the_run_begins(tmp_path: Path) -> None:
-    """SIGTERM to a node that waits for node 0, and to node 0 while it waits for others: nothing was lost."""
+    """SIGTERM to a node that waits for node 0, and to node 0 while it waits for others: nothing was
+    lost."""
     with nodes(2, tmp_path, "", "wait") as ((first, second), _):
         first.kill()
         time.sleep(0.5)
         second.send_signal(signal.SIGTERM)
         out = ended(second)
-        assert second.returncode in (99, -signal.SIGTERM), out  # the latter if Python had not started yet
+        # the latter if Python had not started yet
+        assert second.returncode in (99, -signal.SIGTERM), out
     with nodes(2, tmp_path, "", "wait") as ((first, second), _):
         second.kill()
         time.sleep(0.5)
@@ -164,11 +206,16 @@ def test_a_node_with_another_secret_is_refused(tmp_path: Path) -> None:
         second.kill()
         stranger = again(1, "--start=2", secret="another secret of these tests")
         out = ended(stranger)
-        assert stranger.returncode == 75 and out.count("was refused: it does not accept this secret; give all nodes") == 2, out
+        assert (
+            stranger.returncode == 75
+            and out.count("was refused: it does not accept this secret; give all nodes") == 2
+        ), out
         third = again(1)
         outs = [ended(first), ended(third)]
         assert first.returncode == third.returncode == 0, outs
-        assert "refused 1 connection, the last from 127.0.0.1: it has another secret" in outs[0], outs[0]
+        assert "refused 1 connection, the last from 127.0.0.1: it has another secret" in outs[0], (
+            outs[0]
+        )
 
 
 def test_nodes_that_differ_are_told(tmp_path: Path) -> None:
@@ -176,11 +223,16 @@ def test_nodes_that_differ_are_told(tmp_path: Path) -> None:
         second.kill()
         other = again(1, "--per-node=2")
         out = ended(other)
-        assert other.returncode == 1 and "node 1 was started differently from node 0: per-node (2 here)" in out, out
+        assert (
+            other.returncode == 1
+            and "node 1 was started differently from node 0: per-node (2 here)" in out
+        ), out
         third = again(1)
         outs = [ended(first), ended(third)]
         assert first.returncode == third.returncode == 0, outs
-        assert re.search(r"node 1 \(.*\) was started differently from node 0: per-node \(1 here\)", outs[0]), outs[0]
+        assert re.search(
+            r"node 1 \(.*\) was started differently from node 0: per-node \(1 here\)", outs[0]
+        ), outs[0]
 
 
 def test_strangers_and_a_taken_port(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Spare nodes and unhealthy nodes, with launchers of dummy workers: who is left out, and who takes which place."""
+"""Spare nodes and unhealthy nodes, with launchers of dummy workers: who is left out, and who takes
+which place."""
 
 import json
 import os
@@ -15,10 +16,16 @@ from tests.mesh_lm.launch.launchers import dies, life, lives, nodes
 
 @pytest.fixture
 def site(tmp_path: Path) -> str:
-    """The option for a check that fails on node N while there is a file unhealthy-N, with its text as the reason."""
+    """The option for a check that fails on node N while there is a file unhealthy-N, with its text
+    as the reason."""
     script = tmp_path / "check.sh"
     script.write_text(
-        f"#!/bin/sh\nfound={tmp_path}/unhealthy-$MESH_LM_NODE\necho checking\n[ ! -e $found ] || ! cat $found\n", encoding="utf-8"
+        (
+            f"#!/bin/sh\nfound={tmp_path}/unhealthy-$MESH_LM_NODE\necho checking\n[ ! -e $found ] "
+            "|| ! "
+            "cat $found\n"
+        ),
+        encoding="utf-8",
     )
     script.chmod(0o755)
     return f"--health=quick --health-command={script}"
@@ -30,10 +37,17 @@ def unhealthy(directory: Path, node: int) -> None:
 
 @pytest.mark.slow
 def test_a_spare_replaces_a_node_that_is_killed(tmp_path: Path) -> None:
-    """It gets the place of the lost node, at once; the lost node's launcher comes back as a spare."""
-    with nodes(3, tmp_path, "--spares=1 --restarts=5", "step=4 1@wait 2@wait exit=0") as ((first, second, third), again):
+    """It gets the place of the lost node, at once; the lost node's launcher comes back as a
+    spare."""
+    with nodes(3, tmp_path, "--spares=1 --restarts=5", "step=4 1@wait 2@wait exit=0") as (
+        (first, second, third),
+        again,
+    ):
         worker = life(tmp_path, 1, 1, second)["pid"]
-        assert life(tmp_path, 1, 0, first)["MESH_LM_NODES"] == "2" and not (tmp_path / "life-1-2").exists()
+        assert (
+            life(tmp_path, 1, 0, first)["MESH_LM_NODES"] == "2"
+            and not (tmp_path / "life-1-2").exists()
+        )
         second.kill()
         assert dies(worker, 5)
         life(tmp_path, 2, 1, third)
@@ -41,28 +55,48 @@ def test_a_spare_replaces_a_node_that_is_killed(tmp_path: Path) -> None:
         os.kill(life(tmp_path, 2, 0, first)["pid"], signal.SIGKILL)
         outs = [ended(each) for each in (first, third, back)]
         assert [each.returncode for each in (first, third, back)] == [0, 0, 0], outs
-    assert re.search(r"node 2 (\(.*\) is connected, and )?stands by", outs[0]) and "waiting for node" not in outs[0], outs[0]
-    assert outs[0].count("takes the place of node 1") == outs[0].count("takes the place") == 1 and "node 1 stands by" in outs[0], outs[0]
-    seen = [{key: each[key] for key in ("MESH_LM_PROCESSES", "MESH_LM_NODES")} for each in lives(tmp_path, 1)]
+    assert (
+        re.search(r"node 2 (\(.*\) is connected, and )?stands by", outs[0])
+        and "waiting for node" not in outs[0]
+    ), outs[0]
+    assert (
+        outs[0].count("takes the place of node 1") == outs[0].count("takes the place") == 1
+        and "node 1 stands by" in outs[0]
+    ), outs[0]
+    seen = [
+        {key: each[key] for key in ("MESH_LM_PROCESSES", "MESH_LM_NODES")}
+        for each in lives(tmp_path, 1)
+    ]
     assert seen == [{"MESH_LM_PROCESSES": "2", "MESH_LM_NODES": "2"}] * 3
-    assert not any(environment.ELASTIC in each for each in lives(tmp_path)), "the mesh stays as it is"
+    assert not any(environment.ELASTIC in each for each in lives(tmp_path)), (
+        "the mesh stays as it is"
+    )
 
 
-@pytest.mark.parametrize("node", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
+@pytest.mark.parametrize(
+    "node", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+)
 def test_an_unhealthy_node_is_left_out_at_the_start(tmp_path: Path, site: str, node: int) -> None:
-    """Also node 0: another node runs process 0 then, and is the address at which the processes meet."""
+    """Also node 0: another node runs process 0 then, and is the address at which the processes
+    meet."""
     unhealthy(tmp_path, node)
     with nodes(3, tmp_path, f"--spares=1 {site}", "exit=0") as (launchers, _):
         outs = [ended(each) for each in launchers]
         assert [each.returncode for each in launchers] == [0, 0, 0], outs
     used = [[each["launcher"] for each in lives(tmp_path, process)] for process in (0, 1)]
     assert used == [[launchers[i].pid] for i in range(3) if i != node], outs
-    assert f"node {node} (" in outs[0] and f"is unhealthy, and is left out: command: fan {node} has stopped" in outs[0], outs[0]
+    assert (
+        f"node {node} (" in outs[0]
+        and f"is unhealthy, and is left out: command: fan {node} has stopped" in outs[0]
+    ), outs[0]
 
 
 @pytest.mark.slow
 def test_a_node_that_is_unhealthy_after_a_failure_is_replaced(tmp_path: Path, site: str) -> None:
-    with nodes(3, tmp_path, f"--spares=1 {site}", "step=4 1@wait exit=0") as ((first, second, third), _):
+    with nodes(3, tmp_path, f"--spares=1 {site}", "step=4 1@wait exit=0") as (
+        (first, second, third),
+        _,
+    ):
         worker = life(tmp_path, 1, 1, second)["pid"]
         life(tmp_path, 1, 0, first)
         unhealthy(tmp_path, 1)
@@ -70,7 +104,10 @@ def test_a_node_that_is_unhealthy_after_a_failure_is_replaced(tmp_path: Path, si
         outs = [ended(each) for each in (first, second, third)]
         assert [each.returncode for each in (first, second, third)] == [0, 0, 0], outs
     assert [each["launcher"] for each in lives(tmp_path, 1)] == [second.pid, third.pid]
-    assert "is unhealthy, and is left out: command: fan 1 has stopped" in outs[0] and "takes the place of node 1" in outs[0], outs[0]
+    assert (
+        "is unhealthy, and is left out: command: fan 1 has stopped" in outs[0]
+        and "takes the place of node 1" in outs[0]
+    ), outs[0]
 
 
 def test_without_a_spare_the_run_waits_and_ends(tmp_path: Path, site: str) -> None:
@@ -82,8 +119,18 @@ def test_without_a_spare_the_run_waits_and_ends(tmp_path: Path, site: str) -> No
         os.kill(worker, signal.SIGKILL)
         outs = [ended(first), ended(second)]
         assert first.returncode == second.returncode == 75, outs
-    assert re.search(r"waiting for a healthy node, for up to 1 s; node 1 \(.*\) is unhealthy \(command: fan 1 has", outs[0]), outs[0]
-    assert "giving up: node 1 (" in outs[0] and "is unhealthy (command: fan 1 has stopped); at least 2 are needed" in outs[0], outs[0]
+    assert re.search(
+        (
+            r"waiting for a healthy node, for up to 1 s; node 1 \(.*\) is unhealthy \(command: fan "
+            r"1 "
+            r"has"
+        ),
+        outs[0],
+    ), outs[0]
+    assert (
+        "giving up: node 1 (" in outs[0]
+        and "is unhealthy (command: fan 1 has stopped); at least 2 are needed" in outs[0]
+    ), outs[0]
     assert len(lives(tmp_path, 0)) == 1
 
 
@@ -95,4 +142,6 @@ def test_a_run_on_fewer_nodes_leaves_an_unhealthy_one_out(tmp_path: Path, site: 
         outs = [ended(each) for each in launchers]
         assert [each.returncode for each in launchers] == [0, 0], outs
     assert "continuing with 1 of 2 nodes: 0" in outs[0], outs[0]
-    assert json.loads((tmp_path / "life-1-0").read_text(encoding="utf-8"))[environment.ELASTIC] == "2"
+    assert (
+        json.loads((tmp_path / "life-1-0").read_text(encoding="utf-8"))[environment.ELASTIC] == "2"
+    )

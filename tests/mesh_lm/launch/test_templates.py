@@ -1,4 +1,5 @@
-"""The files that --template prints: their readers must be able to parse them, and the launcher must accept their commands."""
+"""The files that --template prints: their readers must be able to parse them, and the launcher must
+accept their commands."""
 
 import json
 import re
@@ -41,23 +42,73 @@ def job(words: list[str], **environment: str) -> Job:
 def test_slurm(printed) -> None:
     text = printed("--template=slurm", "--nodes=4", "--per-node=8", "--grace=90")
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    directives = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if line.startswith("#SBATCH"))
-    assert directives["nodes"] == "4" and directives["ntasks-per-node"] == "1" and directives["gpus-per-node"] == "8"
-    assert directives["signal"] == "TERM@150" and directives["mem"] == "0" and "requeue" in directives and "no-kill" not in directives
+    directives = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2]
+        for line in text.splitlines()
+        if line.startswith("#SBATCH")
+    )
+    assert (
+        directives["nodes"] == "4"
+        and directives["ntasks-per-node"] == "1"
+        and directives["gpus-per-node"] == "8"
+    )
+    assert (
+        directives["signal"] == "TERM@150"
+        and directives["mem"] == "0"
+        and "requeue" in directives
+        and "no-kill" not in directives
+    )
     assert "source .venv/bin/activate" in text.partition("\nsrun ")[0], "a place for it"
-    assert not any("#" in value for value in directives.values()), "sbatch would read a comment as part of the value"
+    assert not any("#" in value for value in directives.values()), (
+        "sbatch would read a comment as part of the value"
+    )
     (srun,) = re.findall(r"^srun --kill-on-bad-exit=0 --wait=0 (.*)$", text, re.MULTILINE)
-    place = {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "3", "SLURM_STEP_NODELIST": "n[1-4]"}
+    place = {
+        "SLURM_STEP_NUM_NODES": "4",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_NODEID": "3",
+        "SLURM_STEP_NODELIST": "n[1-4]",
+    }
     found = job(shlex.split(srun), **place)
-    assert (found.nodes, found.node, found.per_node, found.grace, found.address[0]) == (4, 3, 8, 90, "n1")
+    assert (found.nodes, found.node, found.per_node, found.grace, found.address[0]) == (
+        4,
+        3,
+        8,
+        90,
+        "n1",
+    )
     fewer = printed("--template=slurm", "--nodes=4", "--min-nodes=2", "--restarts=1000000")
-    spare = printed("--template=slurm", "--nodes=5", "--spares=1", "--health=quick", "--health-command=/bin/true --fast")
-    assert "#SBATCH --nodes=5\n" in spare and "\n# 4 of these nodes compute" in spare and "#SBATCH --no-kill" in spare
+    spare = printed(
+        "--template=slurm",
+        "--nodes=5",
+        "--spares=1",
+        "--health=quick",
+        "--health-command=/bin/true --fast",
+    )
+    assert (
+        "#SBATCH --nodes=5\n" in spare
+        and "\n# 4 of these nodes compute" in spare
+        and "#SBATCH --no-kill" in spare
+    )
     place |= {"SLURM_STEP_NUM_NODES": "5", "SLURM_STEP_NUM_TASKS": "5"}
-    found = job(shlex.split(spare.partition("--wait=0 --no-kill ")[2].partition("\n")[0]), PATH="/bin", **place)
-    assert (found.nodes, found.size, found.spares, found.health, found.health_command) == (5, 4, 1, "quick", "/bin/true --fast")
+    found = job(
+        shlex.split(spare.partition("--wait=0 --no-kill ")[2].partition("\n")[0]),
+        PATH="/bin",
+        **place,
+    )
+    assert (found.nodes, found.size, found.spares, found.health, found.health_command) == (
+        5,
+        4,
+        1,
+        "quick",
+        "/bin/true --fast",
+    )
     assert "#SBATCH --nodes=10\n" in printed("--template=slurm", "--spares=2"), "8 that compute"
-    assert "#SBATCH --no-kill" in fewer and "--wait=0 --no-kill python" in fewer and "--restarts=1000000" in fewer
+    assert (
+        "#SBATCH --no-kill" in fewer
+        and "--wait=0 --no-kill python" in fewer
+        and "--restarts=1000000" in fewer
+    )
 
 
 def test_slurm_requeues_what_was_preempted_or_an_accident(printed, tmp_path) -> None:
@@ -67,15 +118,24 @@ def test_slurm_requeues_what_was_preempted_or_an_accident(printed, tmp_path) -> 
         (0, "", False), (1, "", False), (2, "", False),
         (75, "", True), (137, "19", True), (75, "20", False), (99, "", True), (99, "20", True),
     ):  # fmt: skip
-        (tmp_path / "srun").write_text(f"#!/bin/sh\necho $MESH_LM_SECRET >> {tmp_path}/secrets\nexit {status}\n", encoding="utf-8")
+        (tmp_path / "srun").write_text(
+            f"#!/bin/sh\necho $MESH_LM_SECRET >> {tmp_path}/secrets\nexit {status}\n",
+            encoding="utf-8",
+        )
         (tmp_path / "scontrol").write_text("#!/bin/sh\necho $@\n", encoding="utf-8")
         for name in ("srun", "scontrol"):
             (tmp_path / name).chmod(0o755)
-        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": before}
+        environment = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "17",
+            "SLURM_RESTART_COUNT": before,
+        }
         ran = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
         assert ran.returncode == status and ran.stdout == ("requeue 17\n" if requeued else "")
     made = (tmp_path / "secrets").read_text(encoding="utf-8").split()
-    assert len({*made}) == len(made) == 8 and all(re.fullmatch("[0-9a-f]{64}", each) for each in made), "each start has a secret of its own"
+    assert len({*made}) == len(made) == 8 and all(
+        re.fullmatch("[0-9a-f]{64}", each) for each in made
+    ), "each start has a secret of its own"
 
 
 @pytest.mark.slow
@@ -85,15 +145,27 @@ def test_slurm_for_real(printed, tmp_path: Path) -> None:
         pytest.skip(reason)
     for name in ("notes", "slurm"):
         (tmp_path / name).mkdir()
-    text = printed("--template=slurm", "--nodes=2", command=[str(DUMMY), str(tmp_path / "notes"), "wait"])
+    text = printed(
+        "--template=slurm", "--nodes=2", command=[str(DUMMY), str(tmp_path / "notes"), "wait"]
+    )
     (tmp_path / "job.sh").write_text(
-        "".join(line for line in text.splitlines(True) if "--gpus" not in line and "--exclusive" not in line), encoding="utf-8"
+        "".join(
+            line
+            for line in text.splitlines(True)
+            if "--gpus" not in line and "--exclusive" not in line
+        ),
+        encoding="utf-8",
     )
     with cluster(tmp_path / "slurm") as environment:
-        environment |= {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}"}
+        environment |= {
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
+        }
 
         def slurm(*command: str) -> str:
-            return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+            return subprocess.run(
+                command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+            ).stdout
 
         job_id = slurm("sbatch", "--parsable", "job.sh").strip()
         log, life = tmp_path / f"mesh_lm-{job_id}.log", tmp_path / "notes" / "life-1-1"
@@ -101,15 +173,23 @@ def test_slurm_for_real(printed, tmp_path: Path) -> None:
         def wait_for(condition: Callable[[], bool]) -> None:
             deadline = time.monotonic() + PATIENCE
             while not condition():
-                assert time.monotonic() < deadline, log.read_text(encoding="utf-8") + slurm("scontrol", "show", "job", job_id)
+                assert time.monotonic() < deadline, log.read_text(encoding="utf-8") + slurm(
+                    "scontrol", "show", "job", job_id
+                )
                 time.sleep(0.2)
 
         wait_for(life.exists)
         life.unlink()
         slurm("scancel", "--signal=TERM", job_id)
-        wait_for(lambda: "JobState=PENDING" in (shown := slurm("scontrol", "show", "job", job_id)) and "Restarts=1" in shown)
+        wait_for(
+            lambda: (
+                "JobState=PENDING" in (shown := slurm("scontrol", "show", "job", job_id))
+                and "Restarts=1" in shown
+            )
+        )
         assert log.read_text(encoding="utf-8").count("Exited with exit code 99") == 2
-        # Slurm would wait for two minutes. slurmd refuses a credential that is not at least a second younger than the one it has revoked.
+        # Slurm would wait for two minutes. slurmd refuses a credential that is not at least a
+        # second younger than the one it has revoked.
         time.sleep(3)
         slurm("scontrol", "update", f"JobId={job_id}", "StartTime=now")
         wait_for(life.exists)
@@ -121,8 +201,13 @@ def test_jobset(printed) -> None:
     assert found["kind"] == "JobSet" and found["spec"]["failurePolicy"]["maxRestarts"] == 3
     (replicated,) = found["spec"]["replicatedJobs"]
     spec = replicated["template"]["spec"]
-    assert "completions: 3\n" in (spare := printed("--template=jobset", "--nodes=3", "--spares=1")) and '"--spares=1"' in spare
-    assert yaml.safe_load(spare)["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] == 3
+    assert (
+        "completions: 3\n" in (spare := printed("--template=jobset", "--nodes=3", "--spares=1"))
+        and '"--spares=1"' in spare
+    )
+    assert (
+        yaml.safe_load(spare)["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] == 3
+    )
     assert spec["parallelism"] == spec["completions"] == 3 and spec["completionMode"] == "Indexed"
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
@@ -131,7 +216,9 @@ def test_jobset(printed) -> None:
         ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"), 30
     )
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     assert "/dev/shm" in [mount["mountPath"] for mount in container["volumeMounts"]]
     variables = {each["name"]: each.get("value", "2") for each in container["env"]}
     assert {*variables} == {*VARIABLES.values(), "MESH_LM_SECRET"}
@@ -139,20 +226,45 @@ def test_jobset(printed) -> None:
     assert handed["valueFrom"] == {"secretKeyRef": {"name": "mesh-lm", "key": "secret"}}
     host = f"{found['metadata']['name']}-{replicated['name']}-0-0.{found['spec']['network']['subdomain']}"
     made = job(container["command"], **variables)
-    assert (made.nodes, made.node, made.per_node, made.rendezvous) == (3, 2, 2, f"{host}:9876") and made.start == made.rejoin == 1800
-    codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
+    assert (made.nodes, made.node, made.per_node, made.rendezvous) == (
+        3,
+        2,
+        2,
+        f"{host}:9876",
+    ) and made.start == made.rejoin == 1800
+    codes = {
+        rule["action"]: rule["onExitCodes"]["values"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
+    }
     assert codes == {"FailJob": [1, 2], "Ignore": [99]}
 
 
 @pytest.mark.parametrize(
-    ("name", "base", "extra"), [("dockerfile", "ghcr.io/nvidia/jax:jax", "data"), ("dockerfile-pip", "python:3.11-slim", "cuda13")]
+    ("name", "base", "extra"),
+    [
+        ("dockerfile", "ghcr.io/nvidia/jax:jax", "data"),
+        ("dockerfile-pip", "python:3.11-slim", "cuda13"),
+    ],
 )
 def test_containers(printed, name: str, base: str, extra: str) -> None:
     text = printed(f"--template={name}", "--per-node=8")
     lines = re.sub(r"\\\n", "", text).splitlines()
     assert f"FROM {base}" in lines and extra in text
-    assert {line.split()[0] for line in lines} <= {"#", "FROM", "WORKDIR", "COPY", "RUN", "ENTRYPOINT", "CMD"}
-    start, rest = (json.loads(line.split(" ", 1)[1]) for line in lines if line.startswith(("ENTRYPOINT", "CMD")))
+    assert {line.split()[0] for line in lines} <= {
+        "#",
+        "FROM",
+        "WORKDIR",
+        "COPY",
+        "RUN",
+        "ENTRYPOINT",
+        "CMD",
+    }
+    start, rest = (
+        json.loads(line.split(" ", 1)[1])
+        for line in lines
+        if line.startswith(("ENTRYPOINT", "CMD"))
+    )
     assert job([*start, *rest]).per_node == 8
     for line in lines:
         if line.startswith("RUN "):

@@ -1,4 +1,5 @@
-"""A model that breaks the contract is told which part of it, in one sentence and by its own name, before a step is compiled."""
+"""A model that breaks the contract is told which part of it, in one sentence and by its own name,
+before a step is compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Half(nnx.Module):
 
 
 def test_a_model_without_a_loss() -> None:
-    with pytest.raises(ConfigError, match=r"^Half has no shard, loss; a model has shard, prepare, embed, loss"):
+    with pytest.raises(
+        ConfigError, match=r"^Half has no shard, loss; a model has shard, prepare, embed, loss"
+    ):
         require_model(Half())
 
 
@@ -34,7 +37,10 @@ def test_a_model_without_a_loss() -> None:
     ("sums", "said"),
     [
         (jnp.zeros(()), r"returns float32\[\], not a dict of sums"),
-        ({"objective": jnp.zeros(()), "loss": jnp.zeros(())}, "returns no weight; its sums are objective, loss, weight, and metrics"),
+        (
+            {"objective": jnp.zeros(()), "loss": jnp.zeros(())},
+            "returns no weight; its sums are objective, loss, weight, and metrics",
+        ),
         (
             dict.fromkeys(("objective", "loss", "weight"), jnp.zeros(())) | {"each": jnp.zeros(3)},
             r"returns 'each' \(3,\); its sums are scalars",
@@ -51,8 +57,14 @@ def test_a_loss_with_other_sums(sums: Any, said: str) -> None:
     [
         (lambda x: x, r"Half returns float32\[2, 4, 8\]; a layer returns \(x, cache, sums\)"),
         (lambda x: (x, {}), r"Half returns a tuple of 2; a layer"),
-        (lambda x: (x[..., :4], None, {}), r"Half returns x as float32\[2, 4, 4\], and got it as float32\[2, 4, 8\]: a layer keeps"),
-        (lambda x: (x.astype(jnp.bfloat16), None, {}), r"Half returns x as bfloat16\[2, 4, 8\], and got it as float32"),
+        (
+            lambda x: (x[..., :4], None, {}),
+            r"Half returns x as float32\[2, 4, 4\], and got it as float32\[2, 4, 8\]: a layer keeps",
+        ),
+        (
+            lambda x: (x.astype(jnp.bfloat16), None, {}),
+            r"Half returns x as bfloat16\[2, 4, 8\], and got it as float32",
+        ),
     ],
 )
 def test_a_layer_with_another_output(found: Any, said: str) -> None:
@@ -65,7 +77,9 @@ def test_a_layer_with_another_output(found: Any, said: str) -> None:
 
 
 def test_a_config_that_makes_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"^ModelConfig has no make\(shard, rngs\), which builds its module"):
+    with pytest.raises(
+        ConfigError, match=r"^ModelConfig has no make\(shard, rngs\), which builds its module"
+    ):
         ModelConfig().make(None, None)  # pyright: ignore[reportArgumentType]
 
 

@@ -1,4 +1,5 @@
-"""Dropout: which sites have masks of their own, the fraction kept, and no dropout in evaluation. test_parallel.py: the same on any mesh."""
+"""Dropout: which sites have masks of their own, the fraction kept, and no dropout in evaluation.
+test_parallel.py: the same on any mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,17 @@ COMPILE_BUDGET = 20
 
 
 def test_every_site_of_every_layer_has_a_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedding, and attention and MLP of two layers, use five different keys for each sample."""
+    """The embedding, and attention and MLP of two layers, use five different keys for each
+    sample."""
     keys: set[bytes] = set()
     layout = ModelLayout.of(GPT, shard_on("ddp"))
     batch = {name: x[0] for name, x in host_batch(1).items()}
 
     def noted(self: Dropout, x: jax.Array, rate: float, batch_dim: int = 0) -> jax.Array:
-        jax.debug.callback(lambda data: keys.update(row.tobytes() for row in np.asarray(data)), jax.random.key_data(self.keys))
+        jax.debug.callback(
+            lambda data: keys.update(row.tobytes() for row in np.asarray(data)),
+            jax.random.key_data(self.keys),
+        )
         return x
 
     monkeypatch.setattr(Dropout, "__call__", noted)
@@ -34,7 +39,13 @@ def test_every_site_of_every_layer_has_a_mask_of_its_own(monkeypatch: pytest.Mon
 
 def test_the_mean_stays() -> None:
     x = np.full((64, 16, 32), 3.0, np.float32)
-    found = np.asarray(jax.jit(lambda x: Dropout.of(jax.random.key(0), jnp.arange(64, dtype=jnp.uint32), jnp.arange(16)[None])(x, 0.25))(x))
+    found = np.asarray(
+        jax.jit(
+            lambda x: Dropout.of(
+                jax.random.key(0), jnp.arange(64, dtype=jnp.uint32), jnp.arange(16)[None]
+            )(x, 0.25)
+        )(x)
+    )
     assert set(np.unique(found)) == {0.0, 4.0} and found.mean() == pytest.approx(3.0, rel=0.01)
 
 
@@ -42,6 +53,8 @@ def test_the_mean_stays() -> None:
 def test_evaluation_drops_nothing(stages: int) -> None:
     layout = ModelLayout.of(GPT, shard_on("ddp", pipeline=stages))
     batch = host_batch(2)
-    training = jax.make_jaxpr(engine.value_and_grad(layout))(layout.memory_shapes, batch, jax.random.key(0))
+    training = jax.make_jaxpr(engine.value_and_grad(layout))(
+        layout.memory_shapes, batch, jax.random.key(0)
+    )
     evaluation = jax.make_jaxpr(engine.evaluate(layout))(layout.memory_shapes, batch)
     assert "random_bits" in str(training) and "random_bits" not in str(evaluation)

@@ -1,4 +1,5 @@
-"""The model against plain JAX without sharding, chunks or custom gradients; and its layers against their formulas."""
+"""The model against plain JAX without sharding, chunks or custom gradients; and its layers against
+their formulas."""
 
 import dataclasses
 import math
@@ -7,7 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import GPT, LLAMA, SEQ, VOCAB, assert_same_gradients, gradients, host_batch, on_devices, reference, shard_on
+from support import (
+    GPT,
+    LLAMA,
+    SEQ,
+    VOCAB,
+    assert_same_gradients,
+    gradients,
+    host_batch,
+    on_devices,
+    reference,
+    shard_on,
+)
 
 from mesh_lm.config import load
 from mesh_lm.model import DecoderConfig, token_batch
@@ -37,10 +49,17 @@ def plain_loss(c: DecoderConfig, params: dict, batch: dict) -> jax.Array:
         wavelength = 2 * np.pi / frequency  # Llama 3's released code, case by case
         smooth = (c.rope_original_seq_len / wavelength - 1) / (4 - 1)
         middle = (1 - smooth) * frequency / c.rope_scaling + smooth * frequency
-        long, short = wavelength > c.rope_original_seq_len / 1, wavelength < c.rope_original_seq_len / 4
-        angle = positions[..., None, None] * np.where(long, frequency / c.rope_scaling, np.where(short, frequency, middle))
+        long, short = (
+            wavelength > c.rope_original_seq_len / 1,
+            wavelength < c.rope_original_seq_len / 4,
+        )
+        angle = positions[..., None, None] * np.where(
+            long, frequency / c.rope_scaling, np.where(short, frequency, middle)
+        )
         a, b = x[..., : c.d_head // 2], x[..., c.d_head // 2 :]
-        return jnp.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+        return jnp.concatenate(
+            [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
+        )
 
     S = batch["tokens"].shape[-1]
     order = np.arange(S)
@@ -65,15 +84,21 @@ def plain_loss(c: DecoderConfig, params: dict, batch: dict) -> jax.Array:
         if c.window and (w := c.window[i % len(c.window)]):
             seen = seen & (order[:, None] - order < w)
         if "segment_ids" in batch:
-            seen = seen & (batch["segment_ids"][:, None, :, None] == batch["segment_ids"][:, None, None, :])
+            seen = seen & (
+                batch["segment_ids"][:, None, :, None] == batch["segment_ids"][:, None, None, :]
+            )
         s = jnp.where(seen, s, -jnp.inf)
         if c.sinks:
-            sink = jnp.broadcast_to(params["blocks.attention.sinks"][i][None, :, None, None], (*s.shape[:3], 1))
+            sink = jnp.broadcast_to(
+                params["blocks.attention.sinks"][i][None, :, None, None], (*s.shape[:3], 1)
+            )
             s = jnp.concatenate([s, sink], -1)
         p = jax.nn.softmax(s, -1)[..., :S]
         x = x + linear("bsnh,dnh->bsd", jnp.einsum("bnst,btnh->bsnh", p, v), "blocks.attention.out")
         h = norm(x, "blocks.mlp_norm")
-        up = linear("bsd,dgf->bsgf" if c.activation == "swiglu" else "bsd,df->bsf", h, "blocks.mlp.up")
+        up = linear(
+            "bsd,dgf->bsgf" if c.activation == "swiglu" else "bsd,df->bsf", h, "blocks.mlp.up"
+        )
         h = jax.nn.silu(up[:, :, 0]) * up[:, :, 1] if c.activation == "swiglu" else jax.nn.gelu(up)
         x = x + linear("bsf,df->bsd", h, "blocks.mlp.down")
     i = ()
@@ -85,8 +110,12 @@ def plain_loss(c: DecoderConfig, params: dict, batch: dict) -> jax.Array:
     return (batch["weights"] * loss).sum() / batch["weights"].sum()
 
 
-@pytest.mark.parametrize("separate", [pytest.param(False, marks=pytest.mark.slow), True], ids=["joined", "separate"])
-@pytest.mark.parametrize("config", [dataclasses.replace(GPT, dropout=0.0), LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "separate", [pytest.param(False, marks=pytest.mark.slow), True], ids=["joined", "separate"]
+)
+@pytest.mark.parametrize(
+    "config", [dataclasses.replace(GPT, dropout=0.0), LLAMA], ids=["gpt", "llama"]
+)
 def test_equals_plain_jax(config: DecoderConfig, separate: bool) -> None:
     params, sums, grads = reference(config, separate)
     batch = {name: x[0] for name, x in host_batch(1, separate=separate).items()}
@@ -98,19 +127,34 @@ def test_equals_plain_jax(config: DecoderConfig, separate: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(dataclasses.replace(GPT, dropout=0.0), id="gpt", marks=pytest.mark.exhaustive), pytest.param(LLAMA, id="llama")],
+    [
+        pytest.param(dataclasses.replace(GPT, dropout=0.0), id="gpt", marks=pytest.mark.exhaustive),
+        pytest.param(LLAMA, id="llama"),
+    ],
 )
 def test_bf16_gradients_stay_near_fp32(config: DecoderConfig) -> None:
     """With 16,384 tokens, the only test that fails if a sum over tokens is in bf16."""
     B, S = 64, 256
     text = np.random.default_rng(0).integers(0, VOCAB, (1, B, S + 1)).astype(np.int32)
-    batch = {"tokens": text[..., :-1], "labels": text[..., 1:], "weights": np.ones((1, B, S), np.float32)}
-    batch["sample_ids"], batch["indices"] = np.arange(B, dtype=np.uint32)[None], np.arange(S, dtype=np.int32)[None, None]
+    batch = {
+        "tokens": text[..., :-1],
+        "labels": text[..., 1:],
+        "weights": np.ones((1, B, S), np.float32),
+    }
+    batch["sample_ids"], batch["indices"] = (
+        np.arange(B, dtype=np.uint32)[None],
+        np.arange(S, dtype=np.int32)[None, None],
+    )
     params, grads = None, {}
     for dtype in ("float32", "bfloat16"):
-        layout = ModelLayout.of(dataclasses.replace(config, seq_len=S, dtype=dtype, loss_chunk=4096), shard_on("ddp", data=2))
+        layout = ModelLayout.of(
+            dataclasses.replace(config, seq_len=S, dtype=dtype, loss_chunk=4096),
+            shard_on("ddp", data=2),
+        )
         params = params or jax.jit(layout.init)(jax.random.key(0))
-        grads[dtype] = jax.jit(value_and_grad(layout))(params, on_devices(batch, layout), jax.random.key(0))[1]
+        grads[dtype] = jax.jit(value_and_grad(layout))(
+            params, on_devices(batch, layout), jax.random.key(0)
+        )[1]
     for name, wanted in grads["float32"].items():
         error = np.linalg.norm(grads["bfloat16"][name] - wanted) / np.linalg.norm(wanted)
         assert error < 0.03, f"{name}: {error:.3f}"
@@ -134,7 +178,13 @@ def test_the_future_is_not_seen() -> None:
     assert before.shape == (2, SEQ, VOCAB)
 
 
-@pytest.mark.parametrize("policy", ["save_names", *(pytest.param(name, marks=pytest.mark.slow) for name in ("save_attention", "offload"))])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "save_names",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("save_attention", "offload")),
+    ],
+)
 def test_remat_changes_no_gradient(policy: str) -> None:
     config = dataclasses.replace(GPT, remat=policy)
     assert_same_gradients(gradients(config, shard_on("ddp"))[2], reference(GPT)[2], tolerance=1e-6)
@@ -142,54 +192,87 @@ def test_remat_changes_no_gradient(policy: str) -> None:
 
 @pytest.mark.slow
 def test_unrolled_layers_are_recomputed_too() -> None:
-    """Without barriers XLA finds a recomputation equal to the forward pass in the same computation, and saves its activations."""
+    """Without barriers XLA finds a recomputation equal to the forward pass in the same computation,
+    and saves its activations."""
     flops = {}
     for policy in ("none", "save_names", "save_attention", "full"):
-        layout = ModelLayout.of(dataclasses.replace(GPT, remat=policy, unroll=True, dropout=0.0), shard_on("ddp"))
-        params = {name: jax.ShapeDtypeStruct(like.shape, like.dtype) for name, like in layout.shapes.items()}
-        compiled = jax.jit(value_and_grad(layout)).lower(params, on_devices(host_batch(1), layout), jax.random.key(0)).compile()
+        layout = ModelLayout.of(
+            dataclasses.replace(GPT, remat=policy, unroll=True, dropout=0.0), shard_on("ddp")
+        )
+        params = {
+            name: jax.ShapeDtypeStruct(like.shape, like.dtype)
+            for name, like in layout.shapes.items()
+        }
+        compiled = (
+            jax.jit(value_and_grad(layout))
+            .lower(params, on_devices(host_batch(1), layout), jax.random.key(0))
+            .compile()
+        )
         flops[policy] = compiled.cost_analysis()["flops"]
     assert flops["full"] > 1.2 * flops["none"]  # 1.23 times; 1.15 without barriers
     assert flops["none"] < flops["save_names"] < flops["save_attention"] < flops["full"]
 
 
 def test_kv_heads_that_do_not_line_up_are_refused() -> None:
-    """24 query heads in groups of 4 on 4 devices: each has six heads, which need one and a half kv heads."""
+    """24 query heads in groups of 4 on 4 devices: each has six heads, which need one and a half kv
+    heads."""
     config = dataclasses.replace(LLAMA, n_heads=24, n_kv_heads=6, head_dim=4)
     rows = {"kv_heads": None}
-    layout = ModelLayout.of(config, shard_on(preset("megatron").replace(params=rows, activations=rows), tensor=4))
+    layout = ModelLayout.of(
+        config, shard_on(preset("megatron").replace(params=rows, activations=rows), tensor=4)
+    )
     batch = {name: x[0] for name, x in host_batch(1).items()}
-    with pytest.raises(ShardingRuleError, match="6 query heads on each device do not share complete kv heads"):
+    with pytest.raises(
+        ShardingRuleError, match="6 query heads on each device do not share complete kv heads"
+    ):
         jax.eval_shape(lambda p: forward(layout.bind, layout.segments, p, batch), layout.shapes)
 
 
 def test_fsdp_without_remat_keeps_no_gathered_weights() -> None:
-    """If gathered weights were saved, every device would hold the whole model, in the compute type, at the end of the forward."""
-    config = dataclasses.replace(GPT, n_layers=16, d_model=128, dtype="bfloat16", dropout=0.0, vocab_size=64)
+    """If gathered weights were saved, every device would hold the whole model, in the compute type,
+    at the end of the forward."""
+    config = dataclasses.replace(
+        GPT, n_layers=16, d_model=128, dtype="bfloat16", dropout=0.0, vocab_size=64
+    )
     layout = ModelLayout.of(config, shard_on("fsdp", fsdp=8))
     where = layout.shardings("params")
-    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where[name]) for name, s in layout.shapes.items()}
+    params = {
+        name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where[name])
+        for name, s in layout.shapes.items()
+    }
     batch = on_devices(host_batch(1), layout)
     program = str(jax.make_jaxpr(value_and_grad(layout))(params, batch, jax.random.key(0)))
-    assert "f32[16,128,512]" in program, "the stored weights have another shape by now: adapt this test"
+    assert "f32[16,128,512]" in program, (
+        "the stored weights have another shape by now: adapt this test"
+    )
     assert "bf16[16,128,512]" not in program
 
 
 def test_loss_never_holds_the_logits() -> None:
-    """Peak temporary memory of the chunked loss at vocabulary 32k: well below one fp32 copy of the logits, forward and backward."""
+    """Peak temporary memory of the chunked loss at vocabulary 32k: well below one fp32 copy of the
+    logits, forward and backward."""
     B, S, D, V = 1, 2048, 16, 32_768
     shard = shard_on("ddp")
 
     def f(x, head, labels, weights):
         return cross_entropy(x, head, labels, weights, shard, vocab_size=V, chunk=128)["objective"]
 
-    shapes = [jax.ShapeDtypeStruct(s, t) for s, t in (((B, S, D), "float32"), ((V, D), "float32"), ((B, S), "int32"), ((B, S), "float32"))]
+    shapes = [
+        jax.ShapeDtypeStruct(s, t)
+        for s, t in (
+            ((B, S, D), "float32"),
+            ((V, D), "float32"),
+            ((B, S), "int32"),
+            ((B, S), "float32"),
+        )
+    ]
     memory = jax.jit(jax.value_and_grad(f, (0, 1))).lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.5 * (4 * S * V)
 
 
 def gpt_params(L: int, D: int, V: int, S: int) -> int:
-    """Exactly 12 L D^2 (1 + 13/12D + (V + S)/12LD) of Narayanan et al. (arXiv 2104.04473, eq. 2), plus the last norm."""
+    """Exactly 12 L D^2 (1 + 13/12D + (V + S)/12LD) of Narayanan et al. (arXiv 2104.04473, eq. 2),
+    plus the last norm."""
     return L * (12 * D * D + 13 * D) + (V + S) * D + 2 * D
 
 
@@ -204,7 +287,8 @@ def gpt_params(L: int, D: int, V: int, S: int) -> int:
     ],
 )
 def test_parameter_counts(name: str, n_params: int | None) -> None:
-    """The formula equals the published counts, and the sizes of the arrays without the padding of the vocabulary."""
+    """The formula equals the published counts, and the sizes of the arrays without the padding of
+    the vocabulary."""
     config = load(f"configs/{name}.py").model
     assert isinstance(config, DecoderConfig)
     shapes = ModelLayout.of(config, shard_on("ddp")).shapes

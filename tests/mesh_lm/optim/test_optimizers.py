@@ -1,4 +1,5 @@
-"""Every rule equals optax applied to each matrix of each layer separately, and is the same on any mesh."""
+"""Every rule equals optax applied to each matrix of each layer separately, and is the same on any
+mesh."""
 
 import dataclasses
 import functools
@@ -25,7 +26,8 @@ from mesh_lm.training.step import train_step
 COMPILE_BUDGET = 45
 SLOW = pytest.mark.slow
 SIZES = {
-    "layers": 3, "embed": 40, "fused": 2, "heads": 33, "head_dim": 34, "mlp": 48, "vocab": 64, "experts": 5, "norm": 41, "position": 35,
+    "layers": 3, "embed": 40, "fused": 2, "heads": 33, "head_dim": 34, "mlp": 48, "vocab": 64,
+    "experts": 5, "norm": 41, "position": 35,
     "state": 36,
 }  # fmt: skip
 """Sizes of axes, all different, so that a shape identifies its axes."""
@@ -33,7 +35,9 @@ RATE, DECAY, CLIP = 0.1, 0.3, 0.5
 
 
 def leaf(*axes: str, **sizes: int) -> ArraySpec:
-    return ArraySpec(tuple((SIZES | sizes)[axis.rpartition("/")[2]] for axis in axes), jnp.float32, axes)
+    return ArraySpec(
+        tuple((SIZES | sizes)[axis.rpartition("/")[2]] for axis in axes), jnp.float32, axes
+    )
 
 
 LEAVES = {
@@ -50,11 +54,18 @@ LEAVES = {
 """The parameters of a decoder and others. The last of three rows of each stack is padding."""
 REAL = 2
 MATRICES = ("blocks.attention.qkv.weight", "blocks.attention.out.weight", "moe.down.weight")
-"""The parameters that Muon orthogonalises. The router has a vector for each expert, and mix has no dimension embed."""
+"""The parameters that Muon orthogonalises. The router has a vector for each expert, and mix has no
+dimension embed."""
 
 
 def config(name: str, **changes: Any) -> OptimizerConfig:
-    fields: dict[str, Any] = {"learning_rate": RATE, "warmup_steps": 0, "schedule": "constant", "weight_decay": DECAY, "clip_norm": CLIP}
+    fields: dict[str, Any] = {
+        "learning_rate": RATE,
+        "warmup_steps": 0,
+        "schedule": "constant",
+        "weight_decay": DECAY,
+        "clip_norm": CLIP,
+    }
     return OptimizerConfig(name=name, **(fields | changes))
 
 
@@ -70,12 +81,21 @@ def arrays(random: np.random.Generator) -> dict[str, np.ndarray]:
 
 def layers(tree: dict[str, Any]) -> dict[str, Any]:
     """Each layer of each leaf separately."""
-    apart = {name: {f"{name}#{row}": x[row] for row in range(REAL)} for name, x in tree.items() if LEAVES[name].stacked}
-    return {part: x for name, whole in tree.items() for part, x in apart.get(name, {name: whole}).items()}
+    apart = {
+        name: {f"{name}#{row}": x[row] for row in range(REAL)}
+        for name, x in tree.items()
+        if LEAVES[name].stacked
+    }
+    return {
+        part: x
+        for name, whole in tree.items()
+        for part, x in apart.get(name, {name: whole}).items()
+    }
 
 
 def matrices(tree: dict[str, Any]) -> dict[str, Any]:
-    """Each matrix of each layer separately, [embed, other dimensions] or its transpose, and other leaves as in `layers`."""
+    """Each matrix of each layer separately, [embed, other dimensions] or its transpose, and other
+    leaves as in `layers`."""
     found = {}
     for name, x in layers(tree).items():
         if name.startswith("blocks.attention.qkv.weight"):
@@ -98,12 +118,20 @@ def optax_chain(name: str, parts: dict[str, Any]) -> optax.GradientTransformatio
         "adamw": lambda: adamw,
         "lion": lambda: optax.lion(RATE, b1=c.beta1, b2=c.beta2, weight_decay=DECAY, mask=decays),
         "muon": lambda: optax.partition(
-            {True: optax.contrib.muon(RATE, beta=0.95, weight_decay=DECAY, consistent_rms=0.2), False: adamw},
+            {
+                True: optax.contrib.muon(RATE, beta=0.95, weight_decay=DECAY, consistent_rms=0.2),
+                False: adamw,
+            },
             {part: of[part] in MATRICES for part in parts},
         ),
         "adafactor": lambda: optax.chain(
             optax.partition(
-                {wide: optax.scale_by_factored_rms(factored=wide, min_dim_size_to_factor=SHORTEST) for wide in (False, True)},
+                {
+                    wide: optax.scale_by_factored_rms(
+                        factored=wide, min_dim_size_to_factor=SHORTEST
+                    )
+                    for wide in (False, True)
+                },
                 {part: is_matrix(of[part], LEAVES[of[part]].axes) for part in parts},
             ),
             optax.clip_by_block_rms(1.0),
@@ -116,18 +144,24 @@ def optax_chain(name: str, parts: dict[str, Any]) -> optax.GradientTransformatio
 
 @pytest.mark.parametrize("name", RULES)
 def test_equals_optax(name: str) -> None:
-    """Three updates, the second with a gradient too small to be clipped, with skipped steps between them, which `count` excludes."""
+    """Three updates, the second with a gradient too small to be clipped, with skipped steps between
+    them, which `count` excludes."""
     random, cut = np.random.default_rng(0), matrices if name == "muon" else layers
     params = arrays(random)
     optimizer = Optimizer(config(name), 99)
     update = jax.jit(functools.partial(optimizer.update, leaves=LEAVES))
-    slots: Any = {slot: {n: np.zeros(each.shape, np.float32) for n, each in kept.items()} for slot, kept in optimizer.slots(LEAVES).items()}
+    slots: Any = {
+        slot: {n: np.zeros(each.shape, np.float32) for n, each in kept.items()}
+        for slot, kept in optimizer.slots(LEAVES).items()
+    }
     ours, theirs, chain = cast(Any, params), cut(params), optax_chain(name, cut(params))
     state = jax.jit(chain.init)(theirs)
     step = jax.jit(chain.update)
     for count, size in enumerate((1, 1e-4, 3)):
         grads = {n: size * g for n, g in arrays(random).items()}
-        norm = np.float32(math.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in grads.values())))
+        norm = np.float32(
+            math.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in grads.values()))
+        )
         ours, slots = update(grads, norm, slots, ours, np.int32(3 * count + 1), np.int32(count))
         changes, state = step(cut(grads), state, theirs)
         theirs = {n: theirs[n] + np.asarray(change) for n, change in changes.items()}
@@ -143,11 +177,17 @@ def test_equals_optax(name: str) -> None:
 
 
 def test_muon_moves_weights_as_adamw_does() -> None:
-    """The RMS of a direction is about 0.2 for any matrix (Moonlight, arXiv 2502.16982), within the 30 % of Newton-Schulz."""
-    optimizer, grads = Optimizer(config("muon", weight_decay=0.0, clip_norm=0.0, learning_rate=1.0), 9), arrays(np.random.default_rng(1))
+    """The RMS of a direction is about 0.2 for any matrix (Moonlight, arXiv 2502.16982), within the
+    30 % of Newton-Schulz."""
+    optimizer, grads = (
+        Optimizer(config("muon", weight_decay=0.0, clip_norm=0.0, learning_rate=1.0), 9),
+        arrays(np.random.default_rng(1)),
+    )
     zeros = jax.tree.map(np.zeros_like, grads)
     slots = {slot: {n: zeros[n] for n in kept} for slot, kept in optimizer.slots(LEAVES).items()}
-    after, _ = jax.jit(functools.partial(optimizer.update, leaves=LEAVES))(grads, 1.0, slots, zeros, 0, 0)
+    after, _ = jax.jit(functools.partial(optimizer.update, leaves=LEAVES))(
+        grads, 1.0, slots, zeros, 0, 0
+    )
     for name in MATRICES:
         rms = np.sqrt(np.square(np.asarray(after[name])[:REAL]).mean())
         assert 0.14 < rms < 0.26, f"{name}: {rms}"
@@ -155,9 +195,15 @@ def test_muon_moves_weights_as_adamw_does() -> None:
 
 def test_adafactor_keeps_means_over_the_dimension_that_a_slot_lacks() -> None:
     """Also for a square matrix, whose rows and columns differ by their axes only."""
-    leaves = {"blocks.w": leaf("layers", "embed", "mlp", mlp=40), "wide": leaf("vocab", "embed"), "thin": leaf("experts", "embed")}
+    leaves = {
+        "blocks.w": leaf("layers", "embed", "mlp", mlp=40),
+        "wide": leaf("vocab", "embed"),
+        "thin": leaf("experts", "embed"),
+    }
     random = np.random.default_rng(2)
-    grads: Any = {name: random.normal(size=each.shape).astype(np.float32) for name, each in leaves.items()}
+    grads: Any = {
+        name: random.normal(size=each.shape).astype(np.float32) for name, each in leaves.items()
+    }
     made = make_rule(config("adafactor"))
     slots = made.slots(leaves)
     assert {slot: set(kept) for slot, kept in slots.items()} == {
@@ -165,34 +211,55 @@ def test_adafactor_keeps_means_over_the_dimension_that_a_slot_lacks() -> None:
         "v_col": {"blocks.w", "wide"},
         "v": {"thin"},
     }
-    zeros = {slot: {name: np.zeros(each.shape, np.float32) for name, each in kept.items()} for slot, kept in slots.items()}
+    zeros = {
+        slot: {name: np.zeros(each.shape, np.float32) for name, each in kept.items()}
+        for slot, kept in slots.items()
+    }
     direction = jax.jit(functools.partial(made.direction, leaves=leaves))
     _, after = direction(grads, zeros, grads, count=np.int32(0))
     for slot in ("v_row", "v_col"):
         for name, kept in slots[slot].items():
-            lacks = tuple(dim for dim, axis in enumerate(leaves[name].axes) if axis not in kept.axes)
+            lacks = tuple(
+                dim for dim, axis in enumerate(leaves[name].axes) if axis not in kept.axes
+            )
             assert len(lacks) == 1
-            np.testing.assert_allclose(after[slot][name], np.square(grads[name]).mean(lacks), rtol=1e-5)
+            np.testing.assert_allclose(
+                after[slot][name], np.square(grads[name]).mean(lacks), rtol=1e-5
+            )
 
 
-AXES = st.lists(st.sampled_from([axis for axis in SIZES if axis != "layers"]), min_size=1, max_size=4, unique=True)
+AXES = st.lists(
+    st.sampled_from([axis for axis in SIZES if axis != "layers"]),
+    min_size=1,
+    max_size=4,
+    unique=True,
+)
 TREES = st.dictionaries(
-    st.sampled_from(["a.weight", "b.weight", "c.bias", "d.scale", "e"]), st.tuples(st.booleans(), st.sampled_from(["", "moe/"]), AXES)
+    st.sampled_from(["a.weight", "b.weight", "c.bias", "d.scale", "e"]),
+    st.tuples(st.booleans(), st.sampled_from(["", "moe/"]), AXES),
 )
 
 
 @settings(max_examples=40)
 @given(TREES, st.sampled_from(sorted(RULES)))
 def test_slots_are_what_comes_back(tree: dict[str, tuple[bool, str, list[str]]], name: str) -> None:
-    """For any parameters, slots keep their shapes and dtypes, their axes match their sizes, and directions are shaped like parameters."""
-    leaves = {n: leaf(*["layers"] * stacked, *(f"{scope}{axis}" for axis in axes)) for n, (stacked, scope, axes) in tree.items()}
+    """For any parameters, slots keep their shapes and dtypes, their axes match their sizes, and
+    directions are shaped like parameters."""
+    leaves = {
+        n: leaf(*["layers"] * stacked, *(f"{scope}{axis}" for axis in axes))
+        for n, (stacked, scope, axes) in tree.items()
+    }
     made = make_rule(config(name))
     slots = made.slots(leaves)
     for each in (each for kept in slots.values() for each in kept.values()):
         assert each.shape == leaf(*cast(Any, each.axes)).shape
-    params, before = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), (leaves, slots))
+    params, before = jax.tree.map(
+        lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), (leaves, slots)
+    )
     count = jax.ShapeDtypeStruct((), jnp.int32)
-    directions, after = jax.eval_shape(functools.partial(made.direction, leaves=leaves), params, before, params, count=count)
+    directions, after = jax.eval_shape(
+        functools.partial(made.direction, leaves=leaves), params, before, params, count=count
+    )
     assert directions == params and after == before
 
 
@@ -224,9 +291,21 @@ def trained(name: str, where: str) -> tuple[list[float], dict[str, np.ndarray]]:
     """(losses of three steps, weights after them in memory order)."""
     rules, mesh, pipeline = MESHES[where]
     layout = ModelLayout.of(SMALL, shard_on(rules, **mesh), pipeline)
-    optimizer = Optimizer(config(name, learning_rate=0.001 if name == "lion" else 0.01, weight_decay=0.1, clip_norm=1.0), 9)
-    zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract_state(layout, optimizer))
-    state, step, losses = zeros | {"params": by_stage(layout, initial(layout))}, train_step(layout, optimizer, seed=0), []
+    optimizer = Optimizer(
+        config(
+            name, learning_rate=0.001 if name == "lion" else 0.01, weight_decay=0.1, clip_norm=1.0
+        ),
+        9,
+    )
+    zeros = jax.tree.map(
+        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding),
+        abstract_state(layout, optimizer),
+    )
+    state, step, losses = (
+        zeros | {"params": by_stage(layout, initial(layout))},
+        train_step(layout, optimizer, seed=0),
+        [],
+    )
     for number in (0, 1, 0):
         state, metrics = step(state, on_devices(host_batch(2, seed=number), layout))
         losses.append(float(metrics["loss"]))
@@ -245,8 +324,9 @@ def trained(name: str, where: str) -> tuple[list[float], dict[str, np.ndarray]]:
 def test_losses_do_not_depend_on_the_mesh(name: str, where: str) -> None:
     """Compares losses, not leaves, because gradients that are zero in exact arithmetic are noise.
 
-    An example is the K bias: Adafactor has nearly no epsilon, so this noise becomes steps of full size. They do not change attention, but
-    q, k and v are clipped by a common RMS, which changes the biases of q and v by 6e-4 after three steps.
+    An example is the K bias: Adafactor has nearly no epsilon, so this noise becomes steps of full
+    size. They do not change attention, but q, k and v are clipped by a common RMS, which changes
+    the biases of q and v by 6e-4 after three steps.
     """
     (wanted, _), (found, params) = trained(name, "one device"), trained(name, where)
     assert wanted[2] < wanted[0] - 0.01

@@ -1,4 +1,5 @@
-"""optimizer.name=module:class: a custom rule is found, also in the config file, and missing members are reported."""
+"""optimizer.name=module:class: a custom rule is found, also in the config file, and missing members
+are reported."""
 
 import dataclasses
 from pathlib import Path
@@ -95,9 +96,15 @@ def get_config():
 def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
     file = tmp_path / "experiment.py"
     file.write_text(
-        "import dataclasses\n\nfrom configs.gpt_tiny import get_config as tiny\nfrom mesh_lm.config import OptimizerConfig\n"
+        (
+            "import dataclasses\n\nfrom configs.gpt_tiny import get_config as tiny\nfrom "
+            "mesh_lm.config import OptimizerConfig\n"
+        )
         + RULES
-        + "\n\ndef get_config():\n    return dataclasses.replace(tiny(), optimizer=OptimizerConfig(name=f'{__name__}:Plain'))\n",
+        + (
+            "\n\ndef get_config():\n    return dataclasses.replace(tiny(), "
+            "optimizer=OptimizerConfig(name=f'{__name__}:Plain'))\n"
+        ),
         encoding="utf-8",
     )
     config = check(load(str(file)), 1)
@@ -110,8 +117,14 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
         ("rules_of_my_own:Plane", "'rules_of_my_own' has no 'Plane'; did you mean 'Plain'?"),
         ("rules_of_my_own:", "'rules_of_my_own' has no ''; known: Alone, Plain, Rough, Whole"),
         ("rules_of_my_own:Half", "lacks elementwise, direction; implement mesh_lm.optim.Rule"),
-        ("rules_of_my_own:Alone", "cannot be made from the section optimizer (TypeError: Alone() takes no arguments)"),
-        ("broken_rules:Plain", "'broken_rules' cannot be imported (ZeroDivisionError: division by zero)"),
+        (
+            "rules_of_my_own:Alone",
+            "cannot be made from the section optimizer (TypeError: Alone() takes no arguments)",
+        ),
+        (
+            "broken_rules:Plain",
+            "'broken_rules' cannot be imported (ZeroDivisionError: division by zero)",
+        ),
         (":Plain", "'' cannot be imported (ValueError: Empty module name)"),
     ],
 )
@@ -126,13 +139,19 @@ def test_what_it_lacks_is_said(module: str, name: str, said: str) -> None:
 def test_a_file_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside_me.py").write_text(RULES, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"No module named 'beside_me'\); a file is named by its path: beside_me\.py$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"No module named 'beside_me'\); a file is named by its path: beside_me\.py$",
+    ):
         make_rule(OptimizerConfig(name="beside_me:Plain"))
     assert type(make_rule(OptimizerConfig(name="beside_me.py:Plain"))).__name__ == "Plain"
 
 
 def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> None:
-    leaves = {"blocks": ArraySpec((2, 96), jnp.float32, ("layers", "flat"), "flat"), "norm.scale": ArraySpec((32,), jnp.float32, ("norm",))}
+    leaves = {
+        "blocks": ArraySpec((2, 96), jnp.float32, ("layers", "flat"), "flat"),
+        "norm.scale": ArraySpec((32,), jnp.float32, ("norm",)),
+    }
     for name, works in (
         (f"{module}:Plain", True),
         (f"{module}:Whole", False),
@@ -147,17 +166,31 @@ def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> No
             continue
         with pytest.raises(ConfigError) as caught:
             optimizer.slots(leaves)
-        assert str(caught.value) == f"optimizer.name={name} works on whole matrices, and blocks is kept as flat vectors"
+        assert (
+            str(caught.value)
+            == f"optimizer.name={name} works on whole matrices, and blocks is kept as flat vectors"
+        )
 
 
 @pytest.mark.parametrize("rules", ["ddp", "distributed"])
 def test_a_slot_of_matrices_in_another_type(module: str, rules: str) -> None:
     """A flat vector counts as a matrix; a slot has its type on disk and after a restore."""
-    layout, optimizer = ModelLayout.of(GPT, shard_on(rules, data=2)), Optimizer(OptimizerConfig(name=f"{module}:Rough"), 9)
+    layout, optimizer = (
+        ModelLayout.of(GPT, shard_on(rules, data=2)),
+        Optimizer(OptimizerConfig(name=f"{module}:Rough"), 9),
+    )
     kept = parts(layout, optimizer)["kept"].leaves
-    assert kept.keys() == {name for name, leaf in masters(layout).items() if is_matrix(name, leaf.axes)} and kept
+    assert (
+        kept.keys()
+        == {name for name, leaf in masters(layout).items() if is_matrix(name, leaf.axes)}
+        and kept
+    )
     state = init_state(layout, optimizer, seed=0)
     tree, digests = to_disk(layout, optimizer, state)
-    assert tree["kept"].keys() == {name for name, leaf in layout.leaves.items() if is_matrix(name, leaf.axes)}
+    assert tree["kept"].keys() == {
+        name for name, leaf in layout.leaves.items() if is_matrix(name, leaf.axes)
+    }
     back, wrong = from_disk(layout, optimizer, tree, digests)
-    assert not wrong and {str(x.dtype) for part in (tree["kept"], back["kept"]) for x in part.values()} == {"bfloat16"}
+    assert not wrong and {
+        str(x.dtype) for part in (tree["kept"], back["kept"]) for x in part.values()
+    } == {"bfloat16"}

@@ -22,7 +22,9 @@ def mesh(**sizes: int) -> jax.sharding.Mesh:
     """The first CPU devices."""
     devices = jax.devices()[: math.prod(sizes.values())]
     return jax.sharding.Mesh(
-        np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
+        np.array(devices).reshape(*sizes.values()),
+        tuple(sizes),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
     )
 
 
@@ -44,7 +46,11 @@ def permuted_bytes(jaxpr) -> int:
         for equation in jaxpr.eqns
         for x in equation.invars
         if hasattr(x, "aval")
-    ) + sum(permuted_bytes(inner) for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params))
+    ) + sum(
+        permuted_bytes(inner)
+        for equation in jaxpr.eqns
+        for inner in jaxprs_in_params(equation.params)
+    )
 
 
 @pytest.mark.parametrize("shape", [(64,), (5, 7), ()], ids=str)
@@ -53,13 +59,17 @@ def test_the_ring_equals_psum(shape: tuple[int, ...]) -> None:
     found = on_each(lambda x: reductions.ring_sum(x, "data"), over)(x)
     wanted = on_each(lambda x: jax.lax.psum(x, "data"), over)(x)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-    assert all(np.array_equal(np.asarray(found)[0], each) for each in np.asarray(found)), "all devices get the same bits"
+    assert all(np.array_equal(np.asarray(found)[0], each) for each in np.asarray(found)), (
+        "all devices get the same bits"
+    )
 
 
 def test_what_the_ring_sends() -> None:
     """2 (n - 1) / n of the array's bytes."""
     program = on_each(lambda x: reductions.ring_sum(x, "data"), mesh(data=N))
-    assert permuted_bytes(jax.make_jaxpr(program)(numbers((N, 64))).jaxpr) == 2 * (N - 1) / N * 64 * 4
+    assert (
+        permuted_bytes(jax.make_jaxpr(program)(numbers((N, 64))).jaxpr) == 2 * (N - 1) / N * 64 * 4
+    )
 
 
 @pytest.mark.parametrize("outer", [("data",), ()])
@@ -106,7 +116,8 @@ def int8_sum():
 
 
 def transmitted(grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(what each of the steps [steps, devices, k] sends [steps, k], what is left out after the last step [devices, k])."""
+    """(what each of the steps [steps, devices, k] sends [steps, k], what is left out after the last
+    step [devices, k])."""
     left_out, sent = np.zeros_like(grads[0]), []
     for g in grads:
         total, left_out = map(np.asarray, int8_sum()(g, left_out))
@@ -118,11 +129,16 @@ def transmitted(grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31), st.lists(st.integers(-6, 6), min_size=STEPS, max_size=STEPS))
 def test_error_feedback(seed: int, magnitudes: list[int]) -> None:
-    """Over any number of steps, what was sent differs from the gradients by one step's rounding: the errors do not add up.
+    """Over any number of steps, what was sent differs from the gradients by one step's rounding:
+    the errors do not add up.
 
-    Exactly: by the sum of what the devices have left out, half a scale at most each; the device that rounds a sum has that error, too.
+    Exactly: by the sum of what the devices have left out, half a scale at most each; the device
+    that rounds a sum has that error, too.
     """
-    grads = numbers((STEPS, OVER["data"], SIZE), seed) * np.float32(10.0) ** np.array(magnitudes, np.float32)[:, None, None]
+    grads = (
+        numbers((STEPS, OVER["data"], SIZE), seed)
+        * np.float32(10.0) ** np.array(magnitudes, np.float32)[:, None, None]
+    )
     n = OVER["data"]
     for last in (1, STEPS):
         sent, left_out = transmitted(grads[:last])

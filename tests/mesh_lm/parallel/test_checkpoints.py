@@ -1,4 +1,5 @@
-"""Checkpoints are independent of the pipeline: every division into stages restores what another saved, bit for bit."""
+"""Checkpoints are independent of the pipeline: every division into stages restores what another
+saved, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ Runs = Callable[[str], tuple[Path, dict[str, np.ndarray], list[float]]]
 
 PLACES: dict[str, tuple[str, dict[str, int], PipelineConfig]] = {
     "interleaved": ("fsdp", {"pipeline": 4, "fsdp": 2}, PipelineConfig(chunks=2)),
-    "uneven": ("megatron+zero1", {"pipeline": 2, "data": 2, "tensor": 2}, PipelineConfig(layers=(3, 5))),
+    "uneven": (
+        "megatron+zero1",
+        {"pipeline": 2, "data": 2, "tensor": 2},
+        PipelineConfig(layers=(3, 5)),
+    ),
     "one stage": ("hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, PipelineConfig()),
 }
 
@@ -47,11 +52,17 @@ def layout_at(place: str) -> ModelLayout:
 
 
 def config_at(output: Path, place: str) -> TrainConfig:
-    return TrainConfig(model=MODEL, output=str(output), rules=layout_at(place).shard.rules, pipeline=PLACES[place][2])
+    return TrainConfig(
+        model=MODEL,
+        output=str(output),
+        rules=layout_at(place).shard.rules,
+        pipeline=PLACES[place][2],
+    )
 
 
 def in_model_order(state: State, layout: ModelLayout) -> dict[str, np.ndarray]:
-    """Every leaf on the host in model order, without the code under test. Padding rows must be 0."""
+    """Every leaf on the host in model order, without the code under test. Padding rows must be
+    0."""
     stages, out = layout.stacks["blocks"], {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         x, name = np.array(leaf), path[-1].key
@@ -70,14 +81,17 @@ def step_at(place: str) -> Step:
 def trained(state: State, place: str, first: int, steps: int) -> tuple[State, list[float]]:
     losses = []
     for n in range(first, first + steps):
-        state, metrics = step_at(place)(state, on_devices(host_batch(MICROBATCHES, seed=n), layout_at(place)))
+        state, metrics = step_at(place)(
+            state, on_devices(host_batch(MICROBATCHES, seed=n), layout_at(place))
+        )
         losses.append(float(metrics["loss"]))
     return state, losses
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """For a layout: the output of a run with a checkpoint after one step, its state, and the losses of later steps."""
+    """For a layout: the output of a run with a checkpoint after one step, its state, and the losses
+    of later steps."""
 
     @functools.cache
     def run(place: str) -> tuple[Path, dict[str, np.ndarray], list[float]]:
@@ -89,7 +103,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             after = in_model_order(state, layout)
             # The write continues while steps reuse the memory.
             state, losses = trained(state, place, 1, STEPS)
-        assert before.keys() == after.keys() and all(before[name].tobytes() == after[name].tobytes() for name in before)
+        assert before.keys() == after.keys() and all(
+            before[name].tobytes() == after[name].tobytes() for name in before
+        )
         return output, before, losses
 
     return run
@@ -102,14 +118,19 @@ def saved_in(output: Path) -> SavedCheckpoint:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "to"), [(place, to) for place in ("interleaved", "uneven") for to in PLACES])
+@pytest.mark.parametrize(
+    ("place", "to"), [(place, to) for place in ("interleaved", "uneven") for to in PLACES]
+)
 def test_a_run_goes_on_in_other_stages(runs: Runs, place: str, to: str) -> None:
     output, wanted, losses = runs(place)
     layout = layout_at(to)
     state = saved_in(output).resumed(layout, OPTIMIZER)
     described = abstract_state(layout, OPTIMIZER)
     for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(described), strict=True):
-        assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype) and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+        assert (leaf.shape, leaf.dtype) == (
+            like.shape,
+            like.dtype,
+        ) and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
     found = in_model_order(state, layout)
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()] == []
@@ -117,45 +138,74 @@ def test_a_run_goes_on_in_other_stages(runs: Runs, place: str, to: str) -> None:
     assert trained(state, to, 1, STEPS)[1] == pytest.approx(losses, abs=1e-6)
 
 
-def test_what_any_optimizer_keeps_goes_with_its_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_any_optimizer_keeps_goes_with_its_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Adafactor's slots have only some dimensions of their parameters."""
     optimizer, random = Optimizer(OptimizerConfig(name="adafactor"), 10), np.random.default_rng(0)
     layout, other = layout_at("interleaved"), layout_at("one stage")
     described = abstract_state(layout, optimizer)
-    state = jax.tree.map(lambda x: jax.device_put(random.normal(size=x.shape).astype(x.dtype), x.sharding), described)
+    state = jax.tree.map(
+        lambda x: jax.device_put(random.normal(size=x.shape).astype(x.dtype), x.sharding), described
+    )
     wanted = in_model_order(state, layout)
     with Checkpoints(config_at(tmp_path, "interleaved")) as checkpoints:
         state = checkpoints.save(1, state, {"position": 16}, layout, optimizer)
     for place, found in ((layout, state), (other, saved_in(tmp_path).resumed(other, optimizer))):
-        assert all(x.tobytes() == wanted[name].tobytes() for name, x in in_model_order(found, place).items())
-    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, described)
-    assert {name for name in wanted if "v_row" in name} >= {"['v_row']['blocks.mlp.up.weight']", "['v_row']['embedding']"}
-    assert checkpoint_command.main(["verify", str(tmp_path)]) == 0 and "1: whole" in capsys.readouterr().out
+        assert all(
+            x.tobytes() == wanted[name].tobytes()
+            for name, x in in_model_order(found, place).items()
+        )
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(
+        lambda x: x.sharding, described
+    )
+    assert {name for name in wanted if "v_row" in name} >= {
+        "['v_row']['blocks.mlp.up.weight']",
+        "['v_row']['embedding']",
+    }
+    assert (
+        checkpoint_command.main(["verify", str(tmp_path)]) == 0
+        and "1: whole" in capsys.readouterr().out
+    )
 
 
-MUON = "mu, nu\nnu/blocks.attention.out.weight: [8, 32, 4, 8, 'float32'] in the checkpoint, absent in this config"
+MUON = (
+    "mu, nu\nnu/blocks.attention.out.weight: [8, 32, 4, 8, 'float32'] in the checkpoint, absent in "
+    "this config"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "keeps"), [("lion", "mu"), ("muon", MUON), ("adafactor", "v_row, v_col, v")])
+@pytest.mark.parametrize(
+    ("name", "keeps"), [("lion", "mu"), ("muon", MUON), ("adafactor", "v_row, v_col, v")]
+)
 def test_another_optimizer_is_refused(runs: Runs, name: str, keeps: str) -> None:
-    """It is not treated as damage, which would set the checkpoint aside, and slots of the same name are not confused."""
+    """It is not treated as damage, which would set the checkpoint aside, and slots of the same name
+    are not confused."""
     saved, layout = saved_in(runs("interleaved")[0]), layout_at("one stage")
     with pytest.raises(ConfigError) as caught:
         saved.resumed(layout, Optimizer(OptimizerConfig(name=name), 10))
     assert not isinstance(caught.value, DamagedCheckpoint) and str(caught.value) == (
-        f"{saved.path} is a checkpoint of another optimizer: adamw, which keeps mu, nu; this config's keeps {keeps}\n"
-        f"set optimizer.name=adamw, or use a new output directory with init_from={saved.path} to start from its weights"
+        f"{saved.path} is a checkpoint of another optimizer: adamw, which keeps mu, nu; this "
+        f"config's keeps {keeps}\n"
+        f"set optimizer.name=adamw, or use a new output directory with init_from={saved.path} to "
+        "start from its weights"
     )
 
 
 @pytest.mark.slow
 def test_the_disk_holds_the_model(runs: Runs) -> None:
-    """Compares shapes on disk, not those of padded stages: another division is still the same model."""
+    """Compares shapes on disk, not those of padded stages: another division is still the same
+    model."""
     saved, layout = saved_in(runs("interleaved")[0]), layout_at("one stage")
-    assert saved.metadata["parts"]["params"] == {name: [*x.shape, str(x.dtype)] for name, x in layout.shapes.items()}
+    assert saved.metadata["parts"]["params"] == {
+        name: [*x.shape, str(x.dtype)] for name, x in layout.shapes.items()
+    }
     assert layout_at("uneven").memory_shapes["blocks.mlp.up.weight"].shape[0] == 10
-    assert any(change.startswith("pipeline.") for change in saved.changed(config_at(runs("interleaved")[0], "one stage")))
+    assert any(
+        change.startswith("pipeline.")
+        for change in saved.changed(config_at(runs("interleaved")[0], "one stage"))
+    )
 
 
 @pytest.mark.slow
@@ -190,4 +240,6 @@ def test_saving_takes_one_leaf_more(runs: Runs, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(relayout, "_converted", watched)
     tree, _ = to_disk(layout, OPTIMIZER, state)
     assert len(held) == 3 * len(layout.stacked)
-    assert max(held) == before + max(x.nbytes for name, x in tree["params"].items() if name in layout.stacked)
+    assert max(held) == before + max(
+        x.nbytes for name, x in tree["params"].items() if name in layout.stacked
+    )

@@ -1,4 +1,5 @@
-"""Context parallelism compiled for H100s: Llama 3 8B's attention at 131,072 tokens, 8 shards, two layers."""
+"""Context parallelism compiled for H100s: Llama 3 8B's attention at 131,072 tokens, 8 shards, two
+layers."""
 
 from __future__ import annotations
 
@@ -35,14 +36,26 @@ def compiled(config: TrainConfig) -> Report:
 
 
 def of_attention(report: Report, field: str) -> float:
-    return sum(one.times * one.wire if field == "wire" else one.exposed for one in report.collectives if "attention" in one.where.part)
+    return sum(
+        one.times * one.wire if field == "wire" else one.exposed
+        for one in report.collectives
+        if "attention" in one.where.part
+    )
 
 
-@pytest.mark.parametrize("remat", [pytest.param("save_names", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        pytest.param("save_names", marks=pytest.mark.slow),
+        pytest.param("full", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_ring_holds_the_keys_of_two_shards_and_hardly_waits(reports: str, remat: str) -> None:
-    """Forward and backward: no array has the keys of all tokens, and every permute is beside attention.
+    """Forward and backward: no array has the keys of all tokens, and every permute is beside
+    attention.
 
-    What is exposed, half a per cent of the step, is the last hop of the gradients, which are summed in fp32 and have no matmul beside them.
+    What is exposed, half a per cent of the step, is the last hop of the gradients, which are summed
+    in fp32 and have no matmul beside them.
     """
     report = compiled(config("ring", reports, remat=remat))
     shapes = [one.shape for one in report.memory.buffers]
@@ -53,16 +66,19 @@ def test_a_ring_holds_the_keys_of_two_shards_and_hardly_waits(reports: str, rema
 
 @pytest.mark.exhaustive
 def test_a_window_ends_the_ring_early(reports: str) -> None:
-    """Keys of 4,096 tokens back are in the next chunk, of the next shard in one direction or in the other."""
+    """Keys of 4,096 tokens back are in the next chunk, of the next shard in one direction or in the
+    other."""
     report = compiled(config("ring", reports, remat="save_names", window=(4096,)))
     whole = compiled(config("ring", reports, remat="save_names"))
-    assert of_attention(report, "wire") == pytest.approx(of_attention(whole, "wire") * 2 / (WAYS - 1), rel=0.01)
+    assert of_attention(report, "wire") == pytest.approx(
+        of_attention(whole, "wire") * 2 / (WAYS - 1), rel=0.01
+    )
 
 
 @pytest.mark.exhaustive
 def test_what_each_form_sends(reports: str) -> None:
-    """A ring a third more than the gather, for gradients of keys in fp32; Ulysses a part: per token 2 (q + k + v) and twice the output,
-    of which it keeps 1 / 8.
+    """A ring a third more than the gather, for gradients of keys in fp32; Ulysses a part: per token
+    2 (q + k + v) and twice the output, of which it keeps 1 / 8.
     """
     model = config("ring", reports).model
     per_token = 2 * TOKENS // WAYS * 128 * 2  # layers, tokens of a shard, head dim, bf16

@@ -1,4 +1,5 @@
-"""The engine equals one device in loss and every gradient, for any schedule and mesh. A covering array is fast; the product exhaustive."""
+"""The engine equals one device in loss and every gradient, for any schedule and mesh. A covering
+array is fast; the product exhaustive."""
 
 import dataclasses
 import itertools
@@ -8,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pipeline_toy import SEQUENCE, ToyConfig
-from support import GPT, LLAMA, assert_same_gradients, by_stage, gradients, host_batch, on_devices, reference, shard_on
+from support import (
+    GPT,
+    LLAMA,
+    assert_same_gradients,
+    by_stage,
+    gradients,
+    host_batch,
+    on_devices,
+    reference,
+    shard_on,
+)
 
 from mesh_lm.config import ModelConfig, PipelineConfig
 from mesh_lm.errors import ConfigError
@@ -57,14 +68,16 @@ CASES = [
     ("classic_1f1b", 2, 1, 4, "data+sequence", "toy", "input"),
     ("classic_1f1b", 2, 1, 8, "fsdp+tensor", "untied", "residuals"),
 ]
-"""Schedule, stages, chunks, microbatches, axes: any two values occur together in some row. Then model and stash."""
+"""Schedule, stages, chunks, microbatches, axes: any two values occur together in some row. Then
+model and stash."""
 FAST = [CASES[row] for row in (2, 6, 8, 9, 11)]
 """Each schedule, with one stage and several; the other rows take ten seconds each."""
 FULL = [CASES[row] for row in (1, 4, 7, 10)]
 """Pairs of values that test_features.py has as well, in rows of its covering array."""
 
 LEVELS = {
-    "schedule": ("1f1b", "gpipe", "classic_1f1b"), "P": (1, 2, 4), "V": (1, 2), "M": (4, 8), "axis": ("data", "fsdp", "tensor", "sequence"),
+    "schedule": ("1f1b", "gpipe", "classic_1f1b"), "P": (1, 2, 4), "V": (1, 2), "M": (4, 8),
+    "axis": ("data", "fsdp", "tensor", "sequence"),
 }  # fmt: skip
 
 
@@ -77,7 +90,10 @@ def product() -> list[tuple[str, int, int, int, str, str, str]]:
     """The combinations that CASES lacks, with alternating models and stashes."""
     rows = [row for row in itertools.product(*LEVELS.values()) if possible(*row[:3])]
     models = {"sequence": ("toy", "toy")}
-    found = [(*row, models.get(row[4], ("tied", "untied"))[n % 2], ("input", "residuals")[n // 2 % 2]) for n, row in enumerate(rows)]
+    found = [
+        (*row, models.get(row[4], ("tied", "untied"))[n % 2], ("input", "residuals")[n // 2 % 2])
+        for n, row in enumerate(rows)
+    ]
     return [row for row in found if row not in CASES]
 
 
@@ -100,13 +116,27 @@ def test_every_pair_is_covered() -> None:
 @pytest.mark.parametrize(
     ("schedule", "P", "V", "M", "axes", "model", "stash"),
     [
-        *(pytest.param(*row, marks=() if row in FAST else pytest.mark.exhaustive if row in FULL else pytest.mark.slow) for row in CASES),
+        *(
+            pytest.param(
+                *row,
+                marks=()
+                if row in FAST
+                else pytest.mark.exhaustive
+                if row in FULL
+                else pytest.mark.slow,
+            )
+            for row in CASES
+        ),
         *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in product()),
     ],
 )
-def test_equals_one_device(schedule: str, P: int, V: int, M: int, axes: str, model: str, stash: str) -> None:
+def test_equals_one_device(
+    schedule: str, P: int, V: int, M: int, axes: str, model: str, stash: str
+) -> None:
     pipeline = PipelineConfig(schedule, V, stash=stash)  # pyright: ignore[reportArgumentType]
-    assert_equal(MODELS[model], AXES[axes], {"pipeline": P, **dict.fromkeys(axes.split("+"), 2)}, M, pipeline)
+    assert_equal(
+        MODELS[model], AXES[axes], {"pipeline": P, **dict.fromkeys(axes.split("+"), 2)}, M, pipeline
+    )
 
 
 @pytest.mark.slow
@@ -119,17 +149,33 @@ def test_unequal_stages_equal_one_device() -> None:
 
 @pytest.mark.slow
 def test_unequal_stages_with_fsdp_and_dropout_equal_one_device() -> None:
-    """FSDP shards the residual stream, with or without padding; dropout masks depend on the layer's number in the model."""
-    assert_equal(MODELS["tied"], "fsdp+megatron_sp", {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, PipelineConfig(layers=(5, 3)))
+    """FSDP shards the residual stream, with or without padding; dropout masks depend on the layer's
+    number in the model."""
+    assert_equal(
+        MODELS["tied"],
+        "fsdp+megatron_sp",
+        {"pipeline": 2, "fsdp": 2, "tensor": 2},
+        4,
+        PipelineConfig(layers=(5, 3)),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stash", ["input", "residuals"])
 def test_idle_slots_cannot_poison_gradients(stash: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle slots read the stashes' scratch slots; here these are infinite from the start, and so is what is computed from them."""
+    """Idle slots read the stashes' scratch slots; here these are infinite from the start, and so is
+    what is computed from them."""
     stash_of = ring.stash
-    monkeypatch.setattr(ring, "stash", lambda slots, like: jax.tree.map(_infinite, stash_of(slots, like)))
-    assert_equal(MODELS["untied"], "megatron_sp", {"pipeline": 2, "tensor": 2}, 4, PipelineConfig(chunks=2, stash=stash))
+    monkeypatch.setattr(
+        ring, "stash", lambda slots, like: jax.tree.map(_infinite, stash_of(slots, like))
+    )
+    assert_equal(
+        MODELS["untied"],
+        "megatron_sp",
+        {"pipeline": 2, "tensor": 2},
+        4,
+        PipelineConfig(chunks=2, stash=stash),
+    )
 
 
 def _infinite(x: jax.Array) -> jax.Array:
@@ -138,17 +184,23 @@ def _infinite(x: jax.Array) -> jax.Array:
 
 def test_stages_that_permute_do_so_in_every_tick() -> None:
     """In a branch that idle stages do not take it would deadlock: XLA:CPU waits for all devices."""
-    assert_equal(ToyConfig(permutes=True), SEQUENCE, {"pipeline": 4, "sequence": 2}, 4, PipelineConfig())
+    assert_equal(
+        ToyConfig(permutes=True), SEQUENCE, {"pipeline": 4, "sequence": 2}, 4, PipelineConfig()
+    )
 
 
 def test_stages_that_permute_in_a_branch_are_refused() -> None:
     shard, pipeline = shard_on(SEQUENCE, pipeline=2, sequence=2), PipelineConfig(layers=(5, 3))
     layout = ModelLayout.of(ToyConfig(permutes=True), shard, pipeline)
     with pytest.raises(ConfigError, match="ToyConfig permutes arrays inside a conditional"):
-        jax.eval_shape(engine.value_and_grad(layout), layout.memory_shapes, host_batch(4), jax.random.key(0))
+        jax.eval_shape(
+            engine.value_and_grad(layout), layout.memory_shapes, host_batch(4), jax.random.key(0)
+        )
 
 
-@pytest.mark.parametrize(("model", "axes", "V"), [("untied", "data+tensor", 2), ("toy", "sequence", 1)])
+@pytest.mark.parametrize(
+    ("model", "axes", "V"), [("untied", "data+tensor", 2), ("toy", "sequence", 1)]
+)
 def test_evaluation_equals_one_device(model: str, axes: str, V: int) -> None:
     def sums(shard, pipeline: PipelineConfig) -> dict[str, float]:
         layout = ModelLayout.of(MODELS[model], shard, pipeline)
@@ -157,7 +209,9 @@ def test_evaluation_equals_one_device(model: str, axes: str, V: int) -> None:
         return {name: float(x) for name, x in found.items()}
 
     sharded = shard_on(AXES[axes], pipeline=2, **dict.fromkeys(axes.split("+"), 2))
-    assert sums(sharded, PipelineConfig(chunks=V)) == pytest.approx(sums(shard_on("ddp"), PipelineConfig()), rel=1e-6)
+    assert sums(sharded, PipelineConfig(chunks=V)) == pytest.approx(
+        sums(shard_on("ddp"), PipelineConfig()), rel=1e-6
+    )
 
 
 def test_a_schedule_of_ones_own(tmp_path) -> None:
@@ -165,18 +219,28 @@ def test_a_schedule_of_ones_own(tmp_path) -> None:
     write_csv(named("gpipe", 2, 4), file)
     shard = shard_on("ddp", pipeline=2)
     tables = [
-        engine.training_table(ModelLayout.of(MODELS["tied"], shard, PipelineConfig(schedule)), 4) for schedule in (file, "gpipe", "1f1b")
+        engine.training_table(ModelLayout.of(MODELS["tied"], shard, PipelineConfig(schedule)), 4)
+        for schedule in (file, "gpipe", "1f1b")
     ]
-    mine, gpipe, other = ({name: column.tolist() for name, column in table.columns.items()} for table in tables)
+    mine, gpipe, other = (
+        {name: column.tolist() for name, column in table.columns.items()} for table in tables
+    )
     assert mine == gpipe != other
 
 
 def assert_equal(
-    model: ModelConfig, rules: Rules | str, mesh: dict[str, int], microbatches: int, pipeline: PipelineConfig, separate: bool = False
+    model: ModelConfig,
+    rules: Rules | str,
+    mesh: dict[str, int],
+    microbatches: int,
+    pipeline: PipelineConfig,
+    separate: bool = False,
 ) -> None:
     if mesh["pipeline"] == 1:
         pipeline = PipelineConfig()
-    params, sums, grads = gradients(model, shard_on(rules, **mesh), microbatches, separate, pipeline)
+    params, sums, grads = gradients(
+        model, shard_on(rules, **mesh), microbatches, separate, pipeline
+    )
     wanted_params, wanted_sums, wanted_grads = reference(model, separate)
     for name, value in wanted_params.items():
         np.testing.assert_array_equal(params[name], value, err_msg=f"initial bits of {name}")

@@ -1,6 +1,7 @@
 """Features that different changes built, together: each row of a covering array equals one device.
 
-Rows run in a separate process, because XLA aborts the process on some programs. A failure shows the command that reproduces it.
+Rows run in a separate process, because XLA aborts the process on some programs. A failure shows the
+command that reproduces it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from processes import ROOT
 
 SCRIPT = ROOT / "tests" / "feature_rows.py"
 _IN_CI = 3
-"""Rows of the array that CI runs, the first, which cover the most pairs; two minutes on two slow cores."""
+"""Rows of the array that CI runs, the first, which cover the most pairs; two minutes on two slow
+cores."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,14 @@ def test_a_pair_that_breaks_a_constraint_is_in_a_row_of_its_own() -> None:
 @pytest.mark.slow
 def test_stages_gather_the_layers_of_several_segments(runner: Runner) -> None:
     """The row that found the kind: each segment has flat vectors of its own."""
-    _assert_all(runner, [feature_rows.PLAIN | {"replicas": "zero3", "stages": 2, "segments": "two", "microbatches": 2}], ["same"])
+    _assert_all(
+        runner,
+        [
+            feature_rows.PLAIN
+            | {"replicas": "zero3", "stages": 2, "segments": "two", "microbatches": 2}
+        ],
+        ["same"],
+    )
 
 
 @pytest.mark.slow
@@ -82,5 +91,6 @@ def test_all_rows_equal_one_device(runner: Runner) -> None:
 
 @pytest.mark.slow
 def test_what_does_not_fit_together_is_refused(runner: Runner) -> None:
-    """By `check`, in one line for each reason, or says nothing, as chunks without stages. None is wrong or crashes."""
+    """By `check`, in one line for each reason, or says nothing, as chunks without stages. None is
+    wrong or crashes."""
     _assert_all(runner, feature_rows.array()[1], ["refused", "same"])

@@ -1,4 +1,5 @@
-"""Steps whose gradients are summed in int8 with error feedback, or in two levels: against one device, and across checkpoints."""
+"""Steps whose gradients are summed in int8 with error feedback, or in two levels: against one
+device, and across checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support import GPT, Outcome, assert_same_gradients, gradients, host_batch, on_devices, reference, shard_on
+from support import (
+    GPT,
+    Outcome,
+    assert_same_gradients,
+    gradients,
+    host_batch,
+    on_devices,
+    reference,
+    shard_on,
+)
 
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
@@ -26,7 +36,11 @@ COMPILE_BUDGET = 120
     ("rules", "mesh"),
     [
         ("by_node", {"data": 2, "extra": ("node=4",)}),
-        pytest.param("by_node+megatron", {"data": 2, "tensor": 2, "extra": ("node=2",)}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "by_node+megatron",
+            {"data": 2, "tensor": 2, "extra": ("node=2",)},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_two_levels_equal_one_device(rules: str, mesh: dict) -> None:
@@ -39,14 +53,24 @@ def relative(found: Outcome, wanted: Outcome, matrices: bool) -> list[float]:
     """Errors relative to the norms of gradients of matrices or of vectors."""
     axes = ModelLayout.of(GPT, shard_on("ddp")).axes
     names = [name for name in wanted[2] if is_matrix(name, axes[name]) is matrices]
-    return [float(np.linalg.norm(found[2][n] - wanted[2][n]) / np.linalg.norm(wanted[2][n])) for n in names]
+    return [
+        float(np.linalg.norm(found[2][n] - wanted[2][n]) / np.linalg.norm(wanted[2][n]))
+        for n in names
+    ]
 
 
 @pytest.mark.parametrize(
     ("rules", "mesh", "pipeline"),
     [
-        pytest.param("hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, PipelineConfig(), marks=pytest.mark.slow),
-        pytest.param("ddp", {"pipeline": 2, "data": 4}, PipelineConfig(), marks=pytest.mark.exhaustive),
+        pytest.param(
+            "hsdp+megatron",
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            PipelineConfig(),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "ddp", {"pipeline": 2, "data": 4}, PipelineConfig(), marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_int8_rounds_matrices_alone(rules: str, mesh: dict, pipeline: PipelineConfig) -> None:
@@ -61,7 +85,11 @@ def test_int8_rounds_matrices_alone(rules: str, mesh: dict, pipeline: PipelineCo
 
 
 PLACES = {
-    "staged": ("distributed+reduce_int8", {"pipeline": 2, "data": 2}, PipelineConfig(layers=(1, 2))),
+    "staged": (
+        "distributed+reduce_int8",
+        {"pipeline": 2, "data": 2},
+        PipelineConfig(layers=(1, 2)),
+    ),
     "ddp": ("ddp+reduce_int8", {"data": 2}, PipelineConfig()),
     "four": ("ddp+reduce_int8", {"data": 4}, PipelineConfig()),
     "exact": ("ddp", {"data": 2}, PipelineConfig()),
@@ -76,7 +104,10 @@ def layout_at(place: str) -> ModelLayout:
 
 
 def bits(tree: State) -> dict[str, bytes]:
-    return {jax.tree_util.keystr(path): np.asarray(x).tobytes() for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {
+        jax.tree_util.keystr(path): np.asarray(x).tobytes()
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
 
 def checkpoints(output: Path) -> Checkpoints:
@@ -90,18 +121,31 @@ def restored(output: Path, layout: ModelLayout) -> State:
     return state
 
 
-@pytest.mark.parametrize("place", [pytest.param("staged", marks=pytest.mark.exhaustive), pytest.param("ddp", marks=pytest.mark.slow)])
-def test_the_error_feedback_of_a_run(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A skipped step keeps it, a checkpoint has it bit for bit, and a run on other replicas starts from zero and says so."""
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("staged", marks=pytest.mark.exhaustive),
+        pytest.param("ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_the_error_feedback_of_a_run(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A skipped step keeps it, a checkpoint has it bit for bit, and a run on other replicas starts
+    from zero and says so."""
     layout = layout_at(place)
     state, step = init_state(layout, OPTIMIZER, seed=0), train_step(layout, OPTIMIZER, seed=0)
-    assert state[FEEDBACK].keys() == {name for name, axes in layout.axes.items() if is_matrix(name, axes)}
+    assert state[FEEDBACK].keys() == {
+        name for name, axes in layout.axes.items() if is_matrix(name, axes)
+    }
     assert not any(np.asarray(x).any() for x in state[FEEDBACK].values())
     batches = [on_devices(host_batch(2, seed=seed), layout) for seed in range(3)]
     state, _ = step(state, batches[0])
     before = bits(state[FEEDBACK])
     assert all(np.asarray(x).any() for x in state[FEEDBACK].values())
-    state, metrics = step(state, batches[1] | {"weights": batches[1]["weights"] * np.float32(np.nan)})
+    state, metrics = step(
+        state, batches[1] | {"weights": batches[1]["weights"] * np.float32(np.nan)}
+    )
     assert metrics["skipped"] == 1 and bits(state[FEEDBACK]) == before
     with checkpoints(tmp_path / "run") as kept:
         state = kept.save(2, state, {"position": 32}, layout, OPTIMIZER, last=True)
@@ -112,7 +156,10 @@ def test_the_error_feedback_of_a_run(place: str, tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     four = restored(tmp_path / "run", layout_at("four"))
     assert not any(np.asarray(x).any() for x in four[FEEDBACK].values())
-    assert "the error feedback of gradients in int8 starts from zero: the checkpoint has that of other replicas" in capsys.readouterr().out
+    assert (
+        "the error feedback of gradients in int8 starts from zero: the checkpoint has that of "
+        "other replicas"
+    ) in capsys.readouterr().out
     assert FEEDBACK not in restored(tmp_path / "run", layout_at("exact"))
 
 
@@ -120,6 +167,10 @@ def test_the_error_feedback_of_a_run(place: str, tmp_path: Path, capsys: pytest.
 def test_a_run_may_begin_to_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = layout_at("exact")
     with checkpoints(tmp_path / "run") as kept:
-        kept.save(2, init_state(layout, OPTIMIZER, seed=0), {"position": 32}, layout, OPTIMIZER, last=True)
+        kept.save(
+            2, init_state(layout, OPTIMIZER, seed=0), {"position": 32}, layout, OPTIMIZER, last=True
+        )
     state = restored(tmp_path / "run", layout_at("ddp"))
-    assert FEEDBACK in state and "starts from zero: the checkpoint has none" in capsys.readouterr().out
+    assert (
+        FEEDBACK in state and "starts from zero: the checkpoint has none" in capsys.readouterr().out
+    )

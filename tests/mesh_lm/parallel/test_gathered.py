@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from flat_layout import engine_weights, unflattened
 from random_rules import verdict
-from support import GPT, LLAMA, assert_same_gradients, gradients, host_batch, on_devices, reference, shard_on
+from support import (
+    GPT,
+    LLAMA,
+    assert_same_gradients,
+    gradients,
+    host_batch,
+    on_devices,
+    reference,
+    shard_on,
+)
 
 from configs.gpt_tiny import get_config
 from mesh_lm.config import ModelConfig
@@ -42,9 +51,20 @@ HALVES = dataclasses.replace(GROUPED_SAVED, batch_halves=True)
         pytest.param(SAVED, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True, marks=SLOW),
         pytest.param(NONE, "zero3+megatron", {"data": 2, "tensor": 4}, 4, False, marks=EXHAUSTIVE),
         pytest.param(GROUPED, "zero3", {"data": 4}, 2, True, marks=EXHAUSTIVE),
-        pytest.param(GROUPED_SAVED, "zero3+megatron_sp", {"data": 2, "tensor": 4}, 1, False, marks=EXHAUSTIVE),
-        pytest.param(NONE, "zero3+megatron_sp+reduce_float32", {"data": 4, "tensor": 2}, 1, True, marks=EXHAUSTIVE),
-        pytest.param(GROUPED, "zero3+fsdp+reduce_float32", {"data": 2, "fsdp": 2}, 2, False, marks=SLOW),
+        pytest.param(
+            GROUPED_SAVED, "zero3+megatron_sp", {"data": 2, "tensor": 4}, 1, False, marks=EXHAUSTIVE
+        ),
+        pytest.param(
+            NONE,
+            "zero3+megatron_sp+reduce_float32",
+            {"data": 4, "tensor": 2},
+            1,
+            True,
+            marks=EXHAUSTIVE,
+        ),
+        pytest.param(
+            GROUPED, "zero3+fsdp+reduce_float32", {"data": 2, "fsdp": 2}, 2, False, marks=SLOW
+        ),
         pytest.param(FULL, "zero3", {"data": 1}, 2, True, marks=EXHAUSTIVE),
         pytest.param(PARTLY, "zero3+megatron_sp", {"data": 4, "tensor": 2}, 2, True, marks=SLOW),
         pytest.param(KEPT, "zero3", {"data": 4}, 1, False, marks=SLOW),
@@ -53,7 +73,9 @@ HALVES = dataclasses.replace(GROUPED_SAVED, batch_halves=True)
     ],
     ids=str,
 )
-def test_gradients_equal_one_device(model: ModelConfig, rules: str, mesh: dict[str, int], microbatches: int, separate: bool) -> None:
+def test_gradients_equal_one_device(
+    model: ModelConfig, rules: str, mesh: dict[str, int], microbatches: int, separate: bool
+) -> None:
     sums, grads = gathered_gradients(model, rules, mesh, microbatches, separate)
     _, wanted_sums, wanted = reference(model, separate)
     assert sums == pytest.approx(wanted_sums, rel=1e-6)
@@ -62,21 +84,30 @@ def test_gradients_equal_one_device(model: ModelConfig, rules: str, mesh: dict[s
 
 @pytest.mark.slow
 def test_segments_with_sums_equal_one_device() -> None:
-    """An auxiliary loss, loads for each layer, and a matrix that the layers of both segments use."""
+    """An auxiliary loss, loads for each layer, and a matrix that the layers of both segments
+    use."""
     layout = ModelLayout.of(experts_toy.MODEL, shard_on(experts_toy.rules("zero3"), data=4))
     batch = on_devices(host_batch(2), layout)
     (scalars, arrays), grads = jax.jit(engine.region(layout, batch, layout.flat))(
         engine_weights(layout, experts_toy.rules("ddp")), batch, jax.random.key(3)
     )
     _, wanted_sums, wanted = gradients(experts_toy.MODEL, shard_on(experts_toy.rules("ddp")))
-    assert {v.name for v in layout.flat.vectors if v.gathered_by_layer} and "router_z" in scalars and "moe/load" in arrays
+    assert (
+        {v.name for v in layout.flat.vectors if v.gathered_by_layer}
+        and "router_z" in scalars
+        and "moe/load" in arrays
+    )
     for name, value in wanted_sums.items():
         np.testing.assert_allclose({**scalars, **arrays}[name], value, rtol=1e-6, err_msg=name)
     assert_same_gradients(unflattened(layout, jax.tree.map(np.asarray, grads)), wanted)
 
 
 def gathered_gradients(
-    model: ModelConfig, rules: Rules | str, mesh: dict[str, int], microbatches: int, separate: bool = False
+    model: ModelConfig,
+    rules: Rules | str,
+    mesh: dict[str, int],
+    microbatches: int,
+    separate: bool = False,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The sums and gradients of a step, from the weights of seed 0."""
     layout = ModelLayout.of(model, shard_on(rules, **mesh))
@@ -84,15 +115,23 @@ def gathered_gradients(
     batch = on_devices(host_batch(microbatches, separate=separate), layout)
     run = jax.jit(engine.region(layout, batch, layout.flat))
     (sums, _), grads = run(engine_weights(layout), batch, jax.random.key(3))
-    return {name: float(x) for name, x in sums.items()}, unflattened(layout, jax.tree.map(np.asarray, grads))
+    return {name: float(x) for name, x in sums.items()}, unflattened(
+        layout, jax.tree.map(np.asarray, grads)
+    )
 
 
 @pytest.mark.slow
 def test_a_step_equals_one_device() -> None:
     """The new weights and moments, through `check` and the state, in two microbatches."""
     example = {"model": "gpt", "mesh": {"data": 4, "tensor": 2}, "microbatches": 2}
-    flat = {"params": {"flat": ["data"], "embed": []}, "optimizer": {"flat": ["pipeline", "data"], "embed": []}}
-    assert verdict({**example, "rules": {**flat, "activations": {"batch": ["data"]}}}) == ("same", "")
+    flat = {
+        "params": {"flat": ["data"], "embed": []},
+        "optimizer": {"flat": ["pipeline", "data"], "embed": []},
+    }
+    assert verdict({**example, "rules": {**flat, "activations": {"batch": ["data"]}}}) == (
+        "same",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,6 +150,8 @@ def test_what_cannot_run_is_refused(changes: dict[str, Any], said: str) -> None:
 
 
 def test_offload_is_refused() -> None:
-    config = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, remat="offload"), rules=preset("zero3"))
+    config = dataclasses.replace(
+        TINY, model=dataclasses.replace(TINY.model, remat="offload"), rules=preset("zero3")
+    )
     with pytest.raises(ConfigError, match="layers that gather their matrices cannot offload"):
         check(config, 8)

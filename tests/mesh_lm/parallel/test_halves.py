@@ -1,4 +1,5 @@
-"""Layers that compute two halves of a microbatch apart: loss and gradients equal those of one device that computes them at once."""
+"""Layers that compute two halves of a microbatch apart: loss and gradients equal those of one
+device that computes them at once."""
 
 import dataclasses
 from typing import Any
@@ -20,13 +21,40 @@ COMPILE_BUDGET = 60
     ("model", "rules", "mesh", "microbatches", "pipeline"),
     [
         (GPT, "ddp", {"data": 1}, 2, PipelineConfig()),
-        pytest.param(LLAMA, "fsdp+megatron_sp", {"fsdp": 4, "tensor": 2}, 2, PipelineConfig(), marks=pytest.mark.slow),
-        pytest.param(GPT, "hsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1, PipelineConfig(), marks=pytest.mark.exhaustive),
-        pytest.param(GPT, "megatron_sp", {"pipeline": 2, "data": 2, "tensor": 2}, 4, PipelineConfig(), marks=pytest.mark.slow),
+        pytest.param(
+            LLAMA,
+            "fsdp+megatron_sp",
+            {"fsdp": 4, "tensor": 2},
+            2,
+            PipelineConfig(),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            GPT,
+            "hsdp+megatron",
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            1,
+            PipelineConfig(),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            GPT,
+            "megatron_sp",
+            {"pipeline": 2, "data": 2, "tensor": 2},
+            4,
+            PipelineConfig(),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
-def test_equals_one_device(model: DecoderConfig, rules: str, mesh: dict[str, int], microbatches: int, pipeline: PipelineConfig) -> None:
+def test_equals_one_device(
+    model: DecoderConfig,
+    rules: str,
+    mesh: dict[str, int],
+    microbatches: int,
+    pipeline: PipelineConfig,
+) -> None:
     shard = shard_on(rules, **mesh)
     halved = dataclasses.replace(model, batch_halves=True)
     _, sums, found = gradients(halved, shard, microbatches, separate=True, pipeline=pipeline)
@@ -35,7 +63,9 @@ def test_equals_one_device(model: DecoderConfig, rules: str, mesh: dict[str, int
     assert_same_gradients(found, wanted)
 
 
-@pytest.mark.parametrize(("rows", "calls"), [(8, [[0, 1, 4, 5], [2, 3, 6, 7]]), (6, [[0, 1, 2, 3, 4, 5]])])
+@pytest.mark.parametrize(
+    ("rows", "calls"), [(8, [[0, 1, 4, 5], [2, 3, 6, 7]]), (6, [[0, 1, 2, 3, 4, 5]])]
+)
 def test_a_half_has_half_of_every_devices_sequences(rows: int, calls: list[list[int]]) -> None:
     """On two devices; with an odd number of sequences on each the layer is called once."""
     seen = []

@@ -1,4 +1,5 @@
-"""Slots side by side (pipeline.pair_layers) equal one device, and the engine that runs one slot after the other, in loss and gradients."""
+"""Slots side by side (pipeline.pair_layers) equal one device, and the engine that runs one slot
+after the other, in loss and gradients."""
 
 import dataclasses
 from typing import Any
@@ -27,7 +28,8 @@ UNTIED = dataclasses.replace(LLAMA, **_SMALL, n_kv_heads=2, window=(), remat="no
 WINDOWS = dataclasses.replace(UNTIED, n_layers=10, window=(4, 0), remat="full")
 """Patterns of two layers."""
 EXPERTS = experts_toy.MODEL
-"""Two segments with dropout, arrays of sums, an auxiliary loss, and a matrix that layers of both share."""
+"""Two segments with dropout, arrays of sums, an auxiliary loss, and a matrix that layers of both
+share."""
 BOTH = {"pipeline": 2, "data": 2, "tensor": 2}
 
 Case = tuple[ModelConfig, Rules | str, dict[str, int], int, PipelineConfig, bool]
@@ -39,18 +41,95 @@ def paired(**fields: Any) -> PipelineConfig:
 
 CASES: dict[str, Case] = {
     "chunks": (TIED, "distributed+megatron_sp", BOTH, 4, paired(chunks=2), False),
-    "unequal stages": (WINDOWS, "megatron", {"pipeline": 2, "tensor": 2}, 4, paired(chunks=2, layers=(2, 4, 2, 2)), True),
-    "two segments": (EXPERTS, experts_toy.rules("megatron_sp"), {"pipeline": 2, "tensor": 2}, 4, paired(layers=(3, 3)), False),
-    "auxiliary loss": (ToyConfig(), SEQUENCE, {"pipeline": 2, "sequence": 2}, 8, paired(chunks=2), False),
-    "segments in chunks": (EXPERTS, experts_toy.rules("hsdp"), {"pipeline": 2, "fsdp": 2}, 4, paired(chunks=2, layers=(1, 2, 2, 1)), False),
-    "fp32 gradients": (TIED, "hsdp+megatron_sp+reduce_float32", {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, paired(), False),
+    "unequal stages": (
+        WINDOWS,
+        "megatron",
+        {"pipeline": 2, "tensor": 2},
+        4,
+        paired(chunks=2, layers=(2, 4, 2, 2)),
+        True,
+    ),
+    "two segments": (
+        EXPERTS,
+        experts_toy.rules("megatron_sp"),
+        {"pipeline": 2, "tensor": 2},
+        4,
+        paired(layers=(3, 3)),
+        False,
+    ),
+    "auxiliary loss": (
+        ToyConfig(),
+        SEQUENCE,
+        {"pipeline": 2, "sequence": 2},
+        8,
+        paired(chunks=2),
+        False,
+    ),
+    "segments in chunks": (
+        EXPERTS,
+        experts_toy.rules("hsdp"),
+        {"pipeline": 2, "fsdp": 2},
+        4,
+        paired(chunks=2, layers=(1, 2, 2, 1)),
+        False,
+    ),
+    "fp32 gradients": (
+        TIED,
+        "hsdp+megatron_sp+reduce_float32",
+        {"pipeline": 2, "fsdp": 2, "tensor": 2},
+        4,
+        paired(),
+        False,
+    ),
     "bf16 gradients": (TIED, "zero2+megatron+reduce_bfloat16", BOTH, 4, paired(), False),
-    "gpipe": (UNTIED, "megatron_sp", {"pipeline": 4, "tensor": 2}, 4, paired(schedule="gpipe"), False),
-    "one slot a tick": (UNTIED, "fsdp", {"pipeline": 2, "fsdp": 2}, 4, paired(schedule="classic_1f1b"), False),
-    "unrolled": (dataclasses.replace(TIED, unroll=True), "zero1+megatron_sp", BOTH, 4, paired(chunks=2), False),
-    "unequal stages with dropout": (TIED, "fsdp+megatron_sp", {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, paired(layers=(5, 3)), False),
-    "layers that permute": (ToyConfig(permutes=True), SEQUENCE, {"pipeline": 4, "sequence": 2}, 4, paired(), False),
-    "a stage for each layer": (UNTIED, "ddp", {"pipeline": 4, "data": 2}, 4, paired(chunks=2), False),
+    "gpipe": (
+        UNTIED,
+        "megatron_sp",
+        {"pipeline": 4, "tensor": 2},
+        4,
+        paired(schedule="gpipe"),
+        False,
+    ),
+    "one slot a tick": (
+        UNTIED,
+        "fsdp",
+        {"pipeline": 2, "fsdp": 2},
+        4,
+        paired(schedule="classic_1f1b"),
+        False,
+    ),
+    "unrolled": (
+        dataclasses.replace(TIED, unroll=True),
+        "zero1+megatron_sp",
+        BOTH,
+        4,
+        paired(chunks=2),
+        False,
+    ),
+    "unequal stages with dropout": (
+        TIED,
+        "fsdp+megatron_sp",
+        {"pipeline": 2, "fsdp": 2, "tensor": 2},
+        4,
+        paired(layers=(5, 3)),
+        False,
+    ),
+    "layers that permute": (
+        ToyConfig(permutes=True),
+        SEQUENCE,
+        {"pipeline": 4, "sequence": 2},
+        4,
+        paired(),
+        False,
+    ),
+    "a stage for each layer": (
+        UNTIED,
+        "ddp",
+        {"pipeline": 4, "data": 2},
+        4,
+        paired(chunks=2),
+        False,
+    ),
 }
 """Model, rules, mesh, microbatches, pipeline, whether documents are separate."""
 FAST = ("auxiliary loss",)
@@ -63,11 +142,21 @@ def marks(name: str) -> Any:
 
 def outcome(case: Case, **changes: Any) -> Outcome:
     model, rules, mesh, microbatches, pipeline, separate = case
-    return gradients(model, shard_on(rules, **mesh), microbatches, separate, dataclasses.replace(pipeline, **changes))
+    return gradients(
+        model,
+        shard_on(rules, **mesh),
+        microbatches,
+        separate,
+        dataclasses.replace(pipeline, **changes),
+    )
 
 
 def one_device(model: ModelConfig, separate: bool) -> Outcome:
-    return gradients(model, shard_on(experts_toy.rules("ddp"))) if model is EXPERTS else reference(model, separate)
+    return (
+        gradients(model, shard_on(experts_toy.rules("ddp")))
+        if model is EXPERTS
+        else reference(model, separate)
+    )
 
 
 def assert_same_sums(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -93,9 +182,12 @@ def test_equals_one_device_and_slots_one_after_the_other(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["chunks", "two segments"])
 def test_idle_slots_cannot_poison_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They read the stashes' scratch slots; here these are infinite from the start, and so is what is computed from them."""
+    """They read the stashes' scratch slots; here these are infinite from the start, and so is what
+    is computed from them."""
     stash = ring.stash
-    monkeypatch.setattr(ring, "stash", lambda slots, like: jax.tree.map(_infinite, stash(slots, like)))
+    monkeypatch.setattr(
+        ring, "stash", lambda slots, like: jax.tree.map(_infinite, stash(slots, like))
+    )
     _, sums, grads = outcome(CASES[name])
     _, wanted_sums, wanted = one_device(CASES[name][0], False)
     assert_same_sums(sums, wanted_sums)
@@ -111,7 +203,10 @@ def test_a_bf16_model_is_as_near_to_an_fp32_model_as_before() -> None:
     model, rules, mesh, *rest = CASES["chunks"]
     exact = reference(model)[2]
     case = (dataclasses.replace(model, dtype="bfloat16"), rules, mesh, *rest)
-    after, before = ({name: _error(g, exact[name]) for name, g in outcome(case, pair_layers=on)[2].items()} for on in (True, False))
+    after, before = (
+        {name: _error(g, exact[name]) for name, g in outcome(case, pair_layers=on)[2].items()}
+        for on in (True, False)
+    )
     assert max(before.values()) > 1e-3, "no bf16 in this model"
     assert all(after[name] <= 1.1 * before[name] + 1e-4 for name in exact), (after, before)
 

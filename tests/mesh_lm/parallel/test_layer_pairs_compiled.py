@@ -1,4 +1,5 @@
-"""Slots side by side, compiled for 16 H100s without devices: what is in one loop, what hides what, and that nothing is copied."""
+"""Slots side by side, compiled for 16 H100s without devices: what is in one loop, what hides what,
+and that nothing is copied."""
 
 import dataclasses
 import functools
@@ -23,7 +24,14 @@ pytestmark = pytest.mark.deviceless
 
 STAGES, WIDTH, TENSOR, MICROBATCHES, SEQ, D = 4, 2, 2, 16, 1024, 4096
 MODEL = DecoderConfig(
-    n_layers=STAGES * WIDTH, d_model=D, n_heads=32, seq_len=SEQ, vocab_size=3072, attention="xla", remat="save_names", loss_chunk=768
+    n_layers=STAGES * WIDTH,
+    d_model=D,
+    n_heads=32,
+    seq_len=SEQ,
+    vocab_size=3072,
+    attention="xla",
+    remat="save_names",
+    loss_chunk=768,
 )
 SENT = SEQ // TENSOR * D * 2
 """Bytes that a stage sends to the next: a sequence sharded over tensor, in bf16."""
@@ -58,7 +66,11 @@ def in_layers(report: Report, slots: str, pair_layers: bool = True) -> list[Coll
     """The collectives over tensor in the loop over layers of ticks with these slots."""
     made = training_table(program("", pair_layers).layout, MICROBATCHES)
     trips = {name: ticks.stop - ticks.start for name, ticks in made.loops()}
-    found = [one for one in report.collectives if one.axes == ("tensor",) and one.loops == (trips[slots], WIDTH)]
+    found = [
+        one
+        for one in report.collectives
+        if one.axes == ("tensor",) and one.loops == (trips[slots], WIDTH)
+    ]
     return [one for one in found if one.where.part.startswith("layers")]
 
 
@@ -66,11 +78,17 @@ def test_a_layer_of_one_pass_hides_the_collectives_of_the_other(reports: str) ->
     paired, before = report_of(reports), report_of(reports, pair_layers=False)
     found = in_layers(paired, "FB")
     assert {one.where.phase for one in found} >= {"forward", "backward"}
-    assert sum(one.kind == "reduce-scatter" for one in found) == 4, "two of each layer, none of them combined with that of the other pass"
+    assert sum(one.kind == "reduce-scatter" for one in found) == 4, (
+        "two of each layer, none of them combined with that of the other pass"
+    )
     assert all(one.asynchronous for one in found)
     assert paired.timeline and before.timeline
     assert paired.timeline.step < before.timeline.step
-    assert sum(one.exposed for one in found) <= 0.001 * paired.timeline.step < sum(one.exposed for one in in_layers(before, "FB", False))
+    assert (
+        sum(one.exposed for one in found)
+        <= 0.001 * paired.timeline.step
+        < sum(one.exposed for one in in_layers(before, "FB", False))
+    )
 
 
 def test_layers_of_both_passes_are_in_one_loop(reports: str) -> None:
@@ -78,20 +96,35 @@ def test_layers_of_both_passes_are_in_one_loop(reports: str) -> None:
     bodies: dict[str, set[str]] = {}
     for one in module.by_name.values():
         if one.opcode.startswith(("all-gather", "reduce-scatter")) and "layers" in one.op_name:
-            bodies.setdefault(module.home[one.name], set()).update(s for s in ("forward_slot", "backward_slot") if s in one.op_name)
+            bodies.setdefault(module.home[one.name], set()).update(
+                s for s in ("forward_slot", "backward_slot") if s in one.op_name
+            )
     assert sum(slots == {"forward_slot", "backward_slot"} for slots in bodies.values()) == 1, bodies
 
 
 def test_gradients_are_added_in_place_once_for_each_weight_and_layer(reports: str) -> None:
     made = program(reports)
-    whole = {name: made.layout.shardings("params")[name].shard_shape(s.shape)[1:] for name, s in made.layout.memory_shapes.items()}
-    matrices = {name: dims for name, dims in whole.items() if segment_of(name) == "blocks" and math.prod(dims) > 4 * D}
+    whole = {
+        name: made.layout.shardings("params")[name].shard_shape(s.shape)[1:]
+        for name, s in made.layout.memory_shapes.items()
+    }
+    matrices = {
+        name: dims
+        for name, dims in whole.items()
+        if segment_of(name) == "blocks" and math.prod(dims) > 4 * D
+    }
     assert len(matrices) == 4
     assert adds_to_gradients(module_of(reports), matrices) == []
     assert slices_of_layers(module_of(reports), matrices) == []
 
 
-@pytest.mark.parametrize("remat", ["save_names", *(pytest.param(other, marks=pytest.mark.exhaustive) for other in ("full", "none"))])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        "save_names",
+        *(pytest.param(other, marks=pytest.mark.exhaustive) for other in ("full", "none")),
+    ],
+)
 def test_no_stash_is_copied(reports: str, remat: str) -> None:
     report = report_of(reports, remat=remat)
     assert not [one for one in report.copies if one.bytes > SENT and one.times > 1]
@@ -99,10 +132,15 @@ def test_no_stash_is_copied(reports: str, remat: str) -> None:
 
 
 def test_the_two_sends_of_a_tick_leave_together(reports: str) -> None:
-    """At its end, in opposite directions, so that a tick waits for one of them, and with jax 0.12 a little for the other."""
+    """At its end, in opposite directions, so that a tick waits for one of them, and with jax 0.12 a
+    little for the other."""
     report, table = report_of(reports), training_table(program(reports).layout, MICROBATCHES)
     trips = {slots: ticks.stop - ticks.start for slots, ticks in table.loops()}
-    hops = [one for one in report.collectives if one.kind == "collective-permute" and one.axes == ("pipeline",)]
+    hops = [
+        one
+        for one in report.collectives
+        if one.kind == "collective-permute" and one.axes == ("pipeline",)
+    ]
     assert [hop.loops for hop in hops] == [(trips[slots],) for slots in ("F", "FB", "FB", "B")]
     assert all(hop.payload == SENT and hop.asynchronous for hop in hops)
     both = [hop for hop in hops if hop.loops == (trips["FB"],)]

@@ -1,4 +1,5 @@
-"""How layers are divided over stages and moved there; and what is required of parameters: float32, those of layers used in layers only."""
+"""How layers are divided over stages and moved there; and what is required of parameters: float32,
+those of layers used in layers only."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ COMPILE_BUDGET = 16
 def test_stages_are_balanced_for_what_they_compute(stash: Any, counts: tuple[int, int]) -> None:
     """The head costs as much as two layers, so that 5 and 3 + 2 are equal if nothing is recomputed.
 
-    If the backward pass recomputes the forward pass, a layer costs 4/3. The last stage then has no forward slot, which saves 4/3 of its
-    head's 2: 16/3 and 18/3 are better than 20/3 and 14/3.
+    If the backward pass recomputes the forward pass, a layer costs 4/3. The last stage then has no
+    forward slot, which saves 4/3 of its head's 2: 16/3 and 18/3 are better than 20/3 and 14/3.
     """
     config = DecoderConfig(n_layers=8, d_model=64, n_heads=4, seq_len=16)
     head = 6 * config.d_model
@@ -44,13 +45,17 @@ def test_stages_are_balanced_for_what_they_compute(stash: Any, counts: tuple[int
 def test_what_moves_into_stages_is_sharded_as_the_rules_say(kind: Kind) -> None:
     """Under ZeRO-1 moments are sharded over data, and weights are not."""
     model, name = dataclasses.replace(GPT, n_layers=3), "blocks.mlp.up.weight"
-    staged = ModelLayout.of(model, shard_on("zero1", pipeline=2, data=2), PipelineConfig(layers=(1, 2)))
+    staged = ModelLayout.of(
+        model, shard_on("zero1", pipeline=2, data=2), PipelineConfig(layers=(1, 2))
+    )
     values = np.random.default_rng(0).random(staged.shapes[name].shape, np.float32)
     on_disk = jax.device_put(values, staged.canonical_shardings(kind)[name])
 
     in_memory = staged.to_memory_order({name: on_disk}, kind)[name]
     assert in_memory.sharding.is_equivalent_to(staged.shardings(kind)[name], in_memory.ndim)
-    assert in_memory.sharding.shard_shape(in_memory.shape)[1] == model.d_model // (2 if kind == "optimizer" else 1)
+    assert in_memory.sharding.shard_shape(in_memory.shape)[1] == model.d_model // (
+        2 if kind == "optimizer" else 1
+    )
 
     back = staged.to_model_order({name: in_memory}, kind)[name]
     assert back.sharding.is_equivalent_to(staged.canonical_shardings(kind)[name], back.ndim)
@@ -64,7 +69,9 @@ def weight(value: Callable[[jax.Array], jax.Array] = lambda x: x, **metadata: An
         def __init__(self, config: ToyConfig, shard: Shard, rngs: nnx.Rngs) -> None:
             super().__init__(config, shard, rngs)
             was = self.layers.weight
-            self.layers.weight = nnx.Param(value(was.get_value()), out_sharding=was.get_metadata()["out_sharding"], **metadata)
+            self.layers.weight = nnx.Param(
+                value(was.get_value()), out_sharding=was.get_metadata()["out_sharding"], **metadata
+            )
 
     return Changed
 
@@ -83,9 +90,18 @@ def layout(model: type[Toy], **mesh: int) -> ModelLayout:
     [
         (
             weight(lambda x: x.astype(jnp.bfloat16)),
-            "model.layers.weight is bfloat16; store it in float32, and set compute_dtype='bfloat16' of its nnx.Param",
+            (
+                "model.layers.weight is bfloat16; store it in float32, and set "
+                "compute_dtype='bfloat16' of its nnx.Param"
+            ),
         ),
-        (weight(compute_dtype="bf16"), "model.layers.weight: compute_dtype='bf16' is not a type; write it as in compute_dtype='bfloat16'"),
+        (
+            weight(compute_dtype="bf16"),
+            (
+                "model.layers.weight: compute_dtype='bf16' is not a type; write it as in "
+                "compute_dtype='bfloat16'"
+            ),
+        ),
     ],
     ids=["stored in bf16", "no such type"],
 )
@@ -96,7 +112,10 @@ def test_the_types_of_parameters(model: type[Toy], said: str) -> None:
 
 
 def test_the_type_in_which_layers_use_a_parameter() -> None:
-    assert layout(weight(compute_dtype="bfloat16")).compute_dtypes == {"layers.weight": jnp.bfloat16, "table": jnp.float32}
+    assert layout(weight(compute_dtype="bfloat16")).compute_dtypes == {
+        "layers.weight": jnp.bfloat16,
+        "table": jnp.float32,
+    }
 
 
 class InLoss(Toy):
@@ -122,5 +141,8 @@ def test_a_layers_parameter_used_outside_of_layers(model: type[Toy], mesh: dict[
     made = layout(model, **mesh)
     with pytest.raises(ConfigError) as caught:
         jax.eval_shape(value_and_grad(made), made.memory_shapes, host_batch(2), jax.random.key(0))
-    said = "Config: prepare, embed or loss uses layers.weight, a parameter of the layers; make it a parameter of the model itself"
+    said = (
+        "Config: prepare, embed or loss uses layers.weight, a parameter of the layers; make it a "
+        "parameter of the model itself"
+    )
     assert str(caught.value).startswith(said)

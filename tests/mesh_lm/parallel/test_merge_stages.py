@@ -1,4 +1,5 @@
-"""Merging pipeline stages: the same weights on the same devices, sharded by FSDP, and the same scores as on one device."""
+"""Merging pipeline stages: the same weights on the same devices, sharded by FSDP, and the same
+scores as on one device."""
 
 from __future__ import annotations
 
@@ -33,12 +34,16 @@ CASES: dict[str, tuple[DecoderConfig, str, dict[str, int], PipelineConfig, dict[
 
 def layout_of(case: str) -> tuple[ModelLayout, dict[str, int]]:
     model, rules, mesh, pipeline, wanted = CASES[case]
-    return ModelLayout.of(dataclasses.replace(model, n_layers=6), shard_on(rules, **mesh), pipeline), wanted
+    return ModelLayout.of(
+        dataclasses.replace(model, n_layers=6), shard_on(rules, **mesh), pipeline
+    ), wanted
 
 
 def initial(layout: ModelLayout) -> tuple[Params, dict[str, np.ndarray]]:
     """(parameters in memory order, parameters in model order on the host)."""
-    params = jax.jit(layout.init, out_shardings=layout.canonical_shardings("params"))(jax.random.key(0))
+    params = jax.jit(layout.init, out_shardings=layout.canonical_shardings("params"))(
+        jax.random.key(0)
+    )
     host = {name: np.array(x) for name, x in params.items()}
     return layout.to_memory_order(params, "params"), host
 
@@ -61,40 +66,64 @@ def test_the_same_bits_score_text_as_on_one_device(case: str) -> None:
 
     single = ModelLayout.of(whole.config, shard_on("ddp"))
     texts = [row[:n] for row, n in zip(host_batch(1)["tokens"][0], range(2, SEQ + 1), strict=False)]
-    for a, b in zip(Scorer(whole, moved)(texts), Scorer(single, jax.tree.map(jax.numpy.asarray, host))(texts), strict=True):
+    for a, b in zip(
+        Scorer(whole, moved)(texts),
+        Scorer(single, jax.tree.map(jax.numpy.asarray, host))(texts),
+        strict=True,
+    ):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
 
 
 @pytest.mark.parametrize(("case", "travels"), [("rows are layers", 1), ("uneven stages", 0)])
 def test_no_matrix_is_gathered(monkeypatch: pytest.MonkeyPatch, case: str, travels: int) -> None:
-    """Each stacked parameter moves by one all-to-all; with uneven stages, reordering the layers has done it already."""
+    """Each stacked parameter moves by one all-to-all; with uneven stages, reordering the layers has
+    done it already."""
     layout, _ = layout_of(case)
     canonical = layout.to_model_order(initial(layout)[0], "params")
     where = merged_layout(layout.config, layout.shard).shardings("params")
     programs: list[Any] = []
     jit = jax.jit
-    monkeypatch.setattr(jax, "jit", lambda f, **options: programs.append(jit(f, **options)) or programs[-1])
+    monkeypatch.setattr(
+        jax, "jit", lambda f, **options: programs.append(jit(f, **options)) or programs[-1]
+    )
     for name in (name for name, axes in layout.axes.items() if "embed" in axes and len(axes) > 2):
         x, text = canonical[name], ""
         programs.clear()
         module._moved(x, where[name], "fsdp")
         for program in programs:
             assert x.is_deleted()
-            text = program.lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)).compile().as_text()
+            text = (
+                program.lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
+                .compile()
+                .as_text()
+            )
         assert len(re.findall(r" all-to-all(?:-start)?\(", text)) == travels, name
         assert not re.search(r"all-gather|all-reduce|collective-permute", text), name
 
 
 def test_rules_that_cut_weights_over_fsdp_keep_their_dimension() -> None:
-    rules = preset("megatron").replace("mine", params={"mlp": ("tensor", "fsdp"), "vocab": ("fsdp",)})
+    rules = preset("megatron").replace(
+        "mine", params={"mlp": ("tensor", "fsdp"), "vocab": ("fsdp",)}
+    )
     whole = merged_layout(GPT, shard_on(rules, pipeline=2, tensor=2))
-    assert whole.shard.rules.params["embed"] is None and whole.shard.rules.params["mlp"] == ("tensor", "fsdp")
-    assert whole.shard.rules.activations["batch"] == ("data", "fsdp") and whole.shard.mesh.shape["fsdp"] == 2
+    assert whole.shard.rules.params["embed"] is None and whole.shard.rules.params["mlp"] == (
+        "tensor",
+        "fsdp",
+    )
+    assert (
+        whole.shard.rules.activations["batch"] == ("data", "fsdp")
+        and whole.shard.mesh.shape["fsdp"] == 2
+    )
 
 
 def test_tensor_keeps_its_neighbours() -> None:
     mesh = merged_layout(GPT, shard_on("megatron", pipeline=2, data=2, tensor=2)).shard.mesh
-    assert [[device.id for device in row] for row in mesh.devices.reshape(-1, 2)] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert [[device.id for device in row] for row in mesh.devices.reshape(-1, 2)] == [
+        [0, 1],
+        [4, 5],
+        [2, 3],
+        [6, 7],
+    ]
 
 
 def test_a_model_without_stages_is_left_alone() -> None:
@@ -105,7 +134,10 @@ def test_a_model_without_stages_is_left_alone() -> None:
 
 def test_stages_cannot_write() -> None:
     layout, _ = layout_of("chunks")
-    message = r"^mesh.pipeline=2: a model in pipeline stages cannot generate or score text; merge its stages \("
+    message = (
+        r"^mesh.pipeline=2: a model in pipeline stages cannot generate or score text; merge its "
+        r"stages \("
+    )
     for reader in (Engine, Scorer):
         with pytest.raises(ConfigError, match=message):
             reader(layout, dict(layout.memory_shapes))  # pyright: ignore[reportArgumentType]

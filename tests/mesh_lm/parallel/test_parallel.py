@@ -1,4 +1,5 @@
-"""Every strategy equals one device: loss and all gradients, initial bits, dropout masks, with unequal label counts and microbatches."""
+"""Every strategy equals one device: loss and all gradients, initial bits, dropout masks, with
+unequal label counts and microbatches."""
 
 import dataclasses
 
@@ -6,7 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import GPT, LLAMA, assert_same_gradients, by_stage, gradients, host_batch, initial, on_devices, reference, shard_on
+from support import (
+    GPT,
+    LLAMA,
+    assert_same_gradients,
+    by_stage,
+    gradients,
+    host_batch,
+    initial,
+    on_devices,
+    reference,
+    shard_on,
+)
 
 from mesh_lm.config import PipelineConfig
 from mesh_lm.model.dropout import Dropout
@@ -30,7 +42,8 @@ CASES = [
     ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}, 2, "llama", SLOW),
     ("zero1+fsdp+megatron", {"data": 2, "fsdp": 2, "tensor": 2}, 1, "gpt", ()),
 ]
-"""Rules, mesh, microbatches, the model of CI's case and its suite; the case with the other model is exhaustive."""
+"""Rules, mesh, microbatches, the model of CI's case and its suite; the case with the other model is
+exhaustive."""
 
 
 @pytest.mark.parametrize(
@@ -45,7 +58,8 @@ CASES = [
 def test_equals_one_device(model: str, rules: str, mesh: dict[str, int], microbatches: int) -> None:
     config = {"gpt": GPT, "llama": LLAMA}[model]
     shard = shard_on(rules, **mesh)
-    if mesh.get("tensor", 1) > config.kv_heads:  # then the kv heads are replicated, and each device takes its own
+    # then the kv heads are replicated, and each device takes its own
+    if mesh.get("tensor", 1) > config.kv_heads:
         rows = {"kv_heads": None}
         shard = shard_on(shard.rules.replace(params=rows, activations=rows), **mesh)
     params, sums, grads = gradients(config, shard, microbatches)
@@ -59,11 +73,15 @@ def test_equals_one_device(model: str, rules: str, mesh: dict[str, int], microba
 
 @pytest.mark.slow  # pipeline/test_engine.py has some in stages
 def test_separate_documents_equal_one_device() -> None:
-    _, sums, grads = gradients(GPT, shard_on("hsdp+megatron_sp", data=2, fsdp=2, tensor=2), 2, separate=True)
+    _, sums, grads = gradients(
+        GPT, shard_on("hsdp+megatron_sp", data=2, fsdp=2, tensor=2), 2, separate=True
+    )
     _, wanted_sums, wanted_grads = reference(GPT, separate=True)
     assert sums == pytest.approx(wanted_sums, rel=1e-6)
     assert_same_gradients(grads, wanted_grads)
-    assert abs(sums["loss"] - reference(GPT)[1]["loss"]) > 1e-3, "segment ids and positions changed nothing"
+    assert abs(sums["loss"] - reference(GPT)[1]["loss"]) > 1e-3, (
+        "segment ids and positions changed nothing"
+    )
 
 
 @pytest.mark.slow
@@ -76,18 +94,23 @@ def test_positions_cut_by_rows_equal_one_device() -> None:
 
 @pytest.mark.slow
 def test_padded_layers_have_no_gradient() -> None:
-    """Weights of 0 give other weights no gradient; a bias added to the residual stream gets one if the layer runs."""
+    """Weights of 0 give other weights no gradient; a bias added to the residual stream gets one if
+    the layer runs."""
     config = dataclasses.replace(GPT, n_layers=3, dropout=0.0)
     layout = ModelLayout.of(config, shard_on("ddp", pipeline=2), PipelineConfig(layers=(1, 2)))
     batch = on_devices(host_batch(2), layout)
-    _, grads = jax.jit(engine.value_and_grad(layout))(by_stage(layout, initial(layout)), batch, jax.random.key(0))
+    _, grads = jax.jit(engine.value_and_grad(layout))(
+        by_stage(layout, initial(layout)), batch, jax.random.key(0)
+    )
     padded = layout.stacks["blocks"].layer_of_row() < 0
     for name in layout.stacked:
         rows = np.asarray(grads[name])
         assert not rows[padded].any() and rows[~padded].any(), name
 
 
-@pytest.mark.parametrize(("rules", "mesh"), [("hsdp", {"data": 2, "fsdp": 4}), ("megatron_sp", {"data": 2, "tensor": 4})])
+@pytest.mark.parametrize(
+    ("rules", "mesh"), [("hsdp", {"data": 2, "fsdp": 4}), ("megatron_sp", {"data": 2, "tensor": 4})]
+)
 def test_dropout_masks_do_not_depend_on_the_mesh(rules: str, mesh: dict[str, int]) -> None:
     x = np.ones((8, 16, 32), np.float32)
     ids = np.arange(8, dtype=np.uint32)
@@ -96,8 +119,14 @@ def test_dropout_masks_do_not_depend_on_the_mesh(rules: str, mesh: dict[str, int
         return Dropout.of(jax.random.key(1), ids, jnp.arange(16)[None]).fold(3).fold(1)(x, 0.25)
 
     shard = shard_on(rules, **mesh)
-    places = (shard.sharding("activations", ("batch", "seq_resid", "embed")), shard.sharding("activations", ("batch",)))
-    alone, sharded = np.asarray(jax.jit(mask)(x, ids)), jax.jit(mask, in_shardings=places, out_shardings=places[0])(x, ids)
+    places = (
+        shard.sharding("activations", ("batch", "seq_resid", "embed")),
+        shard.sharding("activations", ("batch",)),
+    )
+    alone, sharded = (
+        np.asarray(jax.jit(mask)(x, ids)),
+        jax.jit(mask, in_shardings=places, out_shardings=places[0])(x, ids),
+    )
     np.testing.assert_array_equal(alone, np.asarray(sharded))
     assert 0.2 < (alone == 0).mean() < 0.3
     assert not np.array_equal(alone[0], alone[1]), "two samples share a mask"

@@ -1,6 +1,8 @@
-"""Random rules equal one device, or are refused with a message; they never give a wrong number, a crash of XLA or a hang.
+"""Random rules equal one device, or are refused with a message; they never give a wrong number, a
+crash of XLA or a hang.
 
-Examples run in a separate process, because XLA aborts the process on some programs. A failure shows the command that reproduces it.
+Examples run in a separate process, because XLA aborts the process on some programs. A failure shows
+the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from processes import ROOT
 SCRIPT = ROOT / "tests" / "random_rules.py"
 SIZES = (1, 2, 4)
 MESHES = [
-    {axis: size for axis, size in zip(("pipeline", "data", "fsdp", "tensor"), sizes, strict=True) if size > 1}
+    {
+        axis: size
+        for axis, size in zip(("pipeline", "data", "fsdp", "tensor"), sizes, strict=True)
+        if size > 1
+    }
     for sizes in itertools.product((1, 2), SIZES, SIZES, SIZES)
     if 1 < math.prod(sizes) <= 8
 ]
@@ -32,7 +38,8 @@ COLUMNS = ("params", "activations", "gathered", "gradients", "optimizer")
 
 @st.composite
 def examples(draw: st.DrawFn) -> dict[str, Any]:
-    """A model, a mesh of up to 8 devices, and a product of presets with up to five rows changed at random."""
+    """A model, a mesh of up to 8 devices, and a product of presets with up to five rows changed at
+    random."""
     mesh = draw(st.sampled_from(MESHES))
     rules: dict[str, dict[str, list[str]]] = {}
     # These leave fsdp free for other rows: most examples would be refused otherwise.
@@ -50,12 +57,26 @@ def examples(draw: st.DrawFn) -> dict[str, Any]:
             rules.setdefault("activations", {})[row] = cut
     if draw(st.integers(0, 2)) == 0:  # flat vectors, mostly over axes that may shard them
         axes = [axis for axis in mesh if axis in ("pipeline", "data")]
-        cut = draw(st.lists(st.sampled_from(axes if axes and draw(st.integers(0, 9)) else list(mesh)), unique=True, min_size=1, max_size=2))
+        cut = draw(
+            st.lists(
+                st.sampled_from(axes if axes and draw(st.integers(0, 9)) else list(mesh)),
+                unique=True,
+                min_size=1,
+                max_size=2,
+            )
+        )
         rules.setdefault("optimizer", {})["flat"] = cut
         if draw(st.booleans()):  # which the layers gather, mostly as they are kept
-            rules.setdefault("params", {})["flat"] = [axis for axis in cut if axis != "pipeline"] if draw(st.integers(0, 4)) else cut[:1]
+            rules.setdefault("params", {})["flat"] = (
+                [axis for axis in cut if axis != "pipeline"] if draw(st.integers(0, 4)) else cut[:1]
+            )
     microbatches = draw(st.sampled_from((2, 4) if "pipeline" in mesh else (1, 2)))
-    return {"model": draw(st.sampled_from(("gpt", "llama"))), "mesh": mesh, "rules": rules, "microbatches": microbatches}
+    return {
+        "model": draw(st.sampled_from(("gpt", "llama"))),
+        "mesh": mesh,
+        "rules": rules,
+        "microbatches": microbatches,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +87,16 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 
 
 def _settings(count: int) -> settings:
-    """The same examples in every run, without shrinking: examples are small, and each takes seconds."""
+    """The same examples in every run, without shrinking: examples are small, and each takes
+    seconds."""
     phases = (Phase.explicit, Phase.generate)
-    return settings(max_examples=count, derandomize=True, database=None, phases=phases, suppress_health_check=[HealthCheck.too_slow])
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        phases=phases,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 
 
 def _all_are_right_or_refused(runner: Runner, count: int) -> None:

@@ -1,6 +1,8 @@
-"""Ring attention in bf16: its gradients are as exact as those of one device, however many devices the keys pass.
+"""Ring attention in bf16: its gradients are as exact as those of one device, however many devices
+the keys pass.
 
-The shards are a mapped axis on one device, where collectives are what they are over a mesh axis, so that 16 ways need no 16 devices.
+The shards are a mapped axis on one device, where collectives are what they are over a mesh axis, so
+that 16 ways need no 16 devices.
 """
 
 from __future__ import annotations
@@ -23,13 +25,21 @@ LIMIT = 1.2
 """The largest error of a ring, as a multiple of one device's."""
 
 
-def gradients(attend: Any, arrays: list[jax.Array], dy: jax.Array, dtype: Any = np.float32) -> list[np.ndarray]:
+def gradients(
+    attend: Any, arrays: list[jax.Array], dy: jax.Array, dtype: Any = np.float32
+) -> list[np.ndarray]:
     """The gradients of the arrays, in this type."""
     run = jax.jit(lambda arrays, dy: jax.vjp(attend, *arrays)[1](dy))
     return [np.asarray(x, dtype) for x in run(arrays, dy)]
 
 
-def by_ring(ways: int, features: dict[str, Any], arrays: list[jax.Array], dy: jax.Array, dtype: Any = np.float32) -> list[np.ndarray]:
+def by_ring(
+    ways: int,
+    features: dict[str, Any],
+    arrays: list[jax.Array],
+    dy: jax.Array,
+    dtype: Any = np.float32,
+) -> list[np.ndarray]:
     """The same of ring attention over so many shards, with all tokens in their own order."""
     order = token_order(preset("ring"), {"sequence": ways}, S)
     assert order is not None
@@ -64,30 +74,47 @@ def by_ring(ways: int, features: dict[str, Any], arrays: list[jax.Array], dy: ja
 def test_the_error_is_that_of_one_device(ways: int, heads: int, features: dict[str, Any]) -> None:
     """At most 1.2 times as large, in the norm of the whole array."""
     features = dict(features)
-    arrays = [jnp.asarray(normal(B, S, n, H, seed=seed), jnp.bfloat16) for seed, n in enumerate((heads, K, K))]
+    arrays = [
+        jnp.asarray(normal(B, S, n, H, seed=seed), jnp.bfloat16)
+        for seed, n in enumerate((heads, K, K))
+    ]
     if features.pop("sinks", False):
         arrays.append(jnp.asarray(normal(heads)))
     dy = jnp.asarray(normal(B, S, heads, H, seed=3), jnp.bfloat16)
 
     def named(attend: Any) -> Any:
-        return lambda q, k, v, *sinks: attend(q, k, v, sinks=sinks[0] if sinks else None, **features)
+        return lambda q, k, v, *sinks: attend(
+            q, k, v, sinks=sinks[0] if sinks else None, **features
+        )
 
     exact = [x.astype(jnp.float32) for x in arrays]
-    wanted = gradients(named(lambda *x, **how: reference_attention(*x, **how)[0]), exact, dy.astype(jnp.float32))
+    wanted = gradients(
+        named(lambda *x, **how: reference_attention(*x, **how)[0]), exact, dy.astype(jnp.float32)
+    )
     alone = gradients(named(flash_attention), arrays, dy)
     found = by_ring(ways, features, arrays, dy)
 
     def errors(found: list[np.ndarray]) -> list[float]:
-        return [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in zip(found, wanted, strict=True)]
+        return [
+            float(np.linalg.norm(x - y) / np.linalg.norm(y))
+            for x, y in zip(found, wanted, strict=True)
+        ]
 
-    for name, error, limit in zip(("q", "k", "v", "sinks"), errors(found), errors(alone), strict=False):
-        assert error <= LIMIT * limit, f"{name}: {error:.2e} over {ways} ways, {limit:.2e} on one device"
+    for name, error, limit in zip(
+        ("q", "k", "v", "sinks"), errors(found), errors(alone), strict=False
+    ):
+        assert error <= LIMIT * limit, (
+            f"{name}: {error:.2e} over {ways} ways, {limit:.2e} on one device"
+        )
 
 
 def test_in_fp64_all_sums_are_in_fp64() -> None:
     """As a reference of other tests, or of a user."""
     with jax.enable_x64(True):
-        arrays = [jnp.asarray(normal(B, S, n, H, seed=seed), jnp.float64) for seed, n in enumerate((2, K, K))]
+        arrays = [
+            jnp.asarray(normal(B, S, n, H, seed=seed), jnp.float64)
+            for seed, n in enumerate((2, K, K))
+        ]
         dy = jnp.asarray(normal(B, S, 2, H, seed=3), jnp.float64)
         found = by_ring(4, {}, arrays, dy, np.float64)
         wanted = gradients(lambda *x: reference_attention(*x)[0], arrays, dy, np.float64)

@@ -1,4 +1,5 @@
-"""Stages that gather their layers once a step (the preset zero3 in a pipeline): gradients equal those of one device."""
+"""Stages that gather their layers once a step (the preset zero3 in a pipeline): gradients equal
+those of one device."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +25,13 @@ GROUPED = dataclasses.replace(LLAMA, n_layers=8)
     ("model", "rules", "mesh", "microbatches", "pipeline", "separate"),
     [
         pytest.param(
-            DEEP, "zero3", {"pipeline": 2, "data": 2}, 4, {"chunks": 4, "stash": "residuals"}, False, marks=pytest.mark.exhaustive
+            DEEP,
+            "zero3",
+            {"pipeline": 2, "data": 2},
+            4,
+            {"chunks": 4, "stash": "residuals"},
+            False,
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             DEEP,
@@ -35,8 +42,23 @@ GROUPED = dataclasses.replace(LLAMA, n_layers=8)
             True,
             marks=pytest.mark.exhaustive,
         ),
-        (UNEVEN, "zero3+megatron", {"pipeline": 2, "data": 2, "tensor": 2}, 2, {"chunks": 2, "balance": "flops"}, False),
-        pytest.param(GROUPED, "zero3+reduce_float32", {"pipeline": 2, "data": 2}, 4, {"chunks": 2}, True, marks=pytest.mark.exhaustive),
+        (
+            UNEVEN,
+            "zero3+megatron",
+            {"pipeline": 2, "data": 2, "tensor": 2},
+            2,
+            {"chunks": 2, "balance": "flops"},
+            False,
+        ),
+        pytest.param(
+            GROUPED,
+            "zero3+reduce_float32",
+            {"pipeline": 2, "data": 2},
+            4,
+            {"chunks": 2},
+            True,
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             DEEP,
             "zero3",
@@ -47,18 +69,31 @@ GROUPED = dataclasses.replace(LLAMA, n_layers=8)
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            DEEP, "zero3+fsdp", {"pipeline": 2, "data": 2, "fsdp": 2}, 4, {"schedule": "gpipe"}, False, marks=pytest.mark.exhaustive
+            DEEP,
+            "zero3+fsdp",
+            {"pipeline": 2, "data": 2, "fsdp": 2},
+            4,
+            {"schedule": "gpipe"},
+            False,
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,
 )
 def test_gradients_equal_one_device(
-    model: ModelConfig, rules: str, mesh: dict[str, int], microbatches: int, pipeline: dict[str, Any], separate: bool
+    model: ModelConfig,
+    rules: str,
+    mesh: dict[str, int],
+    microbatches: int,
+    pipeline: dict[str, Any],
+    separate: bool,
 ) -> None:
     layout = ModelLayout.of(model, shard_on(rules, **mesh), PipelineConfig(**pipeline))
     assert layout.flat.gathered_names == layout.flat.names & layout.stacked
     batch = on_devices(host_batch(microbatches, separate=separate), layout)
-    (sums, _), grads = jax.jit(engine.region(layout, batch, layout.flat))(engine_weights(layout), batch, jax.random.key(3))
+    (sums, _), grads = jax.jit(engine.region(layout, batch, layout.flat))(
+        engine_weights(layout), batch, jax.random.key(3)
+    )
     _, wanted_sums, wanted = reference(model, separate)
     assert {name: float(x) for name, x in sums.items()} == pytest.approx(wanted_sums, rel=1e-6)
     assert_same_gradients(unflattened(layout, jax.tree.map(np.asarray, grads)), wanted)

@@ -84,8 +84,11 @@ def test_peaks(kind: str, tera: float) -> None:
 
 
 @pytest.mark.parametrize(("start_step", "first"), [(0, 2), (1, 2), (2, 2), (4, 4), (9, None)])
-def test_which_steps_are_traced(start_step: int, first: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are counted from the start of the process, here at step 20, which runs five; the trace has the steps from start to stop."""
+def test_which_steps_are_traced(
+    start_step: int, first: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are counted from the start of the process, here at step 20, which runs five; the trace
+    has the steps from start to stop."""
     said: list[tuple[str, int]] = []
     done = 20
     monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: said.append(("start", done)))
@@ -108,17 +111,28 @@ def test_rates_are_of_the_last_interval_without_compilation_or_evaluation() -> N
     clock = Clock()
     rows = run(
         Progress(
-            32, 3, tokens_per_step=4096, flops_per_token=1e9, n_devices=8, device_kind="NVIDIA H200", enabled=False,
+            32, 3, tokens_per_step=4096, flops_per_token=1e9, n_devices=8,
+            device_kind="NVIDIA H200", enabled=False,
             bits_per_byte=lambda nats: nats / 2,
             clock=clock, memory=lambda: Memory(1.5, "device"),
         ),
         clock, 3, 32,
     )  # fmt: skip
     assert list(rows) == [4, 10, 20, 30, 32]
-    first = {"loss": 7.5, "mean_loss": 7.5, "train_bpb": 3.75, "mean_train_bpb": 3.75, "skipped": 0, "memory_gib": 1.5, "tokens": 4 * 4096}
+    first = {
+        "loss": 7.5,
+        "mean_loss": 7.5,
+        "train_bpb": 3.75,
+        "mean_train_bpb": 3.75,
+        "skipped": 0,
+        "memory_gib": 1.5,
+        "tokens": 4 * 4096,
+    }
     assert rows[4] == first
     # The loss falls by 1/8 a step: the mean of steps 5 to 10 is that of 7.5.
-    assert rows[10]["mean_loss"] == pytest.approx(8 - 7.5 / 8) and rows[10]["mean_train_bpb"] == pytest.approx((8 - 7.5 / 8) / 2)
+    assert rows[10]["mean_loss"] == pytest.approx(8 - 7.5 / 8) and rows[10][
+        "mean_train_bpb"
+    ] == pytest.approx((8 - 7.5 / 8) / 2)
     for step in (10, 20, 30, 32):
         assert rows[step]["step_ms"] == pytest.approx(500)
         assert rows[step]["tokens_per_s"] == pytest.approx(8192)
@@ -128,13 +142,22 @@ def test_rates_are_of_the_last_interval_without_compilation_or_evaluation() -> N
 def test_lines_of_a_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     file, clock = io.StringIO(), Clock()
-    progress = Progress(120, 0, log_every=20, tokens_per_step=4096, file=file, clock=clock, memory=lambda: Memory(1.5, "process"))
+    progress = Progress(
+        120,
+        0,
+        log_every=20,
+        tokens_per_step=4096,
+        file=file,
+        clock=clock,
+        memory=lambda: Memory(1.5, "process"),
+    )
     run(progress, clock, 0, 40)
     assert file.getvalue().splitlines() == [
         "step   1/120  loss 7.8750  1.5 GiB process  first step 10.0 s",
         "step  20/120  loss 6.6250  8,192 tok/s  500 ms/step  1.5 GiB process  eta 0:00:50",
         "held-out [bold]2.5[/bold]",
-        # 80 steps are left; the 39 since the first took 19.5 s and the evaluation 3 s: 80 x 22.5 / 39 = 46.2.
+        # 80 steps are left; the 39 since the first took 19.5 s and the evaluation 3 s: 80 x 22.5 /
+        # 39 = 46.2.
         "step  40/120  loss 4.1875  8,192 tok/s  500 ms/step  1.5 GiB process  eta 0:00:47",
     ]
 
@@ -142,7 +165,20 @@ def test_lines_of_a_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_log_file_has_the_lines_that_a_terminal_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     log, clock = io.StringIO(), Clock()
-    run(Progress(40, 0, log_every=20, file=Terminal(), log=log, clock=clock, memory=lambda: Memory(1.5, "process")), clock, 0, 40)
+    run(
+        Progress(
+            40,
+            0,
+            log_every=20,
+            file=Terminal(),
+            log=log,
+            clock=clock,
+            memory=lambda: Memory(1.5, "process"),
+        ),
+        clock,
+        0,
+        40,
+    )
     lines = log.getvalue().splitlines()
     assert [line[:10] for line in lines] == ["step  1/40", "step 20/40", "held-out [", "step 40/40"]
 
@@ -156,7 +192,8 @@ def test_a_mean_leaves_out_what_is_not_finite() -> None:
 def test_every_metric_of_the_loop_has_its_place() -> None:
     file, clock = io.StringIO(), Clock()
     progress = Progress(
-        9, 7, tokens_per_step=10, flops_per_token=1e12, device_kind="NVIDIA A100-SXM4-80GB", file=file, clock=clock,
+        9, 7, tokens_per_step=10, flops_per_token=1e12, device_kind="NVIDIA A100-SXM4-80GB",
+        file=file, clock=clock,
         memory=lambda: Memory(70.04, "device"), bits_per_byte=lambda nats: 0.45 * nats,
     )  # fmt: skip
     metrics = {"skipped": 2, "loss": 2.0, "grad_norm": 1.234, "learning_rate": 3e-4}
@@ -165,7 +202,8 @@ def test_every_metric_of_the_loop_has_its_place() -> None:
     clock.now += 0.0625
     progress.step(9, metrics)
     assert file.getvalue().splitlines()[1] == (
-        "step 9/9  loss 2.0000  bpb 0.9000  held-out loss 2.1000  held-out bpb 0.9500  grad 1.23  lr 3.00e-04  160 tok/s  62.5 ms/step"
+        "step 9/9  loss 2.0000  bpb 0.9000  held-out loss 2.1000  held-out bpb 0.9500  grad 1.23  "
+        "lr 3.00e-04  160 tok/s  62.5 ms/step"
         "  mfu 51.3%  70.0 GiB device  skipped 2  eta 0:00:00"
     )
 
@@ -186,12 +224,29 @@ def test_a_terminal_gets_a_bar_and_notes_above_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     file, clock = Terminal(), Clock()
-    run(Progress(120, 3, log_every=20, tokens_per_step=4096, file=file, clock=clock, memory=lambda: Memory(1.5, "process")), clock, 3, 40)
+    run(
+        Progress(
+            120,
+            3,
+            log_every=20,
+            tokens_per_step=4096,
+            file=file,
+            clock=clock,
+            memory=lambda: Memory(1.5, "process"),
+        ),
+        clock,
+        3,
+        40,
+    )
     text = file.getvalue()
     assert "\x1b[?25l" in text and text.rstrip().endswith("\x1b[?25h")  # the cursor comes back
     assert "held-out [bold]2.5[/bold]" in text
     last = text[text.rindex("step 40/120") :]
-    assert "33%" in last and "eta 0:00:" in last and "loss 4.1875  8,192 tok/s  500 ms/step  1.5 GiB process" in last
+    assert (
+        "33%" in last
+        and "eta 0:00:" in last
+        and "loss 4.1875  8,192 tok/s  500 ms/step  1.5 GiB process" in last
+    )
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,14 +265,18 @@ def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_writer_appends_and_flushes_every_line(tmp_path: Path) -> None:
     with Writer(tmp_path / "run") as writer:
         writer.write(1, {"loss": np.float32(2.5), "skipped": 0})
-        assert lines(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "skipped": 0.0}]
+        assert lines(tmp_path / "run" / "metrics.jsonl") == [
+            {"step": 1, "loss": 2.5, "skipped": 0.0}
+        ]
         writer.write(2, {"loss": math.nan, "grad_norm": math.inf})
     assert (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[
         1
     ] == '{"step": 2, "loss": null, "grad_norm": null}'
 
 
-def test_writer_of_another_process_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_of_another_process_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with Writer(None, 5) as writer:
         writer.write(6, {"loss": 1.0})
@@ -233,13 +292,25 @@ def test_resume_takes_back_what_the_killed_run_wrote(tmp_path: Path) -> None:
     with Writer(tmp_path, start_step=20) as writer:
         assert [line["step"] for line in lines(path)] == [10, 20]
         writer.write(30, {"loss": 31.0})
-    assert lines(path) == [{"step": 10, "loss": 10.0}, {"step": 20, "loss": 20.0}, {"step": 30, "loss": 31.0}]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.sha256", "tensorboard"]
+    assert lines(path) == [
+        {"step": 10, "loss": 10.0},
+        {"step": 20, "loss": 20.0},
+        {"step": 30, "loss": 31.0},
+    ]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "metrics.jsonl",
+        "metrics.sha256",
+        "tensorboard",
+    ]
 
 
-@pytest.mark.parametrize(("old", "new"), [('"loss": 2.0', '"loss": 3.0'), ('{"step": 20, "loss": 2.0}\n', ""), ("step", "stap")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"loss": 2.0', '"loss": 3.0'), ('{"step": 20, "loss": 2.0}\n', ""), ("step", "stap")],
+)
 def test_damaged_rows_are_counted_and_left_out(tmp_path: Path, old: str, new: str) -> None:
-    """Another digit is still JSON, and a missing row still leaves a file of JSON: the digests beside it tell."""
+    """Another digit is still JSON, and a missing row still leaves a file of JSON: the digests
+    beside it tell."""
     path = tmp_path / "metrics.jsonl"
     with Writer(tmp_path) as writer:
         for step in (10, 20, 30):
@@ -258,10 +329,15 @@ def test_a_run_that_starts_over_has_no_past(tmp_path: Path) -> None:
         with Writer(tmp_path) as writer:
             writer.write(0, {"heldout_loss": loss})
             writer.write(1, {"loss": loss})
-    assert lines(tmp_path / "metrics.jsonl") == [{"step": 0, "heldout_loss": 3.0}, {"step": 1, "loss": 3.0}]
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 0, "heldout_loss": 3.0},
+        {"step": 1, "loss": 3.0},
+    ]
 
 
-def test_the_file_is_whole_if_the_resume_is_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_whole_if_the_resume_is_killed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Writer(tmp_path) as writer:
         writer.write(10, {"loss": 1.0})
         writer.write(20, {"loss": 2.0})
@@ -290,16 +366,27 @@ def test_tensorboard(tmp_path: Path) -> None:
     with Writer(tmp_path, start_step=20) as writer:
         writer.write(30, {"loss": 2.5, "grad_norm": math.inf, "heldout_bpb": 0.5})
     found = list(events(tmp_path / "tensorboard"))
-    assert [event.step for event in found if event.session_log.status == SessionLog.START] == [21]  # purge what is at or past it
-    scalars = {value.tag: (event.step, value.simple_value) for event in found for value in event.summary.value}
-    assert scalars == {"train/loss": (30, 2.5), "train/grad_norm": (30, math.inf), "eval/bpb": (30, 0.5)}
+    # purge what is at or past it
+    assert [event.step for event in found if event.session_log.status == SessionLog.START] == [21]
+    scalars = {
+        value.tag: (event.step, value.simple_value)
+        for event in found
+        for value in event.summary.value
+    }
+    assert scalars == {
+        "train/loss": (30, 2.5),
+        "train/grad_norm": (30, math.inf),
+        "eval/bpb": (30, 0.5),
+    }
 
 
 @pytest.mark.parametrize("metric", ["train_bpb", "loss"])
 def test_plot(tmp_path: Path, metric: str) -> None:
     rows = [{"step": step, metric: 2 + 3 / step if step != 7 else None} for step in range(1, 300)]
     rows += [{"step": step, metric.replace("train", "heldout"): 2.1} for step in (100, 200)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", {"gzip -9": 2.3, "xz -9": 2.29})
     png = (tmp_path / "loss.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n")
@@ -307,16 +394,27 @@ def test_plot(tmp_path: Path, metric: str) -> None:
 
 
 @pytest.mark.parametrize("known_last", [True, False])
-def test_a_plot_shows_the_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_last: bool) -> None:
-    """The bytes of the text may be unknown after a restart, or known from then on: the curve is in the unit of the last row."""
+def test_a_plot_shows_the_newest_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_last: bool
+) -> None:
+    """The bytes of the text may be unknown after a restart, or known from then on: the curve is in
+    the unit of the last row."""
     parts = [{"loss": 4.0}, {"loss": 3.0}]
     parts[known_last]["train_bpb"] = 1.0
-    rows = [{"step": 1 + part * 50 + i, **parts[part]} for part in (0, 1) for i in range(50)] + [{"step": 100, "heldout_loss": 3.1}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [{"step": 1 + part * 50 + i, **parts[part]} for part in (0, 1) for i in range(50)] + [
+        {"step": 100, "heldout_loss": 3.1}
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     shown: list[str] = []
-    monkeypatch.setattr(plot, "_label_right", lambda axes, labels: shown.extend(text for _, text, _ in labels))
+    monkeypatch.setattr(
+        plot, "_label_right", lambda axes, labels: shown.extend(text for _, text, _ in labels)
+    )
     loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", {"gzip -9": 2.3})
-    assert shown == (["training 1.000", "gzip -9 2.300"] if known_last else ["training 3.000", "held-out 3.100"])
+    assert shown == (
+        ["training 1.000", "gzip -9 2.300"] if known_last else ["training 3.000", "held-out 3.100"]
+    )
 
 
 def test_plot_of_nothing_is_no_plot(tmp_path: Path) -> None:

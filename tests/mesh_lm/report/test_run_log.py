@@ -1,4 +1,5 @@
-"""log.txt: each start appends, lines from before it can be opened are not lost, and a disk that takes none does not end the run."""
+"""log.txt: each start appends, lines from before it can be opened are not lost, and a disk that
+takes none does not end the run."""
 
 import re
 from pathlib import Path
@@ -21,11 +22,16 @@ def test_each_start_appends(tmp_path: Path) -> None:
             log.say(f"after {n}")
     assert printed == ["before 1", "after 1", "before 2", "after 2"]
     text = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
-    assert re.fullmatch("".join(rf"{HEAD}before {n}\nonly there\nafter {n}\n" for n in (1, 2)), text), text
+    assert re.fullmatch(
+        "".join(rf"{HEAD}before {n}\nonly there\nafter {n}\n" for n in (1, 2)), text
+    ), text
 
 
 def test_it_says_what_ended_the_run(tmp_path: Path) -> None:
-    for error, said in ((ConfigError("no room"), "error: no room\n"), (ZeroDivisionError("mine"), "error: ZeroDivisionError: mine\n")):
+    for error, said in (
+        (ConfigError("no room"), "error: no room\n"),
+        (ZeroDivisionError("mine"), "error: ZeroDivisionError: mine\n"),
+    ):
         with pytest.raises(type(error)), RunLog(print, speaks=True) as log:
             log.open(tmp_path)
             raise error
@@ -34,14 +40,20 @@ def test_it_says_what_ended_the_run(tmp_path: Path) -> None:
 
 def test_other_processes_and_runs_that_never_begin_write_nothing(tmp_path: Path) -> None:
     printed: list[str] = []
-    with RunLog(printed.append, speaks=False) as other, pytest.raises(ZeroDivisionError), RunLog(printed.append, speaks=True):
+    with (
+        RunLog(printed.append, speaks=False) as other,
+        pytest.raises(ZeroDivisionError),
+        RunLog(printed.append, speaks=True),
+    ):
         other.say("printed, if its function does")
         other.open(tmp_path / "run")
         raise ZeroDivisionError
     assert printed == ["printed, if its function does"] and not (tmp_path / "run").exists()
 
 
-def test_a_full_disk_is_said_once_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_once_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """/dev/full takes no byte; when there is room again the lines are written in order."""
     (tmp_path / "log.txt").symlink_to("/dev/full")
     printed: list[str] = []

@@ -1,4 +1,5 @@
-"""Buffers: updated from a step's sums, equal on any mesh, saved in checkpoints, and unchanged by a skipped step."""
+"""Buffers: updated from a step's sums, equal on any mesh, saved in checkpoints, and unchanged by a
+skipped step."""
 
 from __future__ import annotations
 
@@ -31,9 +32,17 @@ COMPILE_BUDGET = 330
 PLACES: dict[str, tuple[str, dict[str, int], PipelineConfig]] = {
     "one device": ("ddp", {}, PipelineConfig()),
     "stages": ("ddp", {"pipeline": 2, "data": 2}, PipelineConfig(layers=(4, 2))),
-    "residuals": ("zero2", {"pipeline": 2, "data": 2}, PipelineConfig(layers=(3, 3), stash="residuals")),
+    "residuals": (
+        "zero2",
+        {"pipeline": 2, "data": 2},
+        PipelineConfig(layers=(3, 3), stash="residuals"),
+    ),
     "tensor": ("megatron_sp", {"tensor": 2}, PipelineConfig()),
-    "flat stages": ("distributed", {"pipeline": 2, "data": 2}, PipelineConfig(chunks=2, layers=(1, 2, 2, 1))),
+    "flat stages": (
+        "distributed",
+        {"pipeline": 2, "data": 2},
+        PipelineConfig(chunks=2, layers=(1, 2, 2, 1)),
+    ),
     "flat": ("distributed+megatron", {"data": 3, "tensor": 2}, PipelineConfig()),
 }
 OPTIMIZER = Optimizer(OptimizerConfig(learning_rate=1e-2, warmup_steps=0), 10)
@@ -53,8 +62,15 @@ def step_at(place: str) -> Step:
 def batch_at(place: str, number: int) -> dict[str, jax.Array]:
     """Returns 12 sequences in two microbatches, which both two and three replicas divide."""
     parts, whole = 2, host_batch(1, seed=number)
-    cut = {name: x[0, :12].reshape(parts, -1, *x.shape[2:]) for name, x in whole.items() if name != "indices"}
-    return on_devices(cut | {"indices": np.broadcast_to(whole["indices"], (parts, *whole["indices"].shape[1:]))}, layout_at(place))
+    cut = {
+        name: x[0, :12].reshape(parts, -1, *x.shape[2:])
+        for name, x in whole.items()
+        if name != "indices"
+    }
+    return on_devices(
+        cut | {"indices": np.broadcast_to(whole["indices"], (parts, *whole["indices"].shape[1:]))},
+        layout_at(place),
+    )
 
 
 def trained(state: State, place: str, *numbers: int) -> tuple[State, list[float]]:
@@ -71,26 +87,39 @@ def canonical(state: State, place: str) -> dict[str, np.ndarray]:
 
 def config_at(output: Path, place: str, **changes: object) -> TrainConfig:
     strategy, _, pipeline = PLACES[place]
-    return dataclasses.replace(TrainConfig(model=MODEL, output=str(output), rules=rules(strategy), pipeline=pipeline), **changes)
+    return dataclasses.replace(
+        TrainConfig(model=MODEL, output=str(output), rules=rules(strategy), pipeline=pipeline),
+        **changes,
+    )
 
 
 @functools.cache
 def alone() -> tuple[dict[str, np.ndarray], list[float]]:
-    """Returns the state after two steps on one device, and the losses of four steps; the last one repeats the first batch."""
-    state, losses = trained(init_state(layout_at("one device"), OPTIMIZER, seed=0), "one device", 0, 1)
+    """Returns the state after two steps on one device, and the losses of four steps; the last one
+    repeats the first batch."""
+    state, losses = trained(
+        init_state(layout_at("one device"), OPTIMIZER, seed=0), "one device", 0, 1
+    )
     held = canonical(state, "one device")
     return held, losses + trained(state, "one device", 2, 0)[1]
 
 
 @pytest.mark.slow
 def test_a_bias_follows_the_loads() -> None:
-    """The bias follows its formula from the loads in a step's sums; it has no gradient and no optimizer slots."""
+    """The bias follows its formula from the loads in a step's sums; it has no gradient and no
+    optimizer slots."""
     layout, (held, losses) = layout_at("one device"), alone()
     assert layout.buffers == {"moe.bias", "seen"}
     state = abstract_state(layout, OPTIMIZER)
-    assert state["buffers"].keys() == layout.buffers and not layout.buffers & (state["params"].keys() | state["mu"].keys())
+    assert state["buffers"].keys() == layout.buffers and not layout.buffers & (
+        state["params"].keys() | state["mu"].keys()
+    )
     bias = held["buffers/moe.bias"]
-    assert bias.shape == (4, EXPERTS) and set(np.unique(np.round(bias / RATE))) <= {-2, -1, 0, 1, 2} and np.unique(bias).size > 2
+    assert (
+        bias.shape == (4, EXPERTS)
+        and set(np.unique(np.round(bias / RATE))) <= {-2, -1, 0, 1, 2}
+        and np.unique(bias).size > 2
+    )
     labels = sum(host_batch(1, seed=number)["weights"][0, :12].sum() for number in (0, 1))
     np.testing.assert_array_equal(held["buffers/seen"], np.full(2, labels))
     assert losses[3] < losses[0] - 0.01
@@ -100,11 +129,15 @@ def test_a_bias_follows_the_loads() -> None:
     "place",
     [
         pytest.param("tensor", marks=pytest.mark.slow),
-        *(pytest.param(place, marks=pytest.mark.exhaustive) for place in ("stages", "residuals", "flat", "flat stages")),
+        *(
+            pytest.param(place, marks=pytest.mark.exhaustive)
+            for place in ("stages", "residuals", "flat", "flat stages")
+        ),
     ],
 )
 def test_buffers_are_one_devices_on_any_mesh(place: str) -> None:
-    """Loads are integers and the bias uses their signs, so bits are equal; padded rows of stages are ignored."""
+    """Loads are integers and the bias uses their signs, so bits are equal; padded rows of stages
+    are ignored."""
     held, losses = alone()
     state, found = trained(init_state(layout_at(place), OPTIMIZER, seed=0), place, 0, 1)
     np.testing.assert_allclose(found, losses[:2], rtol=2e-6)
@@ -144,15 +177,23 @@ def test_buffers_resume_bit_for_bit(place: str, to: str, tmp_path: Path) -> None
     )
     described = abstract_state(layout_at(to), OPTIMIZER)
     for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(described), strict=True):
-        assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype) and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+        assert (leaf.shape, leaf.dtype) == (
+            like.shape,
+            like.dtype,
+        ) and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
     assert same(canonical(state, to), wanted)
     np.testing.assert_allclose(trained(state, to, 2, 0)[1], alone()[1][2:], rtol=1e-5)
     found = weights(tmp_path, layout_at(to))()
-    assert all(np.asarray(found[name]).tobytes() == wanted[f"buffers/{name}"].tobytes() for name in ("moe.bias", "seen"))
+    assert all(
+        np.asarray(found[name]).tobytes() == wanted[f"buffers/{name}"].tobytes()
+        for name in ("moe.bias", "seen")
+    )
 
 
 def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
+    return one.keys() == other.keys() and all(
+        one[name].tobytes() == other[name].tobytes() for name in one
+    )
 
 
 @pytest.mark.parametrize("place", ["tensor", pytest.param("flat stages", marks=pytest.mark.slow)])
@@ -160,23 +201,36 @@ def test_local_checkpoints_keep_buffers(place: str, tmp_path: Path) -> None:
     policy = CheckpointConfig(every=10, local=str(tmp_path / "disk"), local_every=2)
     config = config_at(tmp_path / "run", place, checkpoint=policy)
     state, _ = trained(init_state(layout_at(place), OPTIMIZER, seed=0), place, 0, 1)
-    wanted = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}
+    wanted = {
+        jax.tree_util.keystr(path): np.asarray(x)
+        for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
+    }
     with Checkpoints(config) as checkpoints:
         assert checkpoints.due(2)
         checkpoints.save(2, state, {"position": 24}, layout_at(place), OPTIMIZER)
     with Checkpoints(config) as checkpoints:
         saved, state = checkpoints.restore(layout_at(place), OPTIMIZER)
     assert saved is not None and saved.directory.name != "checkpoints"
-    assert same({jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(state)[0]}, wanted)
+    assert same(
+        {
+            jax.tree_util.keystr(path): np.asarray(x)
+            for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
+        },
+        wanted,
+    )
 
 
 @pytest.mark.parametrize("place", ["tensor", pytest.param("flat stages", marks=pytest.mark.slow)])
 def test_a_skipped_step_leaves_buffers_alone(place: str) -> None:
     state, _ = trained(init_state(layout_at(place), OPTIMIZER, seed=0), place, 0)
     before, batch = canonical(state, place), batch_at(place, 1)
-    state, metrics = step_at(place)(state, batch | {"weights": batch["weights"] * np.float32(np.nan)})
+    state, metrics = step_at(place)(
+        state, batch | {"weights": batch["weights"] * np.float32(np.nan)}
+    )
     after = canonical(state, place)
-    assert metrics["skipped"] == 1 and {name for name in after if after[name].tobytes() != before[name].tobytes()} == {"step", "skipped"}
+    assert metrics["skipped"] == 1 and {
+        name for name in after if after[name].tobytes() != before[name].tobytes()
+    } == {"step", "skipped"}
 
 
 # What is refused.
@@ -186,8 +240,13 @@ def test_a_model_that_does_not_say_how_its_buffers_change() -> None:
     class Silent(BalancedConfig):
         updated = ExpertsConfig.updated
 
-    config = Silent(**{field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)})
-    message = "Silent.updated is missing: it makes the next values of the model's buffers moe.bias, seen (mesh_lm.config.ModelConfig)"
+    config = Silent(
+        **{field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)}
+    )
+    message = (
+        "Silent.updated is missing: it makes the next values of the model's buffers moe.bias, seen "
+        "(mesh_lm.config.ModelConfig)"
+    )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         train_step(ModelLayout.of(config, shard_on(rules("ddp"))), OPTIMIZER, seed=0)
 
@@ -195,8 +254,14 @@ def test_a_model_that_does_not_say_how_its_buffers_change() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda buffers: {"seen": buffers["seen"]}, "Odd.updated returns no 'moe.bias', a buffer of the model"),
-        (lambda buffers: buffers | {"bias": buffers["seen"]}, "Odd.updated returns 'bias', which is not a buffer of the model"),
+        (
+            lambda buffers: {"seen": buffers["seen"]},
+            "Odd.updated returns no 'moe.bias', a buffer of the model",
+        ),
+        (
+            lambda buffers: buffers | {"bias": buffers["seen"]},
+            "Odd.updated returns 'bias', which is not a buffer of the model",
+        ),
         (
             lambda buffers: buffers | {"seen": buffers["seen"].sum()},
             "Odd.updated returns 'seen' as float32 (), but the buffer is float32 (2,)",
@@ -224,10 +289,19 @@ def test_a_checkpoint_with_another_buffer_is_another_model(tmp_path: Path) -> No
     """One clear error; no checkpoint is renamed."""
     place = "one device"
     with Checkpoints(config_at(tmp_path, place)) as checkpoints:
-        checkpoints.save(1, init_state(layout_at(place), OPTIMIZER, seed=0), {"position": 12}, layout_at(place), OPTIMIZER)
+        checkpoints.save(
+            1,
+            init_state(layout_at(place), OPTIMIZER, seed=0),
+            {"position": 12},
+            layout_at(place),
+            OPTIMIZER,
+        )
     plain, layout = experts_toy.MODEL, ModelLayout.of(experts_toy.MODEL, shard_on(rules("ddp")))
     before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    with Checkpoints(config_at(tmp_path, place, model=plain)) as checkpoints, pytest.raises(ConfigError) as caught:
+    with (
+        Checkpoints(config_at(tmp_path, place, model=plain)) as checkpoints,
+        pytest.raises(ConfigError) as caught,
+    ):
         checkpoints.restore(layout, OPTIMIZER)
     assert str(caught.value) == (
         f"{tmp_path}/checkpoints/1 is a checkpoint of another model\n"

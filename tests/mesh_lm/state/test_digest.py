@@ -16,7 +16,17 @@ from mesh_lm.state.digest import combined, digests, host_digest
 
 COMPILE_BUDGET = 10
 
-DTYPES = [np.float32, np.int32, np.uint32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, np.int8, np.uint8, np.bool_]
+DTYPES = [
+    np.float32,
+    np.int32,
+    np.uint32,
+    ml_dtypes.bfloat16,
+    np.float16,
+    ml_dtypes.float8_e4m3fn,
+    np.int8,
+    np.uint8,
+    np.bool_,
+]
 SHAPES = [(), (1,), (16,), (8, 24), (2, 4, 8), (8, 0)]
 
 
@@ -34,7 +44,9 @@ def bits(x: np.ndarray) -> np.ndarray:
 
 
 def test_devices_and_numpy_agree_on_any_dtype_and_shape() -> None:
-    tree = {f"{np.dtype(dtype)}{shape}": noise(shape, dtype) for dtype in DTYPES for shape in SHAPES}
+    tree = {
+        f"{np.dtype(dtype)}{shape}": noise(shape, dtype) for dtype in DTYPES for shape in SHAPES
+    }
     assert digests(jax.device_put(tree)) == {name: host_digest(x) for name, x in tree.items()}
 
 
@@ -45,38 +57,67 @@ def test_eight_bytes_are_two_words() -> None:
 
 
 def test_the_value_is_for_ever() -> None:
-    """Digests are stored in checkpoints: a change of the formula would make all of them unreadable."""
+    """Digests are stored in checkpoints: a change of the formula would make all of them
+    unreadable."""
     assert host_digest(np.arange(1000, dtype=np.float32).reshape(10, 100)) == "d6c0524c20e4d310"
     assert host_digest(np.zeros((), np.int32)) == "ae6f80f12aba6323"
     assert combined({"b": "2", "a": "1"}) == combined({"a": "1", "b": "2"}) == "ddc7523b594d0dff"
 
 
 @settings(max_examples=5)
-@given(dims=st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=8, max_size=8), seed=st.integers(0, 99))
+@given(
+    dims=st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=8, max_size=8),
+    seed=st.integers(0, 99),
+)
 def test_no_sharding_changes_it(dims: list[tuple[int, int, int]], seed: int) -> None:
     """dims: the dimension of each leaf that each mesh axis shards; 3: none."""
-    mesh = jax.make_mesh((2, 2, 2), ("data", "tensor", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    host = {str(n): noise((8, 16, 8), DTYPES[(seed + n) % len(DTYPES)], seed) for n in range(len(dims))}
-    specs = [jax.P(*(tuple(axis for axis, dim in zip(mesh.axis_names, cut, strict=True) if dim == d) for d in range(3))) for cut in dims]
-    tree = {name: jax.device_put(x, jax.NamedSharding(mesh, spec)) for (name, x), spec in zip(host.items(), specs, strict=True)}
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "tensor", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    host = {
+        str(n): noise((8, 16, 8), DTYPES[(seed + n) % len(DTYPES)], seed) for n in range(len(dims))
+    }
+    specs = [
+        jax.P(
+            *(
+                tuple(axis for axis, dim in zip(mesh.axis_names, cut, strict=True) if dim == d)
+                for d in range(3)
+            )
+        )
+        for cut in dims
+    ]
+    tree = {
+        name: jax.device_put(x, jax.NamedSharding(mesh, spec))
+        for (name, x), spec in zip(host.items(), specs, strict=True)
+    }
     assert digests(tree) == {name: host_digest(x) for name, x in host.items()}
 
 
 def test_devices_exchange_words_and_copy_nothing() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    x = jax.ShapeDtypeStruct((64, 512, 128), np.float32, sharding=jax.NamedSharding(mesh, jax.P("fsdp", "data")))
-    compiled = jax.jit(module.digest, out_shardings=jax.NamedSharding(mesh, jax.P())).lower(x).compile()
+    x = jax.ShapeDtypeStruct(
+        (64, 512, 128), np.float32, sharding=jax.NamedSharding(mesh, jax.P("fsdp", "data"))
+    )
+    compiled = (
+        jax.jit(module.digest, out_shardings=jax.NamedSharding(mesh, jax.P())).lower(x).compile()
+    )
     sent = re.findall(r"= u32\[([\d,]*)\]\S* (?:all|reduce|collective)-\w+\(", compiled.as_text())
     assert sent and all(np.prod([int(n) for n in shape.split(",")]) <= 8 for shape in sent)
     assert compiled.memory_analysis().temp_size_in_bytes < 4096
 
 
-@given(dtype=st.sampled_from([d for d in DTYPES if d != np.bool_]), seed=st.integers(0, 2**32 - 1), place=st.integers(0, 10**9))
+@given(
+    dtype=st.sampled_from([d for d in DTYPES if d != np.bool_]),
+    seed=st.integers(0, 2**32 - 1),
+    place=st.integers(0, 10**9),
+)
 def test_every_flipped_bit_changes_it(dtype: Any, seed: int, place: int) -> None:
     x = noise((3, 5, 7), dtype, seed)
     flipped = x.copy()
     width = 8 * x.dtype.itemsize
-    bits(flipped).reshape(-1)[place // width % x.size] ^= np.array(1 << place % width).astype(f"u{x.dtype.itemsize}")
+    bits(flipped).reshape(-1)[place // width % x.size] ^= np.array(1 << place % width).astype(
+        f"u{x.dtype.itemsize}"
+    )
     assert host_digest(flipped) != host_digest(x)
 
 
@@ -97,7 +138,9 @@ def test_all_flips_of_one_bit_differ_on_the_devices_too() -> None:
 
 
 CHANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "two signs": lambda x: x * np.where(np.isin(np.arange(x.size), (3, 77)), -1, 1).astype(x.dtype).reshape(x.shape),
+    "two signs": lambda x: (
+        x * np.where(np.isin(np.arange(x.size), (3, 77)), -1, 1).astype(x.dtype).reshape(x.shape)
+    ),
     "all signs": lambda x: -x,
     "two rows swapped": lambda x: x[[1, 0, *range(2, len(x))]],
     "shifted by a word": lambda x: np.roll(x, 1),
@@ -135,7 +178,8 @@ def test_the_size_of_a_chunk_does_not_matter(shape: list[int], chunk: int) -> No
 
 
 def test_positions_of_a_huge_array() -> None:
-    """Positions are exact up to 2^32 words; beyond, every axis still counts, even if its stride is a multiple of 2^32."""
+    """Positions are exact up to 2^32 words; beyond, every axis still counts, even if its stride is
+    a multiple of 2^32."""
     assert module._strides((4, 5, 6)) == [30, 6, 1]
     assert module._strides((2**16, 2**16)) == [2**16, 1]
     assert module._strides((80, 2**16, 2**16)) == [1, 2**16 + 1, 1]
@@ -143,9 +187,19 @@ def test_positions_of_a_huge_array() -> None:
 
 
 def test_one_program_for_a_tree_and_none_for_the_next() -> None:
-    tree = jax.device_put({"params": {"a": np.ones((4, 4)), "b.c": np.zeros(3, ml_dtypes.bfloat16)}, "step": np.int32(7)})
+    tree = jax.device_put(
+        {
+            "params": {"a": np.ones((4, 4)), "b.c": np.zeros(3, ml_dtypes.bfloat16)},
+            "step": np.int32(7),
+        }
+    )
     first = digests(tree)
-    assert list(first) == ["params/a", "params/b.c", "step"] and all(len(value) == 16 for value in first.values())
+    assert list(first) == ["params/a", "params/b.c", "step"] and all(
+        len(value) == 16 for value in first.values()
+    )
     assert digests(tree) == first
     assert digests({}) == {}
-    assert combined(first) != combined(first | {"step": first["params/a"]}) and len(combined(first)) == 16
+    assert (
+        combined(first) != combined(first | {"step": first["params/a"]})
+        and len(combined(first)) == 16
+    )

@@ -1,4 +1,5 @@
-"""Rows of query and kv heads that do not go together: refused before anything is traced, by the segment's name."""
+"""Rows of query and kv heads that do not go together: refused before anything is traced, by the
+segment's name."""
 
 from __future__ import annotations
 
@@ -17,9 +18,14 @@ SEGMENTS = SegmentConfig("early", 2), SegmentConfig("late", 2)
 
 
 def problems(
-    activations: dict[str, Any], rules: str = "ddp", tensor: int = 2, params: dict[str, Any] | None = None, **model: Any
+    activations: dict[str, Any],
+    rules: str = "ddp",
+    tensor: int = 2,
+    params: dict[str, Any] | None = None,
+    **model: Any,
 ) -> list[str]:
-    """What `check` says of gpt_tiny, which has 4 heads and no grouped queries, with these rows on 2 x `tensor` devices."""
+    """What `check` says of gpt_tiny, which has 4 heads and no grouped queries, with these rows on 2
+    x `tensor` devices."""
     config = load("configs/gpt_tiny.py")
     config = dataclasses.replace(
         config,
@@ -39,22 +45,27 @@ FIX = "set both to the same mesh axes, or {!r} to None"
 
 @pytest.mark.parametrize("kv_heads", [0, 2])
 def test_kv_heads_of_a_segment_without_its_heads(kv_heads: int) -> None:
-    assert problems({"early/kv_heads": "tensor", "mlp": "tensor"}, segments=SEGMENTS, n_kv_heads=kv_heads) == [
-        "rules.activations['early/kv_heads']='tensor': the query heads of segment 'early' must be sharded over these axes first, and "
+    assert problems(
+        {"early/kv_heads": "tensor", "mlp": "tensor"}, segments=SEGMENTS, n_kv_heads=kv_heads
+    ) == [
+        "rules.activations['early/kv_heads']='tensor': the query heads of segment 'early' must be "
+        "sharded over these axes first, and "
         f"rules.activations['heads']=None; {FIX.format('early/kv_heads')}"
     ]
 
 
 def test_heads_of_a_segment_that_lacks_those_of_its_kv_heads() -> None:
     assert problems({"late/heads": None}, "megatron", segments=SEGMENTS) == [
-        "rules.activations['kv_heads']='tensor': the query heads of segment 'late' must be sharded over these axes first, and "
+        "rules.activations['kv_heads']='tensor': the query heads of segment 'late' must be sharded "
+        "over these axes first, and "
         f"rules.activations['late/heads']=None; {FIX.format('kv_heads')}"
     ]
 
 
 def test_rows_of_the_whole_model() -> None:
     assert problems({"kv_heads": "tensor", "mlp": "tensor"}) == [
-        "rules.activations['kv_heads']='tensor': the query heads must be sharded over these axes first, and "
+        "rules.activations['kv_heads']='tensor': the query heads must be sharded over these axes "
+        "first, and "
         f"rules.activations['heads']=None; {FIX.format('kv_heads')}"
     ]
 
@@ -64,7 +75,8 @@ def test_query_heads_that_share_no_complete_kv_heads() -> None:
     sizes = {"n_heads": 12, "n_kv_heads": 4, "head_dim": 32, "d_ff": 384, "vocab_multiple": 6}
     rows = {"kv_heads": None, "late/heads": None}
     assert problems(rows, "megatron", 6, {"kv_heads": None}, segments=SEGMENTS, **sizes) == [
-        "rules.activations['heads']='tensor': 2 query heads of segment 'early' on each device do not share complete kv heads, of which "
+        "rules.activations['heads']='tensor': 2 query heads of segment 'early' on each device do "
+        "not share complete kv heads, of which "
         "each serves 3; set 'heads' to fewer ways, or to None"
     ]
 
@@ -78,5 +90,11 @@ def test_query_heads_that_share_no_complete_kv_heads() -> None:
     ],
     ids=["both rows", "replicated kv heads", "an axis of size 1"],
 )
-def test_rows_that_go_together(activations: dict[str, Any], rules: str, model: dict[str, Any]) -> None:
-    assert not [problem for problem in problems(activations, rules, params=dict.fromkeys(activations), **model) if "heads" in problem]
+def test_rows_that_go_together(
+    activations: dict[str, Any], rules: str, model: dict[str, Any]
+) -> None:
+    assert not [
+        problem
+        for problem in problems(activations, rules, params=dict.fromkeys(activations), **model)
+        if "heads" in problem
+    ]

@@ -16,7 +16,9 @@ APART = "mesh.island=2", "mesh.data=4", "rules=diloco", "optimizer.outer_steps=1
 
 
 def config(*overrides: str) -> TrainConfig:
-    return parse(["--config=configs/gpt_tiny.py", *(f"--config.{each}" for each in (*APART, *overrides))])
+    return parse(
+        ["--config=configs/gpt_tiny.py", *(f"--config.{each}" for each in (*APART, *overrides))]
+    )
 
 
 def problems(given: TrainConfig) -> list[str]:
@@ -27,8 +29,12 @@ def problems(given: TrainConfig) -> list[str]:
 
 def test_what_can_run() -> None:
     assert check(config(), 8).mesh.island == 2
-    assert check(config("mesh.island=1", "mesh.data=8", "rules=ddp"), 8).optimizer.outer_steps == 100, "momentum on top of AdamW"
-    assert check(config("rules=diloco+hsdp+megatron_sp", "mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2"), 8)
+    assert (
+        check(config("mesh.island=1", "mesh.data=8", "rules=ddp"), 8).optimizer.outer_steps == 100
+    ), "momentum on top of AdamW"
+    assert check(
+        config("rules=diloco+hsdp+megatron_sp", "mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2"), 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,43 +43,61 @@ def test_what_can_run() -> None:
         (
             ["optimizer.outer_steps=0"],
             "mesh.island=2, but optimizer.outer_steps=0 never averages the islands' weights; "
-            "set optimizer.outer_steps=100, or use mesh.data for replicas that sum their gradients in every step",
+            "set optimizer.outer_steps=100, or use mesh.data for replicas that sum their gradients "
+            "in every step",
         ),
         (
             ["rules=ddp"],
-            "mesh.island=2, but rules 'ddp' shard no activation over island; set mesh.island=1 or rules such as ddp+diloco",
+            (
+                "mesh.island=2, but rules 'ddp' shard no activation over island; set mesh.island=1 "
+                "or "
+                "rules such as ddp+diloco"
+            ),
         ),
         (
             ["train.steps=650"],
-            "train.steps=650 is not a multiple of optimizer.outer_steps=100: the last steps would not count; it can be 600 or 700",
+            (
+                "train.steps=650 is not a multiple of optimizer.outer_steps=100: the last steps "
+                "would "
+                "not count; it can be 600 or 700"
+            ),
         ),
         (
             ["train.steps=50"],
-            "train.steps=50 is not a multiple of optimizer.outer_steps=100: the last steps would not count; it can be 100",
+            (
+                "train.steps=50 is not a multiple of optimizer.outer_steps=100: the last steps "
+                "would "
+                "not count; it can be 100"
+            ),
         ),
         (
             ["mesh.pipeline=2", "mesh.data=2"],
-            "optimizer.outer_steps=100: an island cannot have pipeline stages yet, and mesh.pipeline=2; "
+            "optimizer.outer_steps=100: an island cannot have pipeline stages yet, and "
+            "mesh.pipeline=2; "
             "set mesh.pipeline=1, and use mesh.fsdp",
         ),
         (
             ["rules=diloco+distributed"],
-            "optimizer.outer_steps=100: the state of islands cannot be flat vectors yet, and rules.optimizer['flat']=('pipeline', 'data'); "
+            "optimizer.outer_steps=100: the state of islands cannot be flat vectors yet, and "
+            "rules.optimizer['flat']=('pipeline', 'data'); "
             "use diloco with ddp, zero1, zero2, fsdp or hsdp",
         ),
         (
             ["rules=diloco+zero3"],
-            "optimizer.outer_steps=100: the state of islands cannot be flat vectors yet, and rules.params['flat']='data'; "
+            "optimizer.outer_steps=100: the state of islands cannot be flat vectors yet, and "
+            "rules.params['flat']='data'; "
             "use diloco with ddp, zero1, zero2, fsdp or hsdp",
         ),
         (
             ["rules=diloco+reduce_int8"],
-            "optimizer.outer_steps=100: islands do not keep the error feedback of sums in int8 yet, and rules.reduction='int8'; "
+            "optimizer.outer_steps=100: islands do not keep the error feedback of sums in int8 "
+            "yet, and rules.reduction='int8'; "
             "use +reduce_bfloat16, or rules without +reduce_int8",
         ),
         (
             ["health.rewinds=1"],
-            "optimizer.outer_steps=100: islands skip steps on their own, so a run cannot roll back as one, and health.rewinds=1; "
+            "optimizer.outer_steps=100: islands skip steps on their own, so a run cannot roll back "
+            "as one, and health.rewinds=1; "
             "set health.rewinds=0; a step that is not finite is skipped on its island only",
         ),
         (
@@ -81,12 +105,18 @@ def test_what_can_run() -> None:
             "optimizer.outer_steps=100: node-local checkpoints do not know islands yet; "
             "leave checkpoint.local empty, and save to the output",
         ),
-        (["optimizer.outer_learning_rate=0"], "optimizer.outer_learning_rate=0.0 must be a number above 0"),
+        (
+            ["optimizer.outer_learning_rate=0"],
+            "optimizer.outer_learning_rate=0.0 must be a number above 0",
+        ),
         (["optimizer.outer_momentum=1"], "optimizer.outer_momentum=1.0 must be in [0, 1)"),
         (["optimizer.outer_steps=-1"], "optimizer.outer_steps=-1 must be at least 0"),
         (
             ["train.global_batch=12"],
-            "train.global_batch=12 is not divisible by train.microbatches=1 x mesh.island=2 x mesh.data=4; it can be 8 or 16",
+            (
+                "train.global_batch=12 is not divisible by train.microbatches=1 x mesh.island=2 x "
+                "mesh.data=4; it can be 8 or 16"
+            ),
         ),
     ],
 )
@@ -97,16 +127,32 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        ({"optimizer": {"embed": "island"}}, "rules.optimizer['embed']='island': each island has its own; remove 'island'"),
+        (
+            {"optimizer": {"embed": "island"}},
+            "rules.optimizer['embed']='island': each island has its own; remove 'island'",
+        ),
         (
             {"params": {"embed": "island"}},
-            "rules.params['embed']='island': weights are replicated over island; to shard them over replicas use the mesh axis 'fsdp'",
+            (
+                "rules.params['embed']='island': weights are replicated over island; to shard them "
+                "over replicas use the mesh axis 'fsdp'"
+            ),
         ),
         (
             {"activations": {"batch": ("data", "island")}},
-            "rules.activations['batch']=('data', 'island'): island is the outermost axis; set it to ('island', 'data')",
+            (
+                "rules.activations['batch']=('data', 'island'): island is the outermost axis; set "
+                "it "
+                "to ('island', 'data')"
+            ),
         ),
-        ({"activations": {"mlp": "island"}}, "rules.activations['mlp']='island': only the batch is sharded over island; remove 'island'"),
+        (
+            {"activations": {"mlp": "island"}},
+            (
+                "rules.activations['mlp']='island': only the batch is sharded over island; remove "
+                "'island'"
+            ),
+        ),
     ],
 )
 def test_rows_that_name_islands(rows: dict, problem: str) -> None:

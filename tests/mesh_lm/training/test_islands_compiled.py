@@ -1,4 +1,5 @@
-"""Islands compiled for H100s: a step sends nothing over `island`, and the outer step the weights, once."""
+"""Islands compiled for H100s: a step sends nothing over `island`, and the outer step the weights,
+once."""
 
 from __future__ import annotations
 
@@ -15,14 +16,24 @@ from sharding_rules import MeshConfig, preset
 
 COMPILE_BUDGET = 12
 pytestmark = [pytest.mark.deviceless, pytest.mark.slow]
-GPT = DecoderConfig(vocab_size=4096, seq_len=256, n_layers=2, d_model=256, n_heads=4, vocab_multiple=128, attention="xla")
+GPT = DecoderConfig(
+    vocab_size=4096,
+    seq_len=256,
+    n_layers=2,
+    d_model=256,
+    n_heads=4,
+    vocab_multiple=128,
+    attention="xla",
+)
 
 
 def config(rules: str, **mesh: int) -> TrainConfig:
     batch = 2 * 2 * math.prod(size for axis, size in mesh.items() if axis != "tensor")
     return TrainConfig(
-        model=GPT, output="islands", mesh=dataclasses.replace(MeshConfig(), **mesh), rules=preset(rules),
-        train=TrainLoop(global_batch=batch, microbatches=2), optimizer=OptimizerConfig(outer_steps=100),
+        model=GPT, output="islands", mesh=dataclasses.replace(MeshConfig(), **mesh),
+        rules=preset(rules),
+        train=TrainLoop(global_batch=batch, microbatches=2),
+        optimizer=OptimizerConfig(outer_steps=100),
     )  # fmt: skip
 
 
@@ -41,7 +52,9 @@ def test_only_the_outer_step_sends_over_islands(rules: str, mesh: dict[str, int]
     assert step.wire_bytes("data") > 0
     weights = program.declared["params"].nbytes
     sums = [one for one in outer.collectives if one.axes]
-    assert {one.axes for one in sums} == {("island",)} and {one.kind for one in sums} == {"all-reduce"}
+    assert {one.axes for one in sums} == {("island",)} and {one.kind for one in sums} == {
+        "all-reduce"
+    }
     scalar = 4  # the number of skipped steps
     assert outer.payload_bytes("island") == weights + scalar
     n = mesh["island"]

@@ -15,7 +15,8 @@ from mesh_lm.training.monitor import Monitor
     [
         ({"2": 9, "4": 5, "loss.png": 4, "sample.txt": 4}, True, True),
         ({"2": 9, "4": 5, "loss.png": 5, "sample.txt": 5}, True, True),
-        ({"2": 9, "4": 5, "loss.png": 7, "sample.txt": 7}, True, False),  # of a run of two steps, which was trained on
+        # of a run of two steps, which was trained on
+        ({"2": 9, "4": 5, "loss.png": 7, "sample.txt": 7}, True, False),
         ({"2": 9, "10": 5, "loss.png": 4, "sample.txt": 7}, True, False),
         ({"2": 9, "10": 5, "loss.png": 4, "sample.txt": 7}, False, True),
         ({"4": 5, "loss.png": 4}, True, False),
@@ -28,7 +29,11 @@ def test_what_an_earlier_run_wrote_is_not_that_of_a_longer_one(
     """ages: seconds since each checkpoint and file was written."""
     (tmp_path / "checkpoints").mkdir()
     for name, age in ages.items():
-        path = tmp_path / "checkpoints" / name / "metadata" / "metadata" if name.isdecimal() else tmp_path / name
+        path = (
+            tmp_path / "checkpoints" / name / "metadata" / "metadata"
+            if name.isdecimal()
+            else tmp_path / name
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("", encoding="utf-8")
         os.utime(path, (1e9 - age, 1e9 - age))

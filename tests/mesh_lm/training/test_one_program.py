@@ -1,4 +1,5 @@
-"""All processes of a run lower the same programs, whatever the order of their sets, and compare them before the first call."""
+"""All processes of a run lower the same programs, whatever the order of their sets, and compare
+them before the first call."""
 
 from __future__ import annotations
 
@@ -35,8 +36,11 @@ def _texts(directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("names", some([_FEW, ALL], [_FEW]))
-def test_a_program_does_not_depend_on_the_order_of_sets(names: tuple[str, ...], tmp_path: Path) -> None:
-    """The order of a set of strings follows PYTHONHASHSEED, which Python chooses anew for each process."""
+def test_a_program_does_not_depend_on_the_order_of_sets(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The order of a set of strings follows PYTHONHASHSEED, which Python chooses anew for each
+    process."""
     seeds = ("1", "2")
     running = [
         subprocess.Popen(
@@ -54,7 +58,8 @@ def test_a_program_does_not_depend_on_the_order_of_sets(names: tuple[str, ...], 
 
 @pytest.fixture
 def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """This process is the first of two. The list has what the other one answers to each gather; None: the same as this one."""
+    """This process is the first of two. The list has what the other one answers to each gather;
+    None: the same as this one."""
     answers: list[Any] = []
 
     def gather(value: Any) -> list[Any]:
@@ -69,7 +74,9 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def test_the_processes_compare_a_program_once_and_lower_it_once(two_processes: list[Any]) -> None:
     durations: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, _, **about: durations.append(f"{event} {about.get('fun_name')}"))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **about: durations.append(f"{event} {about.get('fun_name')}")
+    )
     program = one_program.compared("the training step", jax.jit(lambda x: x + 1))
     x = jnp.asarray(np.zeros(3, np.float32))
     durations.clear()
@@ -77,7 +84,11 @@ def test_the_processes_compare_a_program_once_and_lower_it_once(two_processes: l
         x = program(x)
         np.testing.assert_array_equal(x, n)
     stages = [event.split("/")[-1].partition(" ")[0] for event in durations if "<lambda>" in event]
-    assert sorted(stages) == ["backend_compile_duration", "jaxpr_to_mlir_module_duration", "jaxpr_trace_duration"]
+    assert sorted(stages) == [
+        "backend_compile_duration",
+        "jaxpr_to_mlir_module_duration",
+        "jaxpr_trace_duration",
+    ]
 
 
 def test_processes_with_different_programs_are_told_apart(two_processes: list[Any]) -> None:
@@ -89,7 +100,8 @@ def test_processes_with_different_programs_are_told_apart(two_processes: list[An
     with pytest.raises(ConfigError) as raised:
         one_program.compared("the training step", program)(x)
     assert str(raised.value) == (
-        f"the processes do not agree on the program of the training step: {mine} on process 0 on node1, {others} on process 1 on node2; "
+        f"the processes do not agree on the program of the training step: {mine} on process 0 on "
+        f"node1, {others} on process 1 on node2; "
         "sort the sets over which the model's code iterates, or set PYTHONHASHSEED=0 on all hosts"
     )
 
@@ -110,11 +122,17 @@ def test_addresses_of_functions_are_no_difference() -> None:
 
     def partitioned() -> Any:
         f = custom_partitioning(lambda x: x + 1)
-        f.def_partition(partition=lambda mesh, args, out: (mesh, lambda x: x + 1, out, args), sharding_rule="i -> i")
+        f.def_partition(
+            partition=lambda mesh, args, out: (mesh, lambda x: x + 1, out, args),
+            sharding_rule="i -> i",
+        )
         return jax.jit(f)
 
-    x = jax.ShapeDtypeStruct((8,), np.float32, sharding=jax.NamedSharding(jax.make_mesh((2,), ("data",)), jax.P("data")))
-    kept: list[Any] = [partitioned() for _ in range(2)]  # otherwise the second could have the first one's address
+    x = jax.ShapeDtypeStruct(
+        (8,), np.float32, sharding=jax.NamedSharding(jax.make_mesh((2,), ("data",)), jax.P("data"))
+    )
+    # otherwise the second could have the first one's address
+    kept: list[Any] = [partitioned() for _ in range(2)]
     lowered = [each.lower(x) for each in kept]
     first, second = (each.as_text() for each in lowered)
     assert "CustomSPMDPartitioning" in first
@@ -124,7 +142,8 @@ def test_addresses_of_functions_are_no_difference() -> None:
 
 @pytest.mark.slow
 def test_directories_of_the_code_are_no_difference() -> None:
-    """A kernel of ours is part of the text, with the paths of its source files; beside it, everything counts."""
+    """A kernel of ours is part of the text, with the paths of its source files; beside it,
+    everything counts."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return flash_attention(q, k, v, platform="gpu", capability=(9, 0), implementation="mosaic")

@@ -12,8 +12,14 @@ from mesh_lm.training.skip_guard import SkipGuard, TooManySkips
 NAN = math.nan
 
 
-def report(n: int, skipped: int, loss: float = 2.0, norm: float = 1.0) -> tuple[int, dict[str, Any]]:
-    return n, {"skipped": np.int32(skipped), "loss": np.float32(loss), "grad_norm": np.float32(norm)}
+def report(
+    n: int, skipped: int, loss: float = 2.0, norm: float = 1.0
+) -> tuple[int, dict[str, Any]]:
+    return n, {
+        "skipped": np.int32(skipped),
+        "loss": np.float32(loss),
+        "grad_norm": np.float32(norm),
+    }
 
 
 def test_a_row_is_of_steps_that_follow_one_another() -> None:
@@ -30,7 +36,13 @@ def test_no_rewind_is_left() -> None:
     guard = SkipGuard(HealthConfig(skip_limit=2), lines.append)
     guard.step(report(1, 0))
     guard.step(report(2, 1, NAN, NAN))
-    with pytest.raises(TooManySkips, match=r"2 steps in a row skipped, 2 to 3, the last one with loss 9, gradient norm inf; .*rewinds=1"):
+    with pytest.raises(
+        TooManySkips,
+        match=(
+            r"2 steps in a row skipped, 2 to 3, the last one with loss 9, gradient norm inf; "
+            r".*rewinds=1"
+        ),
+    ):
         guard.step(report(3, 2, 9.0, math.inf))
     assert lines == [
         "step 2 skipped, 1 in all: loss nan, gradient norm nan",
@@ -43,9 +55,14 @@ def test_after_a_rewind_the_counting_starts_again() -> None:
     lines: list[str] = []
     guard = SkipGuard(HealthConfig(skip_limit=2, rewinds=1), lines.append)
     assert [guard.step(report(n, skipped, NAN)) for n, skipped in ((11, 5), (12, 6))] == [None, 11]
-    words = "rolling back to the checkpoint before step 11, and continuing with the batches after step 12"
+    words = (
+        "rolling back to the checkpoint before step 11, and continuing with the batches after step "
+        "12"
+    )
     assert lines[-1] == f"2 steps in a row skipped, 11 to 12: {words} (rewind 1 of 1)"
-    assert [guard.step(report(n, skipped)) for n, skipped in ((11, 4), (12, 4), (13, 5))] == [None] * 3 and guard.consecutive_skips == 1
+    assert [guard.step(report(n, skipped)) for n, skipped in ((11, 4), (12, 4), (13, 5))] == [
+        None
+    ] * 3 and guard.consecutive_skips == 1
     with pytest.raises(TooManySkips, match=r"has used 1 of health.rewinds=1"):
         guard.step(report(14, 6, NAN))
 
@@ -58,20 +75,26 @@ def test_numbers_that_fall_begin_anew() -> None:
 
 
 def test_the_first_step_after_a_resume() -> None:
-    """The first report's counter is from the past; that the loss is not finite shows that the step was skipped."""
+    """The first report's counter is from the past; that the loss is not finite shows that the step
+    was skipped."""
     for loss, row in ((2.0, 0), (NAN, 1)):
         guard = SkipGuard(HealthConfig())
         assert guard.step(report(101, 7, loss)) is None and guard.consecutive_skips == row
 
 
 def test_steps_that_nobody_told_of() -> None:
-    """An evaluation reads the metrics of the step before it, so one report is missing; the counter shows whether that step was skipped."""
+    """An evaluation reads the metrics of the step before it, so one report is missing; the counter
+    shows whether that step was skipped."""
     lines: list[str] = []
     guard = SkipGuard(HealthConfig(skip_limit=4, rewinds=1), lines.append)
-    assert [guard.step(report(n, skipped, NAN)) for n, skipped in ((1, 0), (2, 1), (4, 3), (5, 4))][-1] == 2
+    assert [guard.step(report(n, skipped, NAN)) for n, skipped in ((1, 0), (2, 1), (4, 3), (5, 4))][
+        -1
+    ] == 2
     assert "2 of the 2 steps up to 4 skipped, 3 in all: loss nan, gradient norm 1" in lines
     guard = SkipGuard(HealthConfig(skip_limit=4))
-    assert [guard.step(report(n, skipped)) for n, skipped in ((1, 0), (2, 1), (4, 2))] == [None] * 3 and guard.consecutive_skips == 0
+    assert [guard.step(report(n, skipped)) for n, skipped in ((1, 0), (2, 1), (4, 2))] == [
+        None
+    ] * 3 and guard.consecutive_skips == 0
 
 
 def test_an_outlier_says_what_made_it_one() -> None:

@@ -1,4 +1,5 @@
-"""Skipped steps: not finite, or outliers by recent statistics. After one, training continues as if its batch had not existed."""
+"""Skipped steps: not finite, or outliers by recent statistics. After one, training continues as if
+its batch had not existed."""
 
 import dataclasses
 import functools
@@ -18,7 +19,8 @@ from mesh_lm.training.step import train_step
 
 COMPILE_BUDGET = 3
 
-# The effects of a skipped step besides the counters: dropout and the learning rate depend on the step's number.
+# The effects of a skipped step besides the counters: dropout and the learning rate depend on the
+# step's number.
 STILL = OptimizerConfig(learning_rate=0.01, warmup_steps=0, schedule="constant")
 Row = dict[str, float]
 
@@ -34,7 +36,10 @@ class Trainer:
     def fresh(self) -> State:
         random = np.random.default_rng(0)
         state = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self.abstract())
-        state["params"] = {name: 0.1 * random.normal(size=x.shape).astype(x.dtype) for name, x in state["params"].items()}
+        state["params"] = {
+            name: 0.1 * random.normal(size=x.shape).astype(x.dtype)
+            for name, x in state["params"].items()
+        }
         return jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), state, self.abstract())
 
     def abstract(self) -> State:
@@ -74,7 +79,11 @@ def assert_same(found: State, wanted: State, **counters: Any) -> None:
     """Compares two states bit by bit, except for these counters."""
     for path, x in jax.tree_util.tree_flatten_with_path(found)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        expected = counters[name] if name in counters else functools.reduce(lambda tree, key: tree[key.key], path, wanted)
+        expected = (
+            counters[name]
+            if name in counters
+            else functools.reduce(lambda tree, key: tree[key.key], path, wanted)
+        )
         np.testing.assert_array_equal(x, expected, err_msg=name)
 
 
@@ -88,7 +97,8 @@ def undisturbed() -> tuple[State, list[Row]]:
 
 @pytest.mark.parametrize(("bad", "at"), [(nan_batch, 1), (nan_batch, 58), (strange_batch, 55)])
 def test_a_skipped_batch_leaves_no_trace(bad: Any, at: int) -> None:
-    """Weights, moments, statistics and Adam's count are bit-identical to those of a run that never saw the batch."""
+    """Weights, moments, statistics and Adam's count are bit-identical to those of a run that never
+    saw the batch."""
     wanted, rows = undisturbed()
     state, seen = trainer().run(trainer().fresh(), [*GOOD[:at], bad(), bad(), *GOOD[at:]])
     assert [row["skipped"] for row in seen] == [0.0] * at + [1.0] + [2.0] * (len(GOOD) - at + 1)
@@ -97,7 +107,8 @@ def test_a_skipped_batch_leaves_no_trace(bad: Any, at: int) -> None:
 
 
 def test_a_well_run_skips_nothing() -> None:
-    """Its loss falls from 5.5 to 2 and its gradient norms vary, but none exceeds the mean by 4 deviations."""
+    """Its loss falls from 5.5 to 2 and its gradient norms vary, but none exceeds the mean by 4
+    deviations."""
     _, rows = undisturbed()
     assert rows[-1]["skipped"] == 0 and rows[0]["loss"] > rows[-1]["loss"] + 1
 
@@ -118,10 +129,19 @@ def with_recent(loss: tuple[float, float], norm: tuple[float, float], seen: int)
 
 @pytest.mark.parametrize(
     ("loss", "norm", "seen", "skipped"),
-    [(-3.9, 0, 1000, 0), (-4.1, 0, 1000, 1), (0, -3.9, 1000, 0), (0, -4.1, 1000, 1), (9, 9, 1000, 0), (-9, -9, 49, 0), (-9, -9, 50, 1)],
+    [
+        (-3.9, 0, 1000, 0),
+        (-4.1, 0, 1000, 1),
+        (0, -3.9, 1000, 0),
+        (0, -4.1, 1000, 1),
+        (9, 9, 1000, 0),
+        (-9, -9, 49, 0),
+        (-9, -9, 50, 1),
+    ],
 )
 def test_the_threshold(loss: float, norm: float, seen: int, skipped: int) -> None:
-    """Either is more than 4 deviations above its mean, after enough steps. loss, norm: the means relative to this step's values."""
+    """Either is more than 4 deviations above its mean, after enough steps. loss, norm: the means
+    relative to this step's values."""
     own = undisturbed()[1][0]
     lately = (own["loss"] + loss, 1), (math.log(own["grad_norm"]) + norm, 1)
     state, rows = trainer().run(with_recent(*lately, seen), GOOD[:1])
@@ -130,7 +150,8 @@ def test_the_threshold(loss: float, norm: float, seen: int, skipped: int) -> Non
 
 
 def test_old_steps_are_forgotten() -> None:
-    """Each step counts 1 %, so after 300 steps at another level 5 % of the statistics come from the steps before."""
+    """Each step counts 1 %, so after 300 steps at another level 5 % of the statistics come from the
+    steps before."""
     state = np.array([[1000, 5.0, 0.01]] * 2, np.float32)
     update = jax.jit(loss_statistics.update)
     for n in range(300):
@@ -146,11 +167,16 @@ def test_the_same_on_a_mesh() -> None:
     batches = [*GOOD[:55], strange_batch(), nan_batch()]
     state, rows = mesh.run(mesh.fresh(), batches)
     alone, expected = trainer().run(trainer().fresh(), batches)
-    assert [row["skipped"] for row in rows] == [row["skipped"] for row in expected] and rows[-1]["skipped"] == 2
+    assert [row["skipped"] for row in rows] == [row["skipped"] for row in expected] and rows[-1][
+        "skipped"
+    ] == 2
     np.testing.assert_allclose(state["recent"], alone["recent"], rtol=1e-3)
 
 
 def test_the_leaf_lives_everywhere() -> None:
     where = trainer("hsdp", data=2, fsdp=2).abstract()["recent"]
-    assert where.sharding.is_fully_replicated and (where.shape, where.dtype) == (initial_statistics().shape, initial_statistics().dtype)
+    assert where.sharding.is_fully_replicated and (where.shape, where.dtype) == (
+        initial_statistics().shape,
+        initial_statistics().dtype,
+    )
     assert not initial_statistics().any()

@@ -1,4 +1,5 @@
-"""The update: Optimizer compared with optax, schedules with their formulas, non-finite steps, and the sharding of the state."""
+"""The update: Optimizer compared with optax, schedules with their formulas, non-finite steps, and
+the sharding of the state."""
 
 import dataclasses
 import functools
@@ -27,18 +28,26 @@ COMPILE_BUDGET = 90
 
 def rates(**fields: Any) -> np.ndarray:
     """Returns the learning rates of 100 steps."""
-    optimizer = Optimizer(OptimizerConfig(learning_rate=2.0, **({"warmup_steps": 10} | fields)), 100)
+    optimizer = Optimizer(
+        OptimizerConfig(learning_rate=2.0, **({"warmup_steps": 10} | fields)), 100
+    )
     return np.asarray(jax.jit(jax.vmap(optimizer.learning_rate))(np.arange(100)))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_schedules(schedule: str) -> None:
-    """The first of 10 warm-up steps has a tenth of the peak, the tenth the full peak, and the last step final_fraction of it."""
+    """The first of 10 warm-up steps has a tenth of the peak, the tenth the full peak, and the last
+    step final_fraction of it."""
     at = rates(schedule=schedule, final_fraction=0.25, decay_fraction=0.3)
     np.testing.assert_allclose(at[:10], [2.0 * (n + 1) / 10 for n in range(10)], rtol=1e-6)
     assert at[99] == pytest.approx(2.0 if schedule == "constant" else 0.5)
     assert all(a >= b - 1e-6 for a, b in itertools.pairwise(at[9:]))
-    middle = {"cosine": 0.5 + 1.5 * (1 + math.cos(math.pi * 45 / 90)) / 2, "linear": 2.0 - 1.5 * 45 / 90, "wsd": 2.0, "constant": 2.0}
+    middle = {
+        "cosine": 0.5 + 1.5 * (1 + math.cos(math.pi * 45 / 90)) / 2,
+        "linear": 2.0 - 1.5 * 45 / 90,
+        "wsd": 2.0,
+        "constant": 2.0,
+    }
     assert at[54] == pytest.approx(middle[schedule], rel=1e-6)
     if schedule == "wsd":
         assert at[69] == pytest.approx(2.0) and at[70] < 2.0
@@ -53,7 +62,8 @@ def test_no_warm_up_starts_at_the_peak() -> None:
 
 
 def test_no_step_draws_what_initialisation_drew() -> None:
-    """A parameter's key is the seed's with its number folded in; a step's is the seed's with a tag and the step folded in."""
+    """A parameter's key is the seed's with its number folded in; a step's is the seed's with a tag
+    and the step folded in."""
     seed, tag = jax.random.key(5), 0x73746570
     steps = [step_key(5, n) for n in range(64)]
     rngs = nnx.Rngs(params=jax.random.key(5))
@@ -61,17 +71,27 @@ def test_no_step_draws_what_initialisation_drew() -> None:
     bits = [jax.random.key_data(key).tobytes() for key in (*parameters, *steps)]
     assert bits == [
         *(jax.random.key_data(jax.random.fold_in(seed, n)).tobytes() for n in range(64)),
-        *(jax.random.key_data(jax.random.fold_in(jax.random.fold_in(seed, tag), n)).tobytes() for n in range(64)),
+        *(
+            jax.random.key_data(jax.random.fold_in(jax.random.fold_in(seed, tag), n)).tobytes()
+            for n in range(64)
+        ),
     ]
     assert len(set(bits)) == 128
 
 
 def test_a_step_draws_from_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def halves(key: jax.Array) -> jax.Array:  # float32 holds 16 bits of each word
-        return jnp.stack([jax.random.key_data(key) >> 16, jax.random.key_data(key) & 0xFFFF]).astype(jnp.float32)
+        return jnp.stack(
+            [jax.random.key_data(key) >> 16, jax.random.key_data(key) & 0xFFFF]
+        ).astype(jnp.float32)
 
     def told(params, batch, key, feedback):
-        sums = {"loss": jnp.float32(1), "objective": jnp.float32(1), "weight": jnp.float32(1), "key": halves(key)}
+        sums = {
+            "loss": jnp.float32(1),
+            "objective": jnp.float32(1),
+            "weight": jnp.float32(1),
+            "key": halves(key),
+        }
         return (sums, {}), params, feedback
 
     monkeypatch.setattr(step_module, "region_with_feedback", lambda layout, batch, flat: told)
@@ -83,38 +103,69 @@ def test_a_step_draws_from_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_equals_optax() -> None:
-    """Three updates against optax's own chain of clipping, Adam, decay and schedule; the second gradient is too small to be clipped."""
-    config = OptimizerConfig(learning_rate=0.1, warmup_steps=0, schedule="constant", weight_decay=0.3, clip_norm=0.5)
+    """Three updates against optax's own chain of clipping, Adam, decay and schedule; the second
+    gradient is too small to be clipped."""
+    config = OptimizerConfig(
+        learning_rate=0.1, warmup_steps=0, schedule="constant", weight_decay=0.3, clip_norm=0.5
+    )
     random = np.random.default_rng(0)
-    params = {"a.weight": random.normal(size=(3, 4)).astype(np.float32), "a.bias": np.ones((2, 4), np.float32), "b": np.ones(3, np.float32)}
+    params = {
+        "a.weight": random.normal(size=(3, 4)).astype(np.float32),
+        "a.bias": np.ones((2, 4), np.float32),
+        "b": np.ones(3, np.float32),
+    }
     chain = optax.chain(
         optax.clip_by_global_norm(0.5),
         optax.adamw(
-            0.1, b1=config.beta1, b2=config.beta2, eps=config.eps, weight_decay=0.3, mask={"a.weight": True, "a.bias": False, "b": False}
+            0.1,
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.eps,
+            weight_decay=0.3,
+            mask={"a.weight": True, "a.bias": False, "b": False},
         ),
     )
     ours: Any = params
     theirs: Any = params
     optimizer, state = Optimizer(config, 3), chain.init(params)
     leaves = {"a.weight": ("embed", "mlp"), "a.bias": ("heads", "head_dim"), "b": ("norm",)}
-    leaves = {name: ArraySpec(params[name].shape, jnp.float32, axes) for name, axes in leaves.items()}
+    leaves = {
+        name: ArraySpec(params[name].shape, jnp.float32, axes) for name, axes in leaves.items()
+    }
     moments = {slot: jax.tree.map(jnp.zeros_like, params) for slot in optimizer.slots(leaves)}
     for step, size in enumerate((1, 0.01, 3)):
-        grads = {name: size * random.normal(size=p.shape).astype(np.float32) for name, p in params.items()}
+        grads = {
+            name: size * random.normal(size=p.shape).astype(np.float32)
+            for name, p in params.items()
+        }
         updates, state = jax.jit(chain.update)(grads, state, theirs)
         theirs = optax.apply_updates(theirs, updates)
         update = jax.jit(functools.partial(optimizer.update, leaves=leaves))
-        ours, moments = update(grads, optax.tree.norm(grads), moments, ours, jnp.int32(step), jnp.int32(step))
+        ours, moments = update(
+            grads, optax.tree.norm(grads), moments, ours, jnp.int32(step), jnp.int32(step)
+        )
     for name in params:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-6, err_msg=name)
 
 
 def test_what_decays() -> None:
-    leaves = ModelLayout.of(dataclasses.replace(GPT, tied=False, sinks=True), shard_on("ddp")).leaves
+    leaves = ModelLayout.of(
+        dataclasses.replace(GPT, tied=False, sinks=True), shard_on("ddp")
+    ).leaves
     kept = set(leaves) - decayed(leaves)
-    assert kept == {name for name in leaves if name.endswith(("bias", "scale", "sinks"))} and len(kept) == 11
-    own = {"blocks.decay": ("layers", "norm"), "decay": ("norm",), "blocks.mix": ("layers", "embed", "mlp"), "mix.scale": ("embed", "mlp")}
-    assert decayed({name: ArraySpec((2,) * len(axes), jnp.float32, axes) for name, axes in own.items()}) == {"blocks.mix"}
+    assert (
+        kept == {name for name in leaves if name.endswith(("bias", "scale", "sinks"))}
+        and len(kept) == 11
+    )
+    own = {
+        "blocks.decay": ("layers", "norm"),
+        "decay": ("norm",),
+        "blocks.mix": ("layers", "embed", "mlp"),
+        "mix.scale": ("embed", "mlp"),
+    }
+    assert decayed(
+        {name: ArraySpec((2,) * len(axes), jnp.float32, axes) for name, axes in own.items()}
+    ) == {"blocks.mix"}
 
 
 @functools.cache
@@ -122,10 +173,16 @@ def trainer(rules: str, **mesh: int):
     """Returns the layout, a step, and a function that makes an initial state."""
     layout = ModelLayout.of(GPT, shard_on(rules, **mesh))
     optimizer = Optimizer(OptimizerConfig(learning_rate=0.01, warmup_steps=2), 4)
-    return layout, train_step(layout, optimizer, seed=0), functools.partial(init_state, layout, optimizer, seed=0)
+    return (
+        layout,
+        train_step(layout, optimizer, seed=0),
+        functools.partial(init_state, layout, optimizer, seed=0),
+    )
 
 
-def run_steps(rules: str, mesh: dict[str, int], poison: int | None = None) -> tuple[list[dict[str, float]], dict]:
+def run_steps(
+    rules: str, mesh: dict[str, int], poison: int | None = None
+) -> tuple[list[dict[str, float]], dict]:
     layout, step, fresh = trainer(rules, **mesh)
     state, seen = fresh(), []
     for n in range(4):
@@ -141,10 +198,17 @@ def run_steps(rules: str, mesh: dict[str, int], poison: int | None = None) -> tu
 def test_losses_over_steps_do_not_depend_on_the_mesh() -> None:
     """Compares losses instead of leaves: a K bias has no gradient, and Adam amplifies its noise."""
     alone, _ = run_steps("ddp", {})
-    for rules, mesh in (("zero2", {"data": 8}), ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2})):
+    for rules, mesh in (
+        ("zero2", {"data": 8}),
+        ("hsdp+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}),
+    ):
         found, _ = run_steps(rules, mesh)
-        np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in alone], rtol=2e-6)
-        np.testing.assert_allclose([m["grad_norm"] for m in found], [m["grad_norm"] for m in alone], rtol=1e-5)
+        np.testing.assert_allclose(
+            [m["loss"] for m in found], [m["loss"] for m in alone], rtol=2e-6
+        )
+        np.testing.assert_allclose(
+            [m["grad_norm"] for m in found], [m["grad_norm"] for m in alone], rtol=1e-5
+        )
 
 
 @pytest.mark.slow
@@ -160,7 +224,8 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters() -> None:
 
 @pytest.mark.slow
 def test_every_step_has_masks_of_its_own() -> None:
-    """With the same weights and samples only the step's number differs, and with it the dropout masks."""
+    """With the same weights and samples only the step's number differs, and with it the dropout
+    masks."""
     layout, step, fresh = trainer("zero2", data=8)
     losses = []
     for number in (0, 1, 0):
@@ -185,5 +250,9 @@ def test_the_state_lives_where_the_rules_say() -> None:
     state = abstract_state(layout, Optimizer(OptimizerConfig(), 1))
     name = "blocks.mlp.up.weight"
     assert state["params"][name].sharding.spec == jax.P("pipeline", "fsdp", None)
-    assert state["mu"][name].sharding.spec == state["nu"][name].sharding.spec == jax.P("pipeline", ("fsdp", "data"), None)
+    assert (
+        state["mu"][name].sharding.spec
+        == state["nu"][name].sharding.spec
+        == jax.P("pipeline", ("fsdp", "data"), None)
+    )
     assert state["mu"][name].sharding.shard_shape(state["mu"][name].shape) == (2, 32 // 8, 128)

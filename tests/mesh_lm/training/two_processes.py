@@ -1,4 +1,5 @@
-"""One of two processes with two CPU devices each: prints digests and the result of `differing`. Arguments: its index, and a port."""
+"""One of two processes with two CPU devices each: prints digests and the result of `differing`.
+Arguments: its index, and a port."""
 
 import json
 import sys
@@ -13,7 +14,8 @@ VALUES = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
 
 def array(mesh: jax.sharding.Mesh, spec: jax.P, sick: int | None = None) -> jax.Array:
-    """Returns VALUES as an array; with `sick`, one bit is flipped in the shard of that device of the mesh."""
+    """Returns VALUES as an array; with `sick`, one bit is flipped in the shard of that device of
+    the mesh."""
     where = jax.NamedSharding(mesh, spec)
     blocks = []
     for device, index in where.addressable_devices_indices_map(VALUES.shape).items():
@@ -31,6 +33,15 @@ if __name__ == "__main__":
     mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = {"copied": jax.P(), "parts": jax.P("fsdp"), "cut": jax.P(("data", "fsdp"))}
     well = {name: array(mesh, spec) for name, spec in specs.items()}
-    sick = {"copied": array(mesh, jax.P(), sick=3), "parts": array(mesh, jax.P("fsdp"), sick=2), "cut": well["cut"]}
-    found = {"host": host_digest(VALUES), "digests": digests(well), "well": differing(well), "sick": differing(sick)}
+    sick = {
+        "copied": array(mesh, jax.P(), sick=3),
+        "parts": array(mesh, jax.P("fsdp"), sick=2),
+        "cut": well["cut"],
+    }
+    found = {
+        "host": host_digest(VALUES),
+        "digests": digests(well),
+        "well": differing(well),
+        "sick": differing(sick),
+    }
     print("RESULT", json.dumps(found), flush=True)

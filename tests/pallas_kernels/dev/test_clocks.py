@@ -1,4 +1,5 @@
-"""The estimate of a step's clocks, against numbers worked out by hand for one warpgroup, and counts of instructions in machine code."""
+"""The estimate of a step's clocks, against numbers worked out by hand for one warpgroup, and counts
+of instructions in machine code."""
 
 import pytest
 
@@ -15,13 +16,18 @@ def test_a_wgmma_takes_the_clocks_of_its_flops_and_of_its_operands() -> None:
     assert (one.tensor, one.shared, one.instructions) == (256, 4 * 32, 4)
 
 
-def test_the_backward_of_heads_of_128_is_bound_by_tensor_cores_if_registers_add_to_global_memory() -> None:
-    """For a warpgroup, S and dP 256 each, dV and dK 128 each, dQ 256; dS stored 64; Q and dO 128; through memory, dQ twice 128 more."""
+def test_the_backward_of_heads_of_128_is_bound_by_tensor_cores_if_registers_add_to_global_memory() -> (
+    None
+):
+    """For a warpgroup, S and dP 256 each, dV and dK 128 each, dQ 256; dS stored 64; Q and dO 128;
+    through memory, dQ twice 128 more."""
     red, tma = (clocks.fused(128, 128, 64, add=add) for add in ("red", "tma"))
     assert (red.tensor, red.shared, red.exponentials) == (2 * 1280, 2 * 1216, 2 * 256)
     assert red.bound == ("tensor", 2560) and red.utilisation >= 0.85
     assert tma.bound == ("shared", 2 * 1472) and tma.utilisation == pytest.approx(1280 / 1472)
-    assert red.issue == pytest.approx(2 * 445, rel=0.05) and tma.issue == pytest.approx(2 * 504, rel=0.05)
+    assert red.issue == pytest.approx(2 * 445, rel=0.05) and tma.issue == pytest.approx(
+        2 * 504, rel=0.05
+    )
 
 
 def test_the_instructions_of_the_forward_are_about_those_of_its_code() -> None:
@@ -34,7 +40,8 @@ def test_a_short_step_is_bound_by_its_chain() -> None:
 
 
 def test_every_entry_has_a_line_that_says_what_binds() -> None:
-    """None of them leaves the tensor cores idle for more than a sixth of the time, by this estimate."""
+    """None of them leaves the tensor cores idle for more than a sixth of the time, by this
+    estimate."""
     found = [one for row in tuning.entries() for one in clocks.of_entry(row)]
     assert len(list(clocks.lines())) == 2 + len(found) >= 2 + 3 * len(tuning.entries())
     assert all(0.83 <= one.utilisation <= 1 for one in found)

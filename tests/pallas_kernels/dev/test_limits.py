@@ -1,4 +1,5 @@
-"""What the check of a compiled kernel says of one that the hardware cannot run, or runs slowly: a sound kernel, changed in one place."""
+"""What the check of a compiled kernel says of one that the hardware cannot run, or runs slowly: a
+sound kernel, changed in one place."""
 
 import dataclasses
 from typing import Any
@@ -12,15 +13,22 @@ COMPILE_BUDGET = 0
 
 KEYS = TensorMap("bf16", (2050, 128, 2, 8, 64), (128, 2048, 64, 256, 1), (1, 16, 2, 8, 64), 128)
 SOUND = KernelResources(
-    name="flash_attention_forward", threads=384, registers=168, stack=0, spill_stores=0, spill_loads=0, static_shared=1,
-    dynamic_shared=164_952, wgmma=32, tma_loads=7, tma_stores=1, set_registers=(("dec", 24), ("inc", 240)), warnings=(),
-    barriers=(128, 256), grid=(8, 4, 2), tensor_maps=(KEYS, TensorMap("f32", (2, 4, 1024), (4096, 1024, 1), (1, 1, 64), 0)),
+    name="flash_attention_forward", threads=384, registers=168, stack=0, spill_stores=0,
+    spill_loads=0, static_shared=1,
+    dynamic_shared=164_952, wgmma=32, tma_loads=7, tma_stores=1,
+    set_registers=(("dec", 24), ("inc", 240)), warnings=(),
+    barriers=(128, 256), grid=(8, 4, 2),
+    tensor_maps=(KEYS, TensorMap("f32", (2, 4, 1024), (4096, 1024, 1), (1, 1, 64), 0)),
 )  # fmt: skip
 """As compiled for heads of 128."""
 
 
 def note(number: str, says: str) -> dict[str, Any]:
-    return {"warnings": (f"ptxas info    : ({number}) {says} in around line 1509 by compiler in function 'f'",)}
+    return {
+        "warnings": (
+            f"ptxas info    : ({number}) {says} in around line 1509 by compiler in function 'f'",
+        )
+    }
 
 
 def keys(**changes: Any) -> dict[str, Any]:
@@ -28,7 +36,8 @@ def keys(**changes: Any) -> dict[str, Any]:
 
 
 CHANGES = {
-    "register budget: warpgroups that set 40, 248, 248 registers a thread need 68,608, and the block is launched with 64,512": {
+    ("register budget: warpgroups that set 40, 248, 248 registers a thread need 68,608, and the "
+    "block is launched with 64,512"): {
         "set_registers": (("dec", 40), ("inc", 248))
     },
     "register budget: warpgroups that set 240, 240, 240": {"set_registers": (("inc", 240),)},
@@ -45,7 +54,8 @@ CHANGES = {
     "barrier: 1,048,576 arrivals are not from 1 to 1,048,575": {"barriers": (2**20,)},
     "grid: 70,000 blocks along z, and there may be 65,535": {"grid": (1, 1, 70_000)},
     "TMA of 1x16x2x8x64 from 2050x128x2x8x64 bf16: strides of 128, 2048, 63, 256, 1": keys(strides=(128, 2048, 63, 256, 1)),
-    "TMA of 1x16x2x8x64 from 2050x128x2x8x64 bf16: a row of 128 bytes is not a multiple of 16 up to the swizzle of 64": keys(swizzle=64),
+    ("TMA of 1x16x2x8x64 from 2050x128x2x8x64 bf16: a row of 128 bytes is not a multiple of 16 up "
+    "to the swizzle of 64"): keys(swizzle=64),
     "TMA of 1x16x2x8x60 from 2050x128x2x8x64 bf16: a row of 120 bytes is not": keys(box=(1, 16, 2, 8, 60)),
     "TMA of 1x512x2x8x64 from 2050x128x2x8x64 bf16: a box has 1 to 256": keys(box=(1, 512, 2, 8, 64)),
     "TMA of 1x16x2x8x64 from 2050x128x2x8x64 bf16: it begins 4 elements into": keys(offset=4),
@@ -64,7 +74,10 @@ def test_a_kernel_beyond_a_limit_is_refused_by_name(says: str) -> None:
 def test_a_sound_kernel_has_no_fault_nor_has_an_injected_arrival() -> None:
     arrival = note("C7519", "warpgroup.arrive is injected")
     assert faults(SOUND) == faults(dataclasses.replace(SOUND, **arrival)) == []
-    assert faults(dataclasses.replace(SOUND, set_registers=(("dec", 24), ("inc", 240), ("inc", 240)))) == []
+    assert (
+        faults(dataclasses.replace(SOUND, set_registers=(("dec", 24), ("inc", 240), ("inc", 240))))
+        == []
+    )
 
 
 def test_a_grid_that_should_fill_the_gpu_has_a_block_for_each_sm() -> None:

@@ -47,18 +47,26 @@ def test_the_loop_is_that_of_the_program_with_its_outlying_code_and_without_inne
     [found] = parse(SASS.replace("{wait}", "0x0"))
     assert (found.name, found.local_memory, found.barriers) == ("kernel", 2, 1)
     [loop] = found.loops  # a barrier's second attempt is a loop without wgmmas
-    assert [x.split()[0] for x in loop.instructions[:2]] == ["WARPGROUP.ARRIVE", "HGMMA.64x128x16.F32.BF16"]
+    assert [x.split()[0] for x in loop.instructions[:2]] == [
+        "WARPGROUP.ARRIVE",
+        "HGMMA.64x128x16.F32.BF16",
+    ]
     assert loop.instructions[-1] == "BRA `(.L_x_30)"
     assert loop.count("HGMMA") == 3 and loop.count("STL") == 0
     assert loop.count("MUFU.EX2") == 2 and loop.count("MUFU") == 2
 
 
-@pytest.mark.parametrize(("wait", "waits", "in_flight"), [("0x0", (1, 0), (1, 0)), ("0x1", (1, 1), (1, 1))])
-def test_what_is_in_flight_follows_from_the_waits(wait: str, waits: tuple[int, ...], in_flight: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("wait", "waits", "in_flight"), [("0x0", (1, 0), (1, 0)), ("0x1", (1, 1), (1, 1))]
+)
+def test_what_is_in_flight_follows_from_the_waits(
+    wait: str, waits: tuple[int, ...], in_flight: tuple[int, ...]
+) -> None:
     [loop] = parse(SASS.replace("{wait}", wait))[0].loops
     assert loop.waits == waits
     assert loop.in_flight("MUFU.EX2") == in_flight
-    # The second wgmma is issued while the first is in flight, and with wait 1 that of the pass before is, too.
+    # The second wgmma is issued while the first is in flight, and with wait 1 that of the pass
+    # before is, too.
     assert loop.in_flight("HGMMA") == ((0, 1, 2) if wait == "0x0" else (1, 2, 3))
 
 
@@ -70,7 +78,11 @@ def test_a_summary_counts_the_instructions_between_matmuls_and_waits() -> None:
         "2 x HGMMA.64x128x16.F32.BF16 R24, gdesc[UR28], R24, gsb0",
         "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR23], R9",
     ]
-    assert lines[5:8] == ["WARPGROUP.DEPBAR.LE gsb0, 0x1", "  MUFU.EX2:1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"]
+    assert lines[5:8] == [
+        "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+        "  MUFU.EX2:1",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+    ]
 
 
 def test_a_tool_that_is_not_there_is_named() -> None:

@@ -1,4 +1,5 @@
-"""Resources of small kernels, compiled for an H100 without a device: counts follow from the kernel, and spills are reported."""
+"""Resources of small kernels, compiled for an H100 without a device: counts follow from the kernel,
+and spills are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ COMPILE_BUDGET = 8
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a [64, I] @ b [I, C], one warpgroup: two TMA loads, I / 16 wgmma instructions, one TMA store."""
+    """a [64, I] @ b [I, C], one warpgroup: two TMA loads, I / 16 wgmma instructions, one TMA
+    store."""
 
     def body(a_g: Any, b_g: Any, out_g: Any, a_s: Any, b_s: Any, out_s: Any, here: Any) -> None:
         plgpu.copy_gmem_to_smem(a_g, a_s, here.at[0])
@@ -45,11 +47,19 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def hog(x: jax.Array) -> jax.Array:
-    """A kernel that holds three tiles [64, 256] of fp32, 128 registers of every thread each, through a loop."""
+    """A kernel that holds three tiles [64, 256] of fp32, 128 registers of every thread each,
+    through a loop."""
 
     def body(x_g: Any, out_g: Any) -> None:
-        tiles = [compat.load(x_g.at[i], layout=plgpu.Layout.WGMMA, optimized=False) for i in range(3)]
-        a, b, c = lax.fori_loop(0, 100, lambda i, carry: (carry[0] * carry[1], carry[1] + carry[2], carry[2] * carry[0]), tuple(tiles))
+        tiles = [
+            compat.load(x_g.at[i], layout=plgpu.Layout.WGMMA, optimized=False) for i in range(3)
+        ]
+        a, b, c = lax.fori_loop(
+            0,
+            100,
+            lambda i, carry: (carry[0] * carry[1], carry[1] + carry[2], carry[2] * carry[0]),
+            tuple(tiles),
+        )
         out_g[...] = a + b + c
 
     return launch(body, x.shape[1:], [], x)
@@ -57,25 +67,41 @@ def hog(x: jax.Array) -> jax.Array:
 
 def launch(body: Any, out: tuple[int, ...], scratch: Any, *inputs: jax.Array) -> jax.Array:
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(out, inputs[0].dtype), scratch_types=scratch, compiler_params=params)(*inputs)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(out, inputs[0].dtype),
+        scratch_types=scratch,
+        compiler_params=params,
+    )(*inputs)
 
 
 def of_matmul(columns: int, **how: Any) -> KernelResources:
-    [found] = resources(matmul, jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64, columns), jnp.bfloat16), **how)
+    [found] = resources(
+        matmul,
+        jax.ShapeDtypeStruct((64, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((64, columns), jnp.bfloat16),
+        **how,
+    )
     return found
 
 
 @pytest.mark.deviceless
 @pytest.mark.parametrize("columns", [64, 128])
-def test_a_small_matmul_spills_nothing_and_has_the_instructions_it_was_written_with(columns: int) -> None:
+def test_a_small_matmul_spills_nothing_and_has_the_instructions_it_was_written_with(
+    columns: int,
+) -> None:
     found = of_matmul(columns)
     assert (found.spill_stores, found.spill_loads, found.warnings) == (0, 0, ())
     assert (found.wgmma, found.tma_loads, found.tma_stores) == (64 // 16, 2, 1)
     assert (found.name, found.threads, found.set_registers) == ("body", 128, ())
     assert (found.barriers, found.grid) == ((2 * 128,), (1, 1, 1))
-    # Of a, and of b and the result: tiles of 8 rows and 64 columns; with 64 columns all arrays are alike.
+    # Of a, and of b and the result: tiles of 8 rows and 64 columns; with 64 columns all arrays are
+    # alike.
     wide = [((8, columns // 64, 8, 64), (8 * columns, 64, columns, 1))] if columns > 64 else []
-    assert [(one.shape, one.strides) for one in found.tensor_maps] == [((8, 8, 64), (512, 64, 1)), *wide]
+    assert [(one.shape, one.strides) for one in found.tensor_maps] == [
+        ((8, 8, 64), (512, 64, 1)),
+        *wide,
+    ]
     assert all((one.box, one.swizzle) == (one.shape, 128) for one in found.tensor_maps)
     assert faults(found) == []
     tiles = 2 * (64 * 64 + 64 * columns + 64 * columns)
@@ -98,7 +124,9 @@ def test_a_kernel_that_this_process_compiled_before_is_read_all_the_same() -> No
 
 
 @pytest.mark.deviceless
-def test_a_kept_result_is_the_same_and_compiles_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_result_is_the_same_and_compiles_nothing(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = of_matmul(64, cache=tmp_path)
     monkeypatch.setattr(resources_module, "_read", None)
     assert of_matmul(64, cache=tmp_path) == first
@@ -143,13 +171,25 @@ BOX_SINCE_JAX_0_12 = """
 
 @pytest.mark.parametrize("box", [BOX_BEFORE_JAX_0_12, BOX_SINCE_JAX_0_12])
 def test_a_tensor_map_is_read_as_each_jax_prints_it(box: str) -> None:
-    constants = {"three": "3 : i64", "four": "4 : i64", "eight": "8 : i64", "width": "64 : i64", "swizzle": "128 : i64"}
+    constants = {
+        "three": "3 : i64",
+        "four": "4 : i64",
+        "eight": "8 : i64",
+        "width": "64 : i64",
+        "swizzle": "128 : i64",
+    }
     constants |= {f"i{i}": f"{i} : index" for i in range(3)}
     host = [
         *(f"    %{name} = arith.constant {value}" for name, value in constants.items()),
-        "    %a, %b, %c:3, %d:3 = memref.extract_strided_metadata %x : memref<8x8x64xbf16, strided<[512, 64, 1]>> -> memref<bf16>, index",
+        (
+            "    %a, %b, %c:3, %d:3 = memref.extract_strided_metadata %x : memref<8x8x64xbf16, "
+            "strided<[512, 64, 1]>> -> memref<bf16>, index"
+        ),
         *box.splitlines(),
-        "    call @mosaic_gpu_init_tma_desc(%map, %base, %type, %three, %sizes, %strides, %swizzle, %box) : (!llvm.ptr) -> ()",
+        (
+            "    call @mosaic_gpu_init_tma_desc(%map, %base, %type, %three, %sizes, %strides, "
+            "%swizzle, %box) : (!llvm.ptr) -> ()"
+        ),
     ]
     expected = TensorMap("bf16", (8, 8, 64), (512, 64, 1), (8, 4, 64), 128)
     assert list(resources_module._tensor_maps(host)) == [expected]

@@ -1,4 +1,5 @@
-"""A self-test on the CPU, with a fault planted into the kernel: python planted.py FAULT '{"family": ..., "facts": ...}'"""
+"""A self-test on the CPU, with a fault planted into the kernel: python planted.py FAULT '{"family":
+..., "facts": ...}'"""
 
 import os
 import signal
@@ -22,7 +23,8 @@ CALLS = []
 
 
 def effect():
-    """What the fault does each time the kernel runs; returns what is added to a factor of the result."""
+    """What the fault does each time the kernel runs; returns what is added to a factor of the
+    result."""
     CALLS.append(FAULT)
     if FAULT == "hang":
         time.sleep(600)
@@ -38,13 +40,17 @@ def planted(*arrays, **how):
     if FAULT == "wrong":
         out = out.at[0, -1, 0].multiply(3)
     if FAULT in ("hang", "dies", "races"):
-        out = out * (1 + jax.pure_callback(effect, jax.ShapeDtypeStruct((), np.float32))).astype(out.dtype)
+        out = out * (1 + jax.pure_callback(effect, jax.ShapeDtypeStruct((), np.float32))).astype(
+            out.dtype
+        )
     return out, lse
 
 
 def check(facts, say):
     if FAULT == "no memory":
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes")
+        raise RuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes"
+        )
     if FAULT == "slow start":
         if "pid" in facts:
             Path(facts["pid"]).write_text(str(os.getpid()), encoding="utf-8")

@@ -1,4 +1,5 @@
-"""The self-test's comparison with our real kernels, in the interpreter in place of a GPU, at a small shape."""
+"""The self-test's comparison with our real kernels, in the interpreter in place of a GPU, at a
+small shape."""
 
 import dataclasses
 from typing import Any
@@ -18,12 +19,19 @@ COMPILE_BUDGET = 40
 def facts(H: int = 64, unrounded: bool = False, **features: Any) -> dict[str, Any]:
     q, k = (jax.ShapeDtypeStruct((1, 1024, heads, H), jnp.bfloat16) for heads in (2, 1))
     ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-    problem = describe_attention(q, k, k, platform="gpu", capability=(9, 0), segment_ids=ids, **features)
-    return kind_of(dataclasses.replace(problem, unrounded=unrounded)).values | {"shapes": [[1, 136, 136, 2, 1]]}
+    problem = describe_attention(
+        q, k, k, platform="gpu", capability=(9, 0), segment_ids=ids, **features
+    )
+    return kind_of(dataclasses.replace(problem, unrounded=unrounded)).values | {
+        "shapes": [[1, 136, 136, 2, 1]]
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"H": 80, "window": 30}, {"q_offset": None, "softcap": 10.0}, {"unrounded": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"H": 80, "window": 30}, {"q_offset": None, "softcap": 10.0}, {"unrounded": True}],
+)
 def test_our_kernels_pass(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pallas_kernels.attention.self_test.RERUNS", 1)
     if "q_offset" in changes:

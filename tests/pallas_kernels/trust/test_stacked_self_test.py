@@ -1,4 +1,5 @@
-"""The self-test of the stacked matmul: its kinds, and what it finds; our kernels in the interpreter at a small shape."""
+"""The self-test of the stacked matmul: its kinds, and what it finds; our kernels in the interpreter
+at a small shape."""
 
 import importlib
 from typing import Any
@@ -23,14 +24,23 @@ from pallas_kernels.trust.self_test import FAMILIES
 
 COMPILE_BUDGET = 68
 FORMS = "product", "transposed", "add"
-module = importlib.import_module("pallas_kernels.stacked_matmul")  # the package's attribute is the function
+# the package's attribute is the function
+module = importlib.import_module("pallas_kernels.stacked_matmul")
 
 
 def small(form: str, dtype: str = "bfloat16", rounded: bool = False) -> dict[str, Any]:
-    return {"form": form, "dtype": dtype, "tile": [64, 64], "sizes": [72, 64, 128], "rounded": rounded}
+    return {
+        "form": form,
+        "dtype": dtype,
+        "tile": [64, 64],
+        "sizes": [72, 64, 128],
+        "rounded": rounded,
+    }
 
 
-def problem(T: int = 8192, K: int = 12_288, N: int = 6144, dtype: Any = jnp.bfloat16, **how: Any) -> StackedMatmulProblem:
+def problem(
+    T: int = 8192, K: int = 12_288, N: int = 6144, dtype: Any = jnp.bfloat16, **how: Any
+) -> StackedMatmulProblem:
     shapes = (
         jax.ShapeDtypeStruct((T, N if how.get("transposed") else K), dtype),
         jax.ShapeDtypeStruct((12, K, N), dtype),
@@ -40,8 +50,13 @@ def problem(T: int = 8192, K: int = 12_288, N: int = 6144, dtype: Any = jnp.bflo
 
 
 def addition(rounded: bool = False) -> StackedMatmulProblem:
-    x, dy, sums = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 12_288), (8192, 6144), (12, 12_288, 6144)))
-    return describe_weight_gradient(sums.update(dtype=jnp.float32), 0, x, dy, rounded=rounded, platform="gpu", capability=(9, 0))
+    x, dy, sums = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((8192, 12_288), (8192, 6144), (12, 12_288, 6144))
+    )
+    return describe_weight_gradient(
+        sums.update(dtype=jnp.float32), 0, x, dy, rounded=rounded, platform="gpu", capability=(9, 0)
+    )
 
 
 @pytest.fixture
@@ -56,7 +71,9 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_reruns")
-@pytest.mark.parametrize("facts", [*map(small, FORMS), small("add", "float16", rounded=True)], ids=str)
+@pytest.mark.parametrize(
+    "facts", [*map(small, FORMS), small("add", "float16", rounded=True)], ids=str
+)
 def test_our_kernels_pass(facts: dict[str, Any]) -> None:
     phases: list[str] = []
     with interpreted():
@@ -74,7 +91,11 @@ def test_each_fault_is_found() -> None:
     wrong = ["the result is too far from the reference", "a row that was not asked for has changed"]
     assert faults(small("add"), lambda phase: None, planted) == [fault + about for fault in wrong]
     for form in FORMS[:2]:
-        wrong = faults(small(form), lambda phase: None, lambda *a, form=form: by_xla(form, *a).at[0, 0].set(jnp.nan))
+        wrong = faults(
+            small(form),
+            lambda phase: None,
+            lambda *a, form=form: by_xla(form, *a).at[0, 0].set(jnp.nan),
+        )
         assert wrong[0].startswith("the result is too far from the reference (")
 
 
@@ -82,7 +103,14 @@ def test_a_kind_has_what_decides_the_code() -> None:
     base = kind_of(problem())
     assert kind_of(problem(T=8192 + 3072)) == base and base.family in FAMILIES
     assert base.values["sizes"] == [3072 + 2048, 3072, 3072] and base.values["tile"] == [64, 256]
-    others = [problem(T=8200), problem(N=6208), problem(dtype=jnp.float16), problem(transposed=True), addition(), addition(rounded=True)]
+    others = [
+        problem(T=8200),
+        problem(N=6208),
+        problem(dtype=jnp.float16),
+        problem(transposed=True),
+        addition(),
+        addition(rounded=True),
+    ]
     assert len({base, *map(kind_of, others)}) == 7
 
 
@@ -94,16 +122,24 @@ def test_it_is_not_tested_while_it_is_experimental(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("proven")
 def test_a_kernel_that_failed_gives_way_to_xla() -> None:
-    assert choose_stacked_matmul(problem()).name == choose_stacked_matmul(addition()).name == "mosaic"
+    assert (
+        choose_stacked_matmul(problem()).name == choose_stacked_matmul(addition()).name == "mosaic"
+    )
     settle([(kind_of(problem()), Verdict("failed", "it did not finish within 60 s"))])
-    assert choose_trusted_stacked_matmul(problem()) == Choice("xla", {"mosaic": "it did not finish within 60 s"})
+    assert choose_trusted_stacked_matmul(problem()) == Choice(
+        "xla", {"mosaic": "it did not finish within 60 s"}
+    )
     settle([(kind_of(problem()), Verdict("passed", ""))])
     assert choose_trusted_stacked_matmul(problem()).name == "mosaic"
 
 
 def test_calls_for_other_devices_are_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[StackedMatmulProblem] = []
-    monkeypatch.setattr(module, "choose_trusted_stacked_matmul", lambda problem: asked.append(problem) or Choice("xla", {}))
+    monkeypatch.setattr(
+        module,
+        "choose_trusted_stacked_matmul",
+        lambda problem: asked.append(problem) or Choice("xla", {}),
+    )
     x, w = jnp.ones((8, 4)), jnp.ones((2, 4, 4))
     jax.eval_shape(lambda: stacked_matmul(x, w, 0, platform="cpu"))
     jax.eval_shape(lambda: stacked_matmul(x, w, 0, implementation="xla"))

@@ -1,4 +1,5 @@
-"""Kernels are tested before their first use: verdicts from a process of its own, on disk, and in this process."""
+"""Kernels are tested before their first use: verdicts from a process of its own, on disk, and in
+this process."""
 
 import dataclasses
 import json
@@ -18,7 +19,20 @@ import pytest
 from pallas_kernels import describe_attention
 from pallas_kernels.attention import api
 from pallas_kernels.attention.self_test import kind_of
-from pallas_kernels.trust import VARIABLE, Kind, Store, Trial, Verdict, assess, gpu_here, policy, settle, trusted, verdict, worst
+from pallas_kernels.trust import (
+    VARIABLE,
+    Kind,
+    Store,
+    Trial,
+    Verdict,
+    assess,
+    gpu_here,
+    policy,
+    settle,
+    trusted,
+    verdict,
+    worst,
+)
 
 PLANTED = Path(__file__).with_name("planted.py")
 GPU = ("NVIDIA H100 80GB HBM3", "570.86.15")
@@ -50,10 +64,15 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "kernels", GPU, "source")
 
 
-def counted(tmp_path: Path, line: str = '{"status": "passed", "reason": "fine"}', seconds: float = 0) -> Trial:
+def counted(
+    tmp_path: Path, line: str = '{"status": "passed", "reason": "fine"}', seconds: float = 0
+) -> Trial:
     """A test without JAX that writes a line into a file each time it runs."""
     runs = str(tmp_path / "runs")
-    code = f"import time; open({runs!r}, 'a').write('x\\n'); time.sleep({seconds}); print('@self-test ' + {line!r})"
+    code = (
+        f"import time; open({runs!r}, 'a').write('x\\n'); time.sleep({seconds}); print('@self-test "
+        f"' + {line!r})"
+    )
     return Trial((sys.executable, "-c", code))
 
 
@@ -65,18 +84,38 @@ def runs(tmp_path: Path) -> int:
     ("fault", "limits", "status", "reason"),
     [
         ("none", {}, "passed", "it agrees with XLA, and repeatedly"),
-        pytest.param("hang", {"run": 1.0}, "failed", "it did not finish within 1 s", marks=pytest.mark.slow),
-        ("dies", {}, "failed", "its self-test was ended by SIGSEGV when the kernel ran"),
-        pytest.param("wrong", {}, "failed", "out is too far from the reference: over 0.008", marks=pytest.mark.slow),
-        pytest.param(*("races", {}, "failed", "out differs when it is computed again"), marks=pytest.mark.slow),
-        pytest.param(*("refused", {}, "failed", "NotImplementedError: no lowering for this version of jax"), marks=pytest.mark.slow),
         pytest.param(
-            "no memory", {}, "untested", "its self-test could not be run: RuntimeError: RESOURCE_EXHAUSTED", marks=pytest.mark.slow
+            "hang", {"run": 1.0}, "failed", "it did not finish within 1 s", marks=pytest.mark.slow
+        ),
+        ("dies", {}, "failed", "its self-test was ended by SIGSEGV when the kernel ran"),
+        pytest.param(
+            "wrong",
+            {},
+            "failed",
+            "out is too far from the reference: over 0.008",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("races", {}, "failed", "out differs when it is computed again"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("refused", {}, "failed", "NotImplementedError: no lowering for this version of jax"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "no memory",
+            {},
+            "untested",
+            "its self-test could not be run: RuntimeError: RESOURCE_EXHAUSTED",
+            marks=pytest.mark.slow,
         ),
         ("slow start", {"start": 0.5}, "untested", "its self-test did not start within 0.5 s"),
     ],
 )
-def test_a_planted_fault_is_found_in_a_process_of_its_own(fault: str, limits: dict, status: str, reason: str) -> None:
+def test_a_planted_fault_is_found_in_a_process_of_its_own(
+    fault: str, limits: dict, status: str, reason: str
+) -> None:
     began = time.monotonic()
     found, _ = trial(fault, **limits)(small())
     assert found.status == status and found.reason.startswith(reason), found
@@ -88,16 +127,24 @@ def test_a_test_ends_with_the_run_that_started_it(tmp_path: Path) -> None:
     """A kernel that hangs must not hold the GPU of a run that was killed."""
     code = (
         "import sys; from pallas_kernels.trust import Kind, Trial; "
-        "Trial((sys.executable, sys.argv[1], 'slow start'))(Kind.of('attention', {'pid': sys.argv[2]}))"
+        "Trial((sys.executable, sys.argv[1], 'slow start'))(Kind.of('attention', {'pid': "
+        "sys.argv[2]}))"
     )
-    run, pid = subprocess.Popen([sys.executable, "-c", code, str(PLANTED), str(tmp_path / "pid")]), tmp_path / "pid"
+    run, pid = (
+        subprocess.Popen([sys.executable, "-c", code, str(PLANTED), str(tmp_path / "pid")]),
+        tmp_path / "pid",
+    )
     until = time.monotonic() + 60
     while not (pid.is_file() and pid.read_text(encoding="utf-8")) and time.monotonic() < until:
         time.sleep(0.1)
     run.kill()
     run.wait()
     status = Path("/proc") / pid.read_text(encoding="utf-8") / "status"
-    while status.exists() and "State:\tZ" not in status.read_text(encoding="utf-8") and time.monotonic() < until:
+    while (
+        status.exists()
+        and "State:\tZ" not in status.read_text(encoding="utf-8")
+        and time.monotonic() < until
+    ):
         time.sleep(0.1)
     assert time.monotonic() < until, "the test is still running"
 
@@ -113,7 +160,9 @@ def test_without_a_gpu_the_test_says_nothing_of_the_kernel(monkeypatch: pytest.M
     assert found.status == "untested" and "JAX uses the platform cpu" in found.reason
 
 
-def test_a_verdict_is_kept_until_something_that_decides_it_changes(store: Store, tmp_path: Path) -> None:
+def test_a_verdict_is_kept_until_something_that_decides_it_changes(
+    store: Store, tmp_path: Path
+) -> None:
     once = counted(tmp_path)
     first, second = (assess(small(), store, once) for _ in range(2))
     assert first == second and first.passed and Path(first.report).is_file() and runs(tmp_path) == 1
@@ -134,15 +183,25 @@ def test_another_version_of_jax_tests_again(store: Store, monkeypatch: pytest.Mo
     assert store.path(small()) != before
 
 
-def test_a_failure_is_kept_with_its_output_and_a_warning_says_how_to_report_it(store: Store, tmp_path: Path) -> None:
+def test_a_failure_is_kept_with_its_output_and_a_warning_says_how_to_report_it(
+    store: Store, tmp_path: Path
+) -> None:
     failing = counted(tmp_path, '{"status": "failed", "reason": "out is wrong"}')
-    with pytest.warns(RuntimeWarning, match=r"failed its self-test on this GPU and is not used: out is wrong\. Please report it"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"failed its self-test on this GPU and is not used: out is wrong\. Please report it",
+    ):
         assert not trusted(small(), store, failing).passed
     with warnings.catch_warnings(action="error"):
         assert not trusted(small(), store, failing).passed  # once is enough
     file = Path(store.get(small()).report)
     row = json.loads(file.read_text(encoding="utf-8"))
-    assert (row["status"], row["reason"], row["gpu"], row["kind"]) == ("failed", "out is wrong", list(GPU), small().values)
+    assert (row["status"], row["reason"], row["gpu"], row["kind"]) == (
+        "failed",
+        "out is wrong",
+        list(GPU),
+        small().values,
+    )
     assert runs(tmp_path) == 1
     file.write_text("{", encoding="utf-8")
     assess(small(), store, failing)
@@ -157,7 +216,8 @@ def test_a_test_that_could_not_run_is_repeated(store: Store, tmp_path: Path) -> 
 
 
 def test_a_cache_that_cannot_be_written_costs_only_another_test(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("", encoding="utf-8")  # root may write into any directory, but not below a file
+    # root may write into any directory, but not below a file
+    (tmp_path / "file").write_text("", encoding="utf-8")
     store, once = Store(tmp_path / "file" / "kernels", GPU, "source"), counted(tmp_path)
     for n in (1, 2):
         found = assess(small(), store, once)
@@ -172,7 +232,9 @@ def test_processes_of_a_host_test_once(store: Store, tmp_path: Path) -> None:
     assert [each.status for each in found] == ["passed"] * 3 and runs(tmp_path) == 1
 
 
-def test_a_user_may_skip_the_test_or_the_kernels(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_may_skip_the_test_or_the_kernels(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for value, passed in (("always", True), ("never", False)):
         monkeypatch.setenv(VARIABLE, value)
         found = assess(small(), store, counted(tmp_path))
@@ -181,11 +243,15 @@ def test_a_user_may_skip_the_test_or_the_kernels(store: Store, tmp_path: Path, m
     with warnings.catch_warnings(action="error"):
         assert not trusted(small()).passed  # what the user asked for needs no warning
     monkeypatch.setenv(VARIABLE, "perhaps")
-    with pytest.raises(ValueError, match="MESH_LM_TRUST_KERNELS must be one of test, always, never, got 'perhaps'"):
+    with pytest.raises(
+        ValueError, match="MESH_LM_TRUST_KERNELS must be one of test, always, never, got 'perhaps'"
+    ):
         policy()
 
 
-def test_several_processes_use_what_was_settled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_use_what_was_settled_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     settle([(small(), Verdict("passed", "fine"))])
     assert trusted(small()).passed
@@ -195,12 +261,21 @@ def test_several_processes_use_what_was_settled_at_the_start(monkeypatch: pytest
 
 def test_the_worst_verdict_counts() -> None:
     passed, untested, failed = (Verdict(status, "") for status in ("passed", "untested", "failed"))
-    assert worst([passed, untested, failed]) == failed and worst([passed, untested]) == untested and worst([passed, passed]) == passed
+    assert (
+        worst([passed, untested, failed]) == failed
+        and worst([passed, untested]) == untested
+        and worst([passed, passed]) == passed
+    )
 
 
 def test_a_kernel_that_failed_gives_way_to_the_next() -> None:
     plain, capped = problem(), problem(softcap=30.0)
-    settle([(kind_of(each), Verdict("failed", "it did not finish within 60 s")) for each in (plain, capped)])
+    settle(
+        [
+            (kind_of(each), Verdict("failed", "it did not finish within 60 s"))
+            for each in (plain, capped)
+        ]
+    )
     choices = [api.choose_trusted_attention(each) for each in (plain, capped)]
     assert [choice.name for choice in choices] == ["cudnn", "xla"]
     assert choices[0].rejected["mosaic"] == "it did not finish within 60 s"
@@ -210,7 +285,11 @@ def test_a_kernel_that_failed_gives_way_to_the_next() -> None:
 
 def test_calls_for_other_devices_are_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(api, "choose_trusted_attention", lambda problem: asked.append(problem) or api.Choice("xla", {}))
+    monkeypatch.setattr(
+        api,
+        "choose_trusted_attention",
+        lambda problem: asked.append(problem) or api.Choice("xla", {}),
+    )
     q = jax.ShapeDtypeStruct((1, 16, 1, 64), jnp.bfloat16)
     jax.eval_shape(lambda q: api.flash_attention(q, q, q, platform="cpu"), q)
     assert not asked
@@ -223,7 +302,8 @@ def test_a_kind_has_what_decides_the_code_and_nothing_else() -> None:
     assert base == kind_of(problem(S=4096)), "a length"
     assert kind_of(problem(N=8, K=2)) == kind_of(problem(N=32, K=4))
     others = [
-        problem(N=8), problem(S=1000), problem(S=1), problem(H=128), problem(window=7), problem(softcap=3.0), problem(causal=False),
+        problem(N=8), problem(S=1000), problem(S=1), problem(H=128), problem(window=7),
+        problem(softcap=3.0), problem(causal=False),
         problem(deterministic=True), problem(q_offset=np.zeros((), np.int32)),
         problem(segment_ids=jax.ShapeDtypeStruct((4, 1024), jnp.int32)),
         problem(sinks=jax.ShapeDtypeStruct((2,), jnp.float32)), problem(return_lse=False),
@@ -237,22 +317,32 @@ def test_a_kind_has_what_decides_the_code_and_nothing_else() -> None:
 def test_both_grids_of_the_backward_pass_are_tested(S: int) -> None:
     from pallas_kernels.attention.occupancy import by_query_head
 
-    split = [by_query_head(B, N, K, T) for B, _, T, N, K in kind_of(problem(S=S, N=8)).values["shapes"]]
+    split = [
+        by_query_head(B, N, K, T) for B, _, T, N, K in kind_of(problem(S=S, N=8)).values["shapes"]
+    ]
     assert split == [True, False]
 
 
 def test_the_gpu_is_known_without_using_it(tmp_path: Path) -> None:
     (tmp_path / "gpus" / "0000:19:00.0").mkdir(parents=True)
-    (tmp_path / "gpus" / "0000:19:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 18\n", encoding="utf-8")
+    (tmp_path / "gpus" / "0000:19:00.0" / "information").write_text(
+        "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 18\n", encoding="utf-8"
+    )
     (tmp_path / "version").write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n", encoding="utf-8"
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n",
+        encoding="utf-8",
     )
     assert gpu_here(tmp_path) == GPU
 
 
-def test_a_test_does_not_claim_the_gpus_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_does_not_claim_the_gpus_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", "/else")
-    said = "{'status': 'passed', 'reason': os.environ['PYTHONPATH'] + ' ' + os.environ['XLA_PYTHON_CLIENT_PREALLOCATE']}"
+    said = (
+        "{'status': 'passed', 'reason': os.environ['PYTHONPATH'] + ' ' + "
+        "os.environ['XLA_PYTHON_CLIENT_PREALLOCATE']}"
+    )
     code = f"import os, json; print('@self-test ' + json.dumps({said}))"
     found, _ = Trial((sys.executable, "-c", code))(small())
     assert found.reason == f"{Path(api.__file__).parents[2]}{os.pathsep}/else false"

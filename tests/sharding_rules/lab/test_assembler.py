@@ -16,11 +16,15 @@ COMPILE_BUDGET = 2
 
 
 def test_a_device_that_is_here_gets_machine_code(tmp_path: Path) -> None:
-    assert unassembled(jax.devices()[0], str(tmp_path / "cuda")) == {} and not list(tmp_path.iterdir())
+    assert unassembled(jax.devices()[0], str(tmp_path / "cuda")) == {} and not list(
+        tmp_path.iterdir()
+    )
 
 
 @pytest.mark.deviceless
-def test_a_gpu_that_is_here_runs_what_is_assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_here_runs_what_is_assembled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """XLA tries kernels on it while it compiles for another."""
     (absent,) = devices("h100", 1)
     assert "xla_gpu_cuda_data_dir" in unassembled(absent, str(tmp_path / "cuda"))
@@ -38,7 +42,9 @@ def test_the_same_program_and_memory(tmp_path: Path) -> None:
     with _unkept():
         assembled, quick = lowered.compile(), lowered.compile(compiler_options=option)
     assert quick.as_text() == assembled.as_text()
-    assert quick.memory_analysis().temp_size_in_bytes == assembled.memory_analysis().temp_size_in_bytes
+    assert (
+        quick.memory_analysis().temp_size_in_bytes == assembled.memory_analysis().temp_size_in_bytes
+    )
 
     tool = Path(option["xla_gpu_cuda_data_dir"]) / "bin" / "ptxas"
     made = tmp_path / "made"

@@ -1,7 +1,8 @@
-"""The compiled step, held to what it must send on paper (docs/closed_forms.md), and to golden ledgers of what it sends.
+"""The compiled step, held to what it must send on paper (docs/closed_forms.md), and to golden
+ledgers of what it sends.
 
-`MESH_LM_GOLDEN=write pytest tests/sharding_rules/lab/test_collectives.py` writes the ledgers in golden/ anew, for the installed jax: read
-their diff, for it is what you have changed.
+`MESH_LM_GOLDEN=write pytest tests/sharding_rules/lab/test_collectives.py` writes the ledgers in
+golden/ anew, for the installed jax: read their diff, for it is what you have changed.
 """
 
 from __future__ import annotations
@@ -31,9 +32,18 @@ from tests.sharding_rules.closed_forms import BYTES, Term, by_axes, expected_of,
 COMPILE_BUDGET = 70
 pytestmark = pytest.mark.deviceless
 
-GPT = DecoderConfig(vocab_size=8000, seq_len=1024, n_layers=4, d_model=1024, n_heads=16, vocab_multiple=1024, attention="xla")
+GPT = DecoderConfig(
+    vocab_size=8000,
+    seq_len=1024,
+    n_layers=4,
+    d_model=1024,
+    n_heads=16,
+    vocab_multiple=1024,
+    attention="xla",
+)
 LLAMA = dataclasses.replace(
-    GPT, n_kv_heads=4, d_ff=3072, positions="rotary", norm="rmsnorm", activation="swiglu", biases=False, tied=False
+    GPT, n_kv_heads=4, d_ff=3072, positions="rotary", norm="rmsnorm", activation="swiglu",
+    biases=False, tied=False
 )  # fmt: skip
 
 
@@ -50,7 +60,11 @@ class Program:
     pipeline: PipelineConfig = PipelineConfig()
 
     def __str__(self) -> str:
-        staged = f"-{self.mesh['pipeline']}x{self.pipeline.chunks}-{self.pipeline.stash}" if "pipeline" in self.mesh else ""
+        staged = (
+            f"-{self.mesh['pipeline']}x{self.pipeline.chunks}-{self.pipeline.stash}"
+            if "pipeline" in self.mesh
+            else ""
+        )
         return f"{self.preset}-{self.remat}-{self.model}{staged}"
 
     @property
@@ -59,7 +73,8 @@ class Program:
         batch = self.rows * self.microbatches * self.mesh.get("data", 1) * self.mesh.get("fsdp", 1)
         loop = TrainLoop(global_batch=batch, microbatches=self.microbatches)
         return TrainConfig(
-            model=model, mesh=dataclasses.replace(MeshConfig(data=1), **self.mesh), rules=preset(self.preset), train=loop, output=str(self),
+            model=model, mesh=dataclasses.replace(MeshConfig(data=1), **self.mesh),
+            rules=preset(self.preset), train=loop, output=str(self),
             pipeline=self.pipeline,
         )  # fmt: skip
 
@@ -73,12 +88,43 @@ FAST = [
 INPUT = {n: PipelineConfig(chunks=n) for n in (1, 2)}
 RESIDUALS = {n: PipelineConfig(chunks=n, stash="residuals") for n in (1, 2)}
 STAGED = [
-    Program("zero2+megatron_sp", "save_names", "gpt", {"pipeline": 2, "data": 4, "tensor": 4}, 4, pipeline=RESIDUALS[2]),
-    Program("zero1+megatron_sp", "none", "gpt", {"pipeline": 4, "data": 2, "tensor": 4}, 6, pipeline=INPUT[1]),
+    Program(
+        "zero2+megatron_sp",
+        "save_names",
+        "gpt",
+        {"pipeline": 2, "data": 4, "tensor": 4},
+        4,
+        pipeline=RESIDUALS[2],
+    ),
+    Program(
+        "zero1+megatron_sp",
+        "none",
+        "gpt",
+        {"pipeline": 4, "data": 2, "tensor": 4},
+        6,
+        pipeline=INPUT[1],
+    ),
     Program("ddp", "full", "llama", {"pipeline": 2, "data": 8}, 4, pipeline=INPUT[2]),
-    Program("megatron", "full", "gpt", {"pipeline": 2, "data": 2, "tensor": 4}, 4, pipeline=RESIDUALS[1]),
-    Program("hsdp+megatron_sp", "save_names", "llama", {"pipeline": 2, "data": 2, "fsdp": 2, "tensor": 4}, 4, pipeline=RESIDUALS[1]),
-    Program("hsdp+megatron", "none", "gpt", {"pipeline": 2, "data": 2, "fsdp": 2, "tensor": 4}, 4, rows=2, pipeline=INPUT[1]),
+    Program(
+        "megatron", "full", "gpt", {"pipeline": 2, "data": 2, "tensor": 4}, 4, pipeline=RESIDUALS[1]
+    ),
+    Program(
+        "hsdp+megatron_sp",
+        "save_names",
+        "llama",
+        {"pipeline": 2, "data": 2, "fsdp": 2, "tensor": 4},
+        4,
+        pipeline=RESIDUALS[1],
+    ),
+    Program(
+        "hsdp+megatron",
+        "none",
+        "gpt",
+        {"pipeline": 2, "data": 2, "fsdp": 2, "tensor": 4},
+        4,
+        rows=2,
+        pipeline=INPUT[1],
+    ),
 ]
 GOLDENS = [
     *FAST,
@@ -115,13 +161,21 @@ PROGRAMS = [
 
 REDUCED = [
     Program("fsdp+reduce_float32", "save_names", "gpt", {"fsdp": 8}, 2),
-    Program("hsdp+megatron_sp+reduce_float32", "full", "gpt", {"data": 4, "fsdp": 4, "tensor": 4}, 2),
-    Program("hsdp+megatron+reduce_float32", "none", "llama", {"data": 2, "fsdp": 4, "tensor": 4}, 2),
+    Program(
+        "hsdp+megatron_sp+reduce_float32", "full", "gpt", {"data": 4, "fsdp": 4, "tensor": 4}, 2
+    ),
+    Program(
+        "hsdp+megatron+reduce_float32", "none", "llama", {"data": 2, "fsdp": 4, "tensor": 4}, 2
+    ),
     *(dataclasses.replace(p, preset=f"{p.preset}+reduce_float32") for p in STAGED[4:]),
     Program("ddp+reduce_bfloat16", "full", "gpt", {"data": 8}, 4),
     Program("zero2+reduce_bfloat16", "none", "gpt", {"data": 8}, 2),
-    Program("hsdp+megatron_sp+reduce_bfloat16", "full", "gpt", {"data": 4, "fsdp": 4, "tensor": 4}, 2),
-    Program("ddp+reduce_bfloat16", "full", "llama", {"pipeline": 2, "data": 8}, 4, pipeline=INPUT[2]),
+    Program(
+        "hsdp+megatron_sp+reduce_bfloat16", "full", "gpt", {"data": 4, "fsdp": 4, "tensor": 4}, 2
+    ),
+    Program(
+        "ddp+reduce_bfloat16", "full", "llama", {"pipeline": 2, "data": 8}, 4, pipeline=INPUT[2]
+    ),
 ]
 """With gradients summed in a type that is asked for."""
 
@@ -133,10 +187,30 @@ FLAT = [
     Program("distributed", "none", "llama", {"data": 6}, 1),
     Program("distributed+megatron_sp", "full", "gpt", {"data": 48, "tensor": 8}, 2, rows=2),
     Program("distributed+megatron_sp", "none", "llama", {"data": 6, "tensor": 4}, 2, rows=2),
-    Program("distributed+megatron_sp", "full", "llama", {"pipeline": 4, "data": 3, "tensor": 4}, 6, pipeline=INPUT[1]),
-    Program("distributed+hsdp+megatron_sp", "save_names", "llama", {"data": 3, "fsdp": 2, "tensor": 4}, 2),
+    Program(
+        "distributed+megatron_sp",
+        "full",
+        "llama",
+        {"pipeline": 4, "data": 3, "tensor": 4},
+        6,
+        pipeline=INPUT[1],
+    ),
+    Program(
+        "distributed+hsdp+megatron_sp",
+        "save_names",
+        "llama",
+        {"data": 3, "fsdp": 2, "tensor": 4},
+        2,
+    ),
     Program("distributed+reduce_bfloat16", "full", "gpt", {"data": 8}, 2),
-    Program("distributed+megatron_sp+reduce_bfloat16", "save_names", "gpt", OF_48, 4, pipeline=RESIDUALS[2]),
+    Program(
+        "distributed+megatron_sp+reduce_bfloat16",
+        "save_names",
+        "gpt",
+        OF_48,
+        4,
+        pipeline=RESIDUALS[2],
+    ),
     Program("zero3+megatron_sp", "save_names", "gpt", OF_48, 4, pipeline=RESIDUALS[2]),
 ]
 """With the moments and the fp32 weights of matrices as flat vectors, cut over the replicas."""
@@ -172,40 +246,58 @@ def each(programs: list[Program], fast: list[Program], slow: list[Program]) -> l
 
 
 def compiled(config: TrainConfig, reports: str, devices: int = 0) -> Report:
-    """For so many H100s, or as many as the config's mesh has; with stages, under the flags that a run with stages has."""
+    """For so many H100s, or as many as the config's mesh has; with stages, under the flags that a
+    run with stages has."""
     kept = dataclasses.replace(config.launch, compile_cache=str(Path(reports).parent))
     flags = options("pipeline") if config.mesh.pipeline > 1 else None
-    return compile_config(dataclasses.replace(config, launch=kept), "h100", devices or math.prod(config.mesh.sizes().values()), flags)
+    return compile_config(
+        dataclasses.replace(config, launch=kept),
+        "h100",
+        devices or math.prod(config.mesh.sizes().values()),
+        flags,
+    )
 
 
 def assert_sends(report: Report, terms: list[Term]) -> None:
-    """Payload and wire bytes along each set of mesh axes, to 1 %; axes that carry less than a thousandth of all, to that."""
-    for field, measured in (("wire_bytes", report.wire_bytes), ("payload_bytes", report.payload_bytes)):
+    """Payload and wire bytes along each set of mesh axes, to 1 %; axes that carry less than a
+    thousandth of all, to that."""
+    for field, measured in (
+        ("wire_bytes", report.wire_bytes),
+        ("payload_bytes", report.payload_bytes),
+    ):
         wanted = by_axes(terms, field)
         for axes in wanted.keys() | {one.axes for one in report.collectives}:
             said = f"{report.name}: {field} over {'+'.join(axes)}"
             small = total(terms, field=field) / 1000
-            assert measured(axes) == pytest.approx(wanted.get(axes, 0), rel=0.01, abs=small), f"{said}\n{ledger_text(report)}"
+            assert measured(axes) == pytest.approx(wanted.get(axes, 0), rel=0.01, abs=small), (
+                f"{said}\n{ledger_text(report)}"
+            )
 
 
 NOTICES = {"exposed-communication", "exposed-hop", "whole-copy"}
-"""No errors: data-parallel gradients are summed after the last microbatch, with nothing left to hide them behind; no backward slot hides
-what stages send while the pipeline fills; copies are of stages."""
+"""No errors: data-parallel gradients are summed after the last microbatch, with nothing left to
+hide them behind; no backward slot hides what stages send while the pipeline fills; copies are of
+stages."""
 PARTS = {"layer": "layers", "embedding": "embed", "head": "loss"}
 """Of a form -> the model's named scope."""
 
 
 def residuals(report: Report, terms: list[Term]) -> Counter[tuple[str, str]]:
-    """(kind, scope) -> how many times the residual stream is moved over tensor in a step. XLA may move several arrays in one collective."""
+    """(kind, scope) -> how many times the residual stream is moved over tensor in a step. XLA may
+    move several arrays in one collective."""
     residual = next((t.payload for t in terms if t.size == "X"), 0)
     found: Counter[tuple[str, str]] = Counter()
     for one in report.select(axis=["tensor"]):
         for dims in re.findall(r"bf16\[([\d,]+)\]", " ".join(one.shapes)):
-            found[one.kind, one.where.part.split("/")[0]] += one.times * (2 * math.prod(map(int, dims.split(","))) == residual)
+            found[one.kind, one.where.part.split("/")[0]] += one.times * (
+                2 * math.prod(map(int, dims.split(","))) == residual
+            )
     return +found
 
 
-@pytest.mark.parametrize("program", each([*PROGRAMS, *REDUCED], [*FAST, REDUCED[0]], [GOLDENS[5], STAGED[0], REDUCED[6]]))
+@pytest.mark.parametrize(
+    "program", each([*PROGRAMS, *REDUCED], [*FAST, REDUCED[0]], [GOLDENS[5], STAGED[0], REDUCED[6]])
+)
 def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None:
     report, terms = compiled(program.config, reports), expected_of(program.config)
     assert not report.warnings
@@ -214,21 +306,31 @@ def test_sends_what_the_closed_form_says(reports: str, program: Program) -> None
     for t in terms:
         wanted[t.kind, PARTS.get(t.part, "")] += t.times * (t.size == "X")
     assert residuals(report, terms) == +wanted, ledger_text(report)
-    assert all(one.times == 1 for one in report.select(axis="data")), "data parallel pays once a step"
+    assert all(one.times == 1 for one in report.select(axis="data")), (
+        "data parallel pays once a step"
+    )
     assert {one.check for one in lint(report, program.config.rules)} <= NOTICES
 
 
 def test_without_remat_the_weights_are_not_kept(reports: str) -> None:
-    """What the backward pass needs of a layer's weights it reads again where they are: no stack of them is there twice."""
+    """What the backward pass needs of a layer's weights it reads again where they are: no stack of
+    them is there twice."""
     report, model = compiled(FAST[0].config, reports), FAST[0].config.model
     assert isinstance(model, DecoderConfig) and model.remat == "none"
-    kept = [one for one in report.memory.buffers if one.kind == "weights in use" and f"[{model.n_layers}," in one.shape]
+    kept = [
+        one
+        for one in report.memory.buffers
+        if one.kind == "weights in use" and f"[{model.n_layers}," in one.shape
+    ]
     assert not kept
 
 
 @pytest.mark.parametrize("program", each(FLAT, FLAT[:1], [FLAT[9]]))
-def test_the_distributed_optimizer_adds_up_every_gradient_once(reports: str, program: Program) -> None:
-    """A vector a layer, each element of which is reduced once and gathered once, exactly; beside them only norms and biases are summed."""
+def test_the_distributed_optimizer_adds_up_every_gradient_once(
+    reports: str, program: Program
+) -> None:
+    """A vector a layer, each element of which is reduced once and gathered once, exactly; beside
+    them only norms and biases are summed."""
     report, terms = compiled(program.config, reports), expected_of(program.config)
     assert not report.warnings
     assert_sends(report, terms)
@@ -240,12 +342,19 @@ def test_the_distributed_optimizer_adds_up_every_gradient_once(reports: str, pro
     for t in terms:
         if t.part in ("gradients", "weights"):
             wanted[t.kind, t.axes, t.dtype] += int(t.times * t.payload / BYTES[t.dtype])
-            assert t.per != "row" or runs[t.kind, t.axes, t.dtype, int(t.payload / BYTES[t.dtype])] == t.times
+            assert (
+                t.per != "row"
+                or runs[t.kind, t.axes, t.dtype, int(t.payload / BYTES[t.dtype])] == t.times
+            )
     scalars = SCALAR // BYTES["f32"]
     assert {key: n for key, n in elements.items() if key[0] != "all-reduce"} == {
         key: n for key, n in wanted.items() if key[0] != "all-reduce"
     }
-    assert all(wanted[key] <= n <= wanted[key] + scalars for key, n in elements.items() if key[0] == "all-reduce"), ledger_text(report)
+    assert all(
+        wanted[key] <= n <= wanted[key] + scalars
+        for key, n in elements.items()
+        if key[0] == "all-reduce"
+    ), ledger_text(report)
     assert {dtype for kind, _, dtype in elements if kind == "all-gather"} == {"bf16"}
     sums = "bf16" if program.config.rules.reduction == "bfloat16" else "f32"
     assert {dtype for kind, _, dtype in elements if kind == "reduce-scatter"} == {sums}
@@ -262,7 +371,8 @@ def test_layers_that_gather_their_weights(reports: str, program: Program) -> Non
 
 @pytest.mark.parametrize("program", each(CONTEXT, CONTEXT[2:3], CONTEXT[3:4]))
 def test_attention_exchanges_what_the_closed_form_says(reports: str, program: Program) -> None:
-    """And no ring permutes without attention beside it: the network is waited for at its ends at most, where nothing is left to do."""
+    """And no ring permutes without attention beside it: the network is waited for at its ends at
+    most, where nothing is left to do."""
     config = program.config
     report = compiled(config, reports, math.prod(config.mesh.sizes().values()))
     assert not report.warnings
@@ -278,13 +388,25 @@ def test_attention_exchanges_what_the_closed_form_says(reports: str, program: Pr
         pytest.param(FAST[3], REDUCED[1], id="hsdp+megatron_sp", marks=pytest.mark.exhaustive),
     ],
 )
-def test_fp32_sums_change_nothing_but_their_type(reports: str, like: Program, program: Program) -> None:
-    auto, asked = ([one for one in compiled(p.config, reports).collectives if one.payload > SCALAR] for p in (like, program))
+def test_fp32_sums_change_nothing_but_their_type(
+    reports: str, like: Program, program: Program
+) -> None:
+    auto, asked = (
+        [one for one in compiled(p.config, reports).collectives if one.payload > SCALAR]
+        for p in (like, program)
+    )
 
     def of_layers(found: list[Collective]) -> dict[str, int]:
         """Runs by type of the layers' reduce-scatters over fsdp."""
-        kept = [one for one in found if one.kind == "reduce-scatter" and one.axes == ("fsdp",) and len(one.loops) == 2]
-        return {one.dtype: sum(other.times for other in kept if other.dtype == one.dtype) for one in kept}
+        kept = [
+            one
+            for one in found
+            if one.kind == "reduce-scatter" and one.axes == ("fsdp",) and len(one.loops) == 2
+        ]
+        return {
+            one.dtype: sum(other.times for other in kept if other.dtype == one.dtype)
+            for one in kept
+        }
 
     def rest(found: list[Collective], but: tuple[str, str]) -> Counter[tuple]:
         counts = Counter[tuple]()
@@ -304,15 +426,29 @@ def test_golden_ledger(reports: str, program: Program) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(now, encoding="utf-8")
     said = explain(path.read_text(encoding="utf-8"), now)
-    assert not said, f"{program} sends something else than golden/ says (MESH_LM_GOLDEN=write writes it anew):\n{said}"
+    assert not said, (
+        f"{program} sends something else than golden/ says (MESH_LM_GOLDEN=write writes it "
+        f"anew):\n{said}"
+    )
 
 
 @pytest.mark.exhaustive
 def test_an_edit_of_the_rules_is_told_in_words(reports: str) -> None:
     program = next(p for p in GOLDENS if p.preset == "fsdp")
-    edited = dataclasses.replace(program.config, rules=program.config.rules.replace(params={"norm": "fsdp"}))
-    said = explain(golden(str(program)).read_text(encoding="utf-8"), ledger_text(compiled(edited, reports)))
-    assert re.search(r"^\+ reduce-scatter of f32\[1024\].* over fsdp, 8 x, in backward of layers/attention\+mlp: \+ ", said, re.M), said
+    edited = dataclasses.replace(
+        program.config, rules=program.config.rules.replace(params={"norm": "fsdp"})
+    )
+    said = explain(
+        golden(str(program)).read_text(encoding="utf-8"), ledger_text(compiled(edited, reports))
+    )
+    assert re.search(
+        (
+            r"^\+ reduce-scatter of f32\[1024\].* over fsdp, 8 x, in backward of "
+            r"layers/attention\+mlp: \+ "
+        ),
+        said,
+        re.M,
+    ), said
     assert "sent in a step over\n  fsdp" in said
 
 
@@ -325,8 +461,10 @@ def without_stages() -> TrainConfig:
     """GPT-3 on 1,024 H100s by FSDP."""
     config = load("configs/gpt_175b.py")
     return dataclasses.replace(
-        config, mesh=MeshConfig(data=8, fsdp=16, tensor=8), rules=preset("hsdp+megatron_sp"), pipeline=PipelineConfig(),
-        train=dataclasses.replace(config.train, microbatches=2), model=dataclasses.replace(config.model, remat="full"),
+        config, mesh=MeshConfig(data=8, fsdp=16, tensor=8), rules=preset("hsdp+megatron_sp"),
+        pipeline=PipelineConfig(),
+        train=dataclasses.replace(config.train, microbatches=2),
+        model=dataclasses.replace(config.model, remat="full"),
     )  # fmt: skip
 
 
@@ -334,12 +472,16 @@ def without_stages() -> TrainConfig:
 @pytest.mark.parametrize(
     ("name", "stages", "devices"),
     [
-        *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in (("megatron_177b", 6, 2304), ("megatron_314b", 8, 3072))),
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in (("megatron_177b", 6, 2304), ("megatron_314b", 8, 3072))
+        ),
         ("gpt_175b", 8, 1024),
     ],
 )
 def test_a_published_pipeline(reports: str, name: str, stages: int, devices: int) -> None:
-    """Compiles with tensor 8 and its published stages, fits, and sends over pipeline what the form says, as over all other axes."""
+    """Compiles with tensor 8 and its published stages, fits, and sends over pipeline what the form
+    says, as over all other axes."""
     config = check(load(f"configs/{name}.py"), devices)
     assert (config.mesh.pipeline, config.mesh.tensor) == (stages, 8)
     report, terms = compiled(config, reports), expected_of(config)
@@ -348,13 +490,18 @@ def test_a_published_pipeline(reports: str, name: str, stages: int, devices: int
     assert report.wire_bytes(["pipeline"]) == pytest.approx(by_axes(terms)["pipeline",], rel=0.01)
     assert report.wire_bytes() <= 1.05 * total(terms, field="least_wire_bytes")
     every = [one for one in report.select("collective-permute", "pipeline") if one.loops]
-    hops = [one for one in every if one.times == max(other.times for other in every)]  # of the ticks with both slots
-    whole = [one for one in report.copies if one.times >= hops[0].times and one.bytes > hops[0].payload]
+    # of the ticks with both slots
+    hops = [one for one in every if one.times == max(other.times for other in every)]
+    whole = [
+        one for one in report.copies if one.times >= hops[0].times and one.bytes > hops[0].payload
+    ]
     assert not whole, f"a stash or gradients are copied in each tick: {whole}"
     assert len(hops) == 2 and all(one.asynchronous for one in hops)
     assert all(one.flops_hidden_behind for one in hops), "a send that spans no slot"
     findings = lint(report, config.rules)
-    assert {one.severity for one in findings} <= {"notice"} and {one.check for one in findings} <= NOTICES
+    assert {one.severity for one in findings} <= {"notice"} and {
+        one.check for one in findings
+    } <= NOTICES
 
 
 @pytest.mark.exhaustive
@@ -362,11 +509,15 @@ def test_a_published_pipeline(reports: str, name: str, stages: int, devices: int
     "rules",
     [
         "hsdp+megatron_sp",
-        *(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("hsdp+megatron", "zero1+hsdp+megatron_sp", "zero2+hsdp+megatron_sp")),
+        *(
+            pytest.param(r, marks=pytest.mark.exhaustive)
+            for r in ("hsdp+megatron", "zero1+hsdp+megatron_sp", "zero2+hsdp+megatron_sp")
+        ),
     ],
 )
 def test_175b_sends_little_more_than_it_must(reports: str, rules: str) -> None:
-    """Least: with every table and sum in bf16, a tied table reduced once, and gradients of zero1 reduce-scattered."""
+    """Least: with every table and sum in bf16, a tied table reduced once, and gradients of zero1
+    reduce-scattered."""
     config = dataclasses.replace(without_stages(), rules=preset(rules))
     report, terms = compiled(config, reports), expected_of(config)
     assert not report.warnings
@@ -376,7 +527,8 @@ def test_175b_sends_little_more_than_it_must(reports: str, rules: str) -> None:
 
 @pytest.mark.exhaustive
 def test_the_program_does_not_grow(reports: str) -> None:
-    """Neither with layers nor with devices: its size is that of one block, and a collective is one line for any group."""
+    """Neither with layers nor with devices: its size is that of one block, and a collective is one
+    line for any group."""
     config = without_stages()
     size, text = {}, {}
     for layers in (2, 96):
@@ -385,7 +537,12 @@ def test_the_program_does_not_grow(reports: str) -> None:
         size[layers], text[layers] = report.instructions, report.text_bytes
     assert max(size.values()) <= 1.02 * min(size.values()), size
     assert max(text.values()) <= 1.02 * min(text.values()), text
-    for devices, mesh in ((8, MeshConfig(data=2, fsdp=2, tensor=2)), (6144, MeshConfig(data=48, fsdp=16, tensor=8))):
+    for devices, mesh in (
+        (8, MeshConfig(data=2, fsdp=2, tensor=2)),
+        (6144, MeshConfig(data=48, fsdp=16, tensor=8)),
+    ):
         loop = dataclasses.replace(config.train, global_batch=2 * mesh.data * mesh.fsdp)
-        size[devices] = compiled(dataclasses.replace(config, mesh=mesh, train=loop), reports, devices).instructions
+        size[devices] = compiled(
+            dataclasses.replace(config, mesh=mesh, train=loop), reports, devices
+        ).instructions
     assert size[6144] <= 1.02 * size[8], size

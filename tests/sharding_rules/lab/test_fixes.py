@@ -1,4 +1,5 @@
-"""The search for what makes a program fit: a made-up program whose memory and time are formulas, so that the best pair is known."""
+"""The search for what makes a program fit: a made-up program whose memory and time are formulas, so
+that the best pair is known."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SINGLES: dict[str, tuple[str, float, float, float]] = {
 
 
 def program(*texts: str) -> Report:
-    """10 GiB of state and 300 of activations; a step of 1 s, of which 0.5 % is for each of the microbatches."""
+    """10 GiB of state and 300 of activations; a step of 1 s, of which 0.5 % is for each of the
+    microbatches."""
     activations, step, scale = 300.0, 1.0, 1.0
     for text in texts:
         _, each, memory, time = SINGLES[text]
@@ -35,25 +37,36 @@ def program(*texts: str) -> Report:
     plain = lab_report.report()
     assert plain.timeline
     memory = dataclasses.replace(plain.memory, peak=int((10 + activations * scale) * GIB))
-    return dataclasses.replace(plain, hbm=72 * GIB, memory=memory, timeline=dataclasses.replace(plain.timeline, step=1e6 * seconds))
+    return dataclasses.replace(
+        plain,
+        hbm=72 * GIB,
+        memory=memory,
+        timeline=dataclasses.replace(plain.timeline, step=1e6 * seconds),
+    )
 
 
-def candidates(compile: Callable[..., Report] = program, *, names: tuple[str, ...] = tuple(SINGLES)) -> Iterator[Candidate]:
+def candidates(
+    compile: Callable[..., Report] = program, *, names: tuple[str, ...] = tuple(SINGLES)
+) -> Iterator[Candidate]:
     for n in (1, 2):
         for texts in itertools.combinations(names, n):
             kinds = [SINGLES[text][0] for text in texts]
             if len(set(kinds)) == n:
                 scale = min(SINGLES[text][1] for text in texts)
                 yield Candidate(
-                    "+".join(kinds), " ".join(texts), lambda texts=texts: compile(*texts), scale=scale, parts=texts if n > 1 else (),
+                    "+".join(kinds), " ".join(texts), lambda texts=texts: compile(*texts),
+                    scale=scale, parts=texts if n > 1 else (),
                     first=set(kinds) <= {"remat", "microbatch"},
                 )  # fmt: skip
 
 
 def test_the_best_pair_is_found_with_few_programs() -> None:
-    """M=8 alone fits at x 1.035, `full` with M=4 at x 1.066: of 26 changes and pairs five are compiled, and the rest need not be."""
+    """M=8 alone fits at x 1.035, `full` with M=4 at x 1.066: of 26 changes and pairs five are
+    compiled, and the rest need not be."""
     compiled: list[tuple[str, ...]] = []
-    found = rank(program(), candidates(lambda *texts: compiled.append(texts) or program(*texts)), workers=1)
+    found = rank(
+        program(), candidates(lambda *texts: compiled.append(texts) or program(*texts)), workers=1
+    )
     assert found[0].text == "M=8" and found[0].cost == pytest.approx(1.035)
     assert set(compiled) >= {("full",), ("M=2",), ("M=32",)} and len(compiled) <= 5
     assert [fix.fits for fix in found] == sorted((fix.fits for fix in found), reverse=True)
@@ -67,7 +80,8 @@ def test_a_pair_where_no_single_change_will_do() -> None:
 
 
 def test_what_is_dear_makes_the_others_be_tried() -> None:
-    """With `full` twice as slow nothing among the first is good: the rest is tried, and a pair of those fits cheaply enough."""
+    """With `full` twice as slow nothing among the first is good: the rest is tried, and a pair of
+    those fits cheaply enough."""
     slow = SINGLES | {"full": ("remat", 1, 0.5, 2.0), "tp": ("mesh", 1, 0.15, 1.01)}
     try:
         SINGLES.update(slow)

@@ -1,4 +1,5 @@
-"""The text of compiled programs as data: cuts of gpt_175b's step as two versions of XLA print it, and a program of every construct."""
+"""The text of compiled programs as data: cuts of gpt_175b's step as two versions of XLA print it,
+and a program of every construct."""
 
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 from sharding_rules.lab import hlo
 
 CUTS = {
-    version: hlo.parse((Path(__file__).parent / f"hlo/gpt_jax_{version}.txt").read_text(encoding="utf-8"))
+    version: hlo.parse(
+        (Path(__file__).parent / f"hlo/gpt_jax_{version}.txt").read_text(encoding="utf-8")
+    )
     for version in ("0.10.2", "0.11.2")
 }
 
@@ -48,14 +51,26 @@ def test_arrays_of_a_nested_tuple() -> None:
         "s4[3]",
         "token[]",
     ]
-    assert [a.bytes for a in hlo.arrays("((bf16[1,2048]{1,0}, f32[]), s4[3]{0}, f8e5m2[7], token[])")] == [4096, 4, 2, 7, 0]
+    assert [
+        a.bytes for a in hlo.arrays("((bf16[1,2048]{1,0}, f32[]), s4[3]{0}, f8e5m2[7], token[])")
+    ] == [4096, 4, 2, 7, 0]
 
 
 def test_a_program() -> None:
     module = hlo.parse(PROGRAM)
-    assert module.entry == "main" and set(module.computations) == {"product", "body", "seldom", "main"}
+    assert module.entry == "main" and set(module.computations) == {
+        "product",
+        "body",
+        "seldom",
+        "main",
+    }
     fused = module.by_name["fused"]
-    assert (fused.opcode, fused.operands, fused.called, fused.index) == ("fusion", ("x", "x"), ("product",), 2)
+    assert (fused.opcode, fused.operands, fused.called, fused.index) == (
+        "fusion",
+        ("x", "x"),
+        ("product",),
+        2,
+    )
     assert fused.op_name == "jit(f)/state['w']/dot_general"
     assert module.by_name["b"].arguments == "1" and module.by_name["again"].operands == ("x", "x")
     loop = module.by_name["loop"]
@@ -79,13 +94,23 @@ def test_visits() -> None:
 def test_flops() -> None:
     module = hlo.parse(PROGRAM)
     once = 2 * 4 * 2 * 8
-    assert [module.flops(module.by_name[name]) for name in ("dot", "fused", "loop", "either")] == [once, once, 5 * once, once]
-    assert module.flops(module.by_name["gemm"]) == 2 * (4 * 4) * 8, "of the product alone, not of the workspace behind it"
+    assert [module.flops(module.by_name[name]) for name in ("dot", "fused", "loop", "either")] == [
+        once,
+        once,
+        5 * once,
+        once,
+    ]
+    assert module.flops(module.by_name["gemm"]) == 2 * (4 * 4) * 8, (
+        "of the product alone, not of the workspace behind it"
+    )
 
 
 def test_a_fusion_that_starts_here_and_ends_elsewhere() -> None:
     """XLA of jax 0.12 writes some fusions so."""
-    at_once, started = "%fused = f32[4,2]{1,0} fusion(", "%fused = ((f32[4,8]{1,0}), f32[4,2]{1,0}, u32[]) fusion-start("
+    at_once, started = (
+        "%fused = f32[4,2]{1,0} fusion(",
+        "%fused = ((f32[4,8]{1,0}), f32[4,2]{1,0}, u32[]) fusion-start(",
+    )
     text = PROGRAM.replace(at_once, started)
     assert text != PROGRAM
     whole, asynchronous = hlo.parse(PROGRAM), hlo.parse(text)
@@ -97,10 +122,23 @@ def test_a_fusion_that_starts_here_and_ends_elsewhere() -> None:
 def test_stacks(version: str) -> None:
     module = CUTS[version]
     stack = list(module.stack(module.by_name["reduce-scatter-start.5"]))
-    assert stack[0].startswith("/home/me/mesh_lm/model/layers.py:") and stack[-1].startswith("/home/me/run.py:")
-    assert list(module.stack(module.by_name["wrapped_concatenate.3" if version == "0.11.2" else "wrapped_concatenate.2"])) == []
+    assert stack[0].startswith("/home/me/mesh_lm/model/layers.py:") and stack[-1].startswith(
+        "/home/me/run.py:"
+    )
+    assert (
+        list(
+            module.stack(
+                module.by_name[
+                    "wrapped_concatenate.3" if version == "0.11.2" else "wrapped_concatenate.2"
+                ]
+            )
+        )
+        == []
+    )
 
 
 def test_what_is_no_program() -> None:
-    with pytest.raises(ValueError, match="no ENTRY computation in this text: it is not an HLO module"):
+    with pytest.raises(
+        ValueError, match="no ENTRY computation in this text: it is not an HLO module"
+    ):
         hlo.parse("module @jit_step attributes {}")

@@ -1,4 +1,5 @@
-"""Collectives, FLOPs and kernels with their places: of gpt_175b's step as two versions of XLA print it, and of small programs."""
+"""Collectives, FLOPs and kernels with their places: of gpt_175b's step as two versions of XLA print
+it, and of small programs."""
 
 from typing import Any
 
@@ -41,9 +42,19 @@ def test_a_path_of_scopes(path: str, where: Location) -> None:
 def test_combined_paths() -> None:
     assert alternatives("a/(b:jvp(c)/d:e)") == ["a/b", "a/jvp(c)/d", "a/e"]
     assert alternatives("jit(f)/(a/(b:c):d)/e") == ["jit(f)/a/b/e", "jit(f)/a/c/e", "jit(f)/d/e"]
-    locations = [read(path) for path in alternatives("jit(f)/(jvp(loss)/shard_map/reduce_scatter:transpose(jvp(embed))/reduce_scatter)")]
+    locations = [
+        read(path)
+        for path in alternatives(
+            "jit(f)/(jvp(loss)/shard_map/reduce_scatter:transpose(jvp(embed))/reduce_scatter)"
+        )
+    ]
     assert merged(locations) == Location("embed+loss", "backward", "", "reduce_scatter")
-    three = [Location("layers/mlp/up", "forward"), Location("layers/attention"), Location("layers/attention+moe", "recompute"), Location()]
+    three = [
+        Location("layers/mlp/up", "forward"),
+        Location("layers/attention"),
+        Location("layers/attention+moe", "recompute"),
+        Location(),
+    ]
     assert merged(three) == Location("layers/attention+mlp+moe", "recompute")
 
 
@@ -53,7 +64,8 @@ def found(version: str) -> dict[str, Collective]:
 
 
 EXPECTED = {
-    # name, without what follows the last digit: kind, axes, payload, loops, place, asynchronous, FLOPs behind it
+    # name, without what follows the last digit: kind, axes, payload, loops, place, asynchronous,
+    # FLOPs behind it
     "0.10.2": {
         "all-gather-start.4": ("all-gather", "tensor", X, (12, 96), "forward layers/attention model/decoder.py:48", True, 0),
         "all-gather-start.3": ("all-gather", "fsdp", W, (12, 96), "forward layers/mlp model/layers.py:107", True, 2048 * W),
@@ -79,15 +91,30 @@ EXPECTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("version", "name"), [(version, name) for version, names in EXPECTED.items() for name in names])
+@pytest.mark.parametrize(
+    ("version", "name"), [(version, name) for version, names in EXPECTED.items() for name in names]
+)
 def test_collectives_of_a_training_step(version: str, name: str) -> None:
     one = found(version)[name]
     kind, axes, payload, loops, place, asynchronous, hidden = EXPECTED[version][name]
     where = f"{one.where.phase} {one.where.part} {one.where.source.removeprefix('mesh_lm/')}"
-    assert (one.kind, " ".join(one.axes), one.payload, one.loops, where) == (kind, axes, payload, loops, place)
-    assert one.asynchronous == asynchronous and one.flops_hidden_behind == pytest.approx(hidden, rel=1e-3)
-    assert one.group == {"tensor": 8, "fsdp": 16, "data": 8, "fsdp tensor": 128}[axes] and not one.partial
-    assert one.wire == pytest.approx(payload * (1 - 1 / one.group) * (2 if kind == "all-reduce" else 1))
+    assert (one.kind, " ".join(one.axes), one.payload, one.loops, where) == (
+        kind,
+        axes,
+        payload,
+        loops,
+        place,
+    )
+    assert one.asynchronous == asynchronous and one.flops_hidden_behind == pytest.approx(
+        hidden, rel=1e-3
+    )
+    assert (
+        one.group == {"tensor": 8, "fsdp": 16, "data": 8, "fsdp tensor": 128}[axes]
+        and not one.partial
+    )
+    assert one.wire == pytest.approx(
+        payload * (1 - 1 / one.group) * (2 if kind == "all-reduce" else 1)
+    )
     assert one.nodes == {"tensor": 1, "fsdp": 16, "data": 8, "fsdp tensor": 16}[axes]
 
 
@@ -106,7 +133,8 @@ def test_a_gather_along_a_later_dimension() -> None:
 
 def program(body: str, computations: str = "") -> hlo.Module:
     return hlo.parse(
-        f"HloModule m\n\n{computations}\nENTRY %main (x: f32[8,8]) -> f32[8,8] {{\n  %x = f32[8,8]{{1,0}} parameter(0)\n{body}\n}}\n"
+        f"HloModule m\n\n{computations}\nENTRY %main (x: f32[8,8]) -> f32[8,8] {{\n  %x = "
+        f"f32[8,8]{{1,0}} parameter(0)\n{body}\n}}\n"
     )
 
 
@@ -134,13 +162,24 @@ def test_a_wrapped_collective_counts_once_with_what_it_hides() -> None:
         WRAPPED,
     )
     (one,) = of(module, data=2, expert=2)
-    assert (one.name, one.kind, one.axes, one.payload, one.wire) == ("start", "all-to-all", ("expert",), 256, 128)
-    assert one.asynchronous and one.flops_hidden_behind == 2 * (2 * 8**3) and one.where.part == "moe"
+    assert (one.name, one.kind, one.axes, one.payload, one.wire) == (
+        "start",
+        "all-to-all",
+        ("expert",),
+        256,
+        128,
+    )
+    assert (
+        one.asynchronous and one.flops_hidden_behind == 2 * (2 * 8**3) and one.where.part == "moe"
+    )
 
 
 def test_a_permute_between_nodes_in_a_branch() -> None:
     module = program(
-        "  ROOT %either = f32[8,8]{1,0} conditional(%x, %x, %x), branch_computations={%seldom, %often}",
+        (
+            "  ROOT %either = f32[8,8]{1,0} conditional(%x, %x, %x), branch_computations={%seldom, "
+            "%often}"
+        ),
         f"""%seldom (p: f32[8,8]) -> f32[8,8] {{
   %p = f32[8,8]{{1,0}} parameter(0)
   ROOT %send = f32[8,8]{{1,0}} collective-permute(%p), channel_id=1, source_target_pairs={{{{0,2}},{{1,3}}}}
@@ -153,7 +192,13 @@ def test_a_permute_between_nodes_in_a_branch() -> None:
 """,
     )
     (one,) = of(module, pipeline=2, data=2)
-    assert (one.axes, one.group, one.nodes, one.payload, one.wire) == (("pipeline",), 2, 2, 256, 256)
+    assert (one.axes, one.group, one.nodes, one.payload, one.wire) == (
+        ("pipeline",),
+        2,
+        2,
+        256,
+        256,
+    )
     assert one.conditional and one.bounded and not one.asynchronous
     assert flops_by_phase(module, Provenance(module)) == {"forward": 2 * 8**3}
 
@@ -182,8 +227,12 @@ def test_each_collective_of_a_group_counts() -> None:
     assert all(one.asynchronous for one in sent.values())
 
 
-@pytest.mark.parametrize(("config", "times"), [(', backend_config={"known_trip_count":{"n":"3"}}', 4), ("", 1)])
-def test_a_collective_in_the_condition_of_a_loop_runs_once_more_than_the_body(config: str, times: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "times"), [(', backend_config={"known_trip_count":{"n":"3"}}', 4), ("", 1)]
+)
+def test_a_collective_in_the_condition_of_a_loop_runs_once_more_than_the_body(
+    config: str, times: int
+) -> None:
     module = program(
         f"  ROOT %w = f32[8,8]{{1,0}} while(%x), condition=%test, body=%step{config}",
         """%test (p: f32[8,8]) -> pred[] {
@@ -222,13 +271,21 @@ AFTER = """  %start = (s32[], f32[8,8]{1,0}, f32[8,8]{1,0}) tuple(%x, %x, %x)
 
 
 def test_gradients_summed_in_a_loop_keep_their_place() -> None:
-    """Reduced after the loop that makes them, their place is that of what made them; what comes after is the optimizer."""
+    """Reduced after the loop that makes them, their place is that of what made them; what comes
+    after is the optimizer."""
     module = program(AFTER, LOOP)
     provenance = Provenance(module)
-    where = {name: provenance.of(module.by_name[name]) for name in ("reduced", "copied", "added", "scaled", "mask")}
+    where = {
+        name: provenance.of(module.by_name[name])
+        for name in ("reduced", "copied", "added", "scaled", "mask")
+    }
     assert where["reduced"] == Location("layers/mlp", "backward", "", "psum")
     assert where["copied"] == Location("layers/mlp", "backward", "", "dot_general")
-    assert [where[name].phase for name in ("added", "scaled", "mask")] == ["backward", "optimizer", "forward"]
+    assert [where[name].phase for name in ("added", "scaled", "mask")] == [
+        "backward",
+        "optimizer",
+        "forward",
+    ]
     assert [one.shapes for one in of(module, data=2)] == [("f32[8,8]",), ("f32[8,16]",)]
     assert flops_by_phase(module, provenance) == {"backward": 3 * 2 * 8**3}
 
@@ -259,7 +316,8 @@ JOINED = """%joined (p0: f32[128], p1: f32[128], p2: f32[1]) -> f32[257] {
 
 
 def test_a_joined_reduction_is_where_most_of_its_bytes_are() -> None:
-    """Without the scalar that is reduced along; and not where an operand without a scope got its own operands from."""
+    """Without the scalar that is reduced along; and not where an operand without a scope got its
+    own operands from."""
     module = program(
         """  %loss = f32[128]{0} reshape(%x), metadata={op_name="jit(f)/jvp(loss)/reshape"}
   %norm = f32[128]{0} negate(%loss), metadata={op_name="jit(f)/transpose(jvp())/neg"}
@@ -273,7 +331,10 @@ def test_a_joined_reduction_is_where_most_of_its_bytes_are() -> None:
 
 
 def test_a_helper_gives_way_to_its_caller() -> None:
-    frames = "1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=2}\n3 {file_location_id=3 parent_frame_id=3}"
+    frames = (
+        "1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=2}\n3 "
+        "{file_location_id=3 parent_frame_id=3}"
+    )
     text = f"""HloModule m
 
 FileNames
@@ -294,9 +355,15 @@ ENTRY %main (x: f32[]) -> f32[] {{
 }}
 """
     module = hlo.parse(text)
-    assert list(module.stack(module.by_name["out"]))[1] == "/home/me/mesh_lm/sharding_rules/shard.py:20"
+    assert (
+        list(module.stack(module.by_name["out"]))[1]
+        == "/home/me/mesh_lm/sharding_rules/shard.py:20"
+    )
     assert Provenance(module).of(module.by_name["out"]).source == "model/layers.py:10"
-    assert Provenance(module, VOCABULARY).of(module.by_name["out"]).source == "mesh_lm/model/layers.py:10", "the trainer names its root"
+    assert (
+        Provenance(module, VOCABULARY).of(module.by_name["out"]).source
+        == "mesh_lm/model/layers.py:10"
+    ), "the trainer names its root"
 
 
 def test_kernels() -> None:
@@ -311,23 +378,31 @@ def test_kernels() -> None:
     ]
     module = program(
         "\n".join(
-            f'  %k{n} = (f32[8,8]{{1,0}}, u8[0]{{0}}) custom-call(%x, %x), custom_call_target="{target}", '
+            f"  %k{n} = (f32[8,8]{{1,0}}, u8[0]{{0}}) custom-call(%x, %x), "
+            f'custom_call_target="{target}", '
             'metadata={op_name="jit(f)/jvp(attention)/call"}'
             for n, target in enumerate(calls)
         )
     )
     where = Location("attention", "forward", "", "call")
-    assert kernels(module, Provenance(module)) == tuple((target, ("f32[8,8]", "f32[8,8]"), where) for target in calls[-2:])
+    assert kernels(module, Provenance(module)) == tuple(
+        (target, ("f32[8,8]", "f32[8,8]"), where) for target in calls[-2:]
+    )
 
 
 def test_kernels_say_their_name_and_flops() -> None:
     """As Pallas for Mosaic GPU writes them; the kernel's own name is no scope of the model."""
     said = 'frontend_attributes={kernel="attention backward",kernel_flops="1000"}'
     path = "jit(f)/transpose(jvp(layers))/attention/shard_map/the_kernel/mpmd_map"
-    call = f'  %k = f32[8,8]{{1,0}} custom-call(%x), custom_call_target="mosaic_gpu_v2", {said}, metadata={{op_name="{path}"}}'
+    call = (
+        f'  %k = f32[8,8]{{1,0}} custom-call(%x), custom_call_target="mosaic_gpu_v2", {said}, '
+        f'metadata={{op_name="{path}"}}'
+    )
     module = program(call)
     where = Location("layers/attention", "backward", "", "the_kernel")
-    assert kernels(module, Provenance(module)) == (("mosaic_gpu_v2: attention backward", ("f32[8,8]",), where),)
+    assert kernels(module, Provenance(module)) == (
+        ("mosaic_gpu_v2: attention backward", ("f32[8,8]",), where),
+    )
     assert flops_by_phase(module, Provenance(module)) == {"backward": 1000}
 
 
@@ -339,12 +414,20 @@ def test_kernels_say_their_name_and_flops() -> None:
         ("mosaic_gpu_v2", 4, 1, 6 * 2 * 4 * 1024**2 * 64),
     ],
 )
-def test_fused_attention_that_says_nothing_is_known_by_its_operands(target: str, operands: int, results: int, flops: int) -> None:
+def test_fused_attention_that_says_nothing_is_known_by_its_operands(
+    target: str, operands: int, results: int, flops: int
+) -> None:
     """B 2, N 4, S 1024, H 64. A causal mask of cuDNN halves it."""
     shape = "bf16[2,1024,4,64]{3,2,1,0}"
     made = "".join(f"  %o{n} = {shape} broadcast()\n" for n in range(operands))
     result = f"({', '.join([shape] * results)}, u8[0]{{0}})"
-    call = f'  %k = {result} custom-call({", ".join(f"%o{n}" for n in range(operands))}), custom_call_target="{target}"'
-    for mask, factor in (("", 1), (', backend_config={"mask_type":"CAUSAL"}', 2 if "cudnn" in target else 1)):
+    call = (
+        f"  %k = {result} custom-call({', '.join(f'%o{n}' for n in range(operands))}), "
+        f'custom_call_target="{target}"'
+    )
+    for mask, factor in (
+        ("", 1),
+        (', backend_config={"mask_type":"CAUSAL"}', 2 if "cudnn" in target else 1),
+    ):
         module = program(made + call + mask)
         assert module.flops(module.by_name["k"]) == flops // factor

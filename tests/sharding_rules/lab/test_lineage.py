@@ -71,7 +71,7 @@ def lineage() -> Lineage:
 )
 def test_what_a_loop_carries_is_written_by_its_body_or_before_it(
     lineage: Lineage, value: str, index: tuple[int, ...], writer: str
-) -> None:  # fmt: skip
+) -> None:
     assert lineage.writer(value, index)[0].name == writer
 
 
@@ -79,6 +79,7 @@ def test_weights_stay_weights_until_anything_else_goes_in(lineage: Lineage) -> N
     weight = frozenset({"params['w']"})
     for name in ("weight", "turned", "first", "gathered", "w"):
         assert lineage.weights(name) == weight, name
-    for name in ("x", "second", "third", "found", "next", "total"):  # summed with others, or looked up by tokens
+    # summed with others, or looked up by tokens
+    for name in ("x", "second", "third", "found", "next", "total"):
         assert lineage.weights(name) is None, name
     assert lineage.weights("zeros") == frozenset()

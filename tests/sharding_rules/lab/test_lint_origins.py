@@ -1,4 +1,5 @@
-"""What lint says because it knows where arrays come from, and what the rules promise of them; on the reports of test_lint.py."""
+"""What lint says because it knows where arrays come from, and what the rules promise of them; on
+the reports of test_lint.py."""
 
 from __future__ import annotations
 
@@ -28,37 +29,70 @@ from tests.sharding_rules.lab.test_lint import (
 
 def test_what_its_author_called_is_left_alone() -> None:
     called = collective("all-to-all", "tensor", f"bf16[4,{S},{F}]", by_hand=True)
-    sums = collective("all-reduce", "tensor", f"bf16[4,{S},{F}]", partial=True, group=2, by_hand=True)
+    sums = collective(
+        "all-reduce", "tensor", f"bf16[4,{S},{F}]", partial=True, group=2, by_hand=True
+    )
     gather = collective("all-gather", "fsdp", f"bf16[8,{S},{D}]", by_hand=True)
     assert lint(report(called, sums, gather), RULES, AXES) == ()
 
 
 def test_weights_of_the_same_shape_are_told_apart() -> None:
-    gather = collective("all-gather", "tensor", f"f32[{D},{F}]", loops=(), where=LAYER, made_of=("state['params']['blocks.up']",))
-    found = only(lint(report(gather, arguments=(*arguments(), twin())), RULES, AXES | {"blocks.down": AXES["blocks.up"]}))
-    assert found.text.startswith("blocks.up is gathered over tensor, along which rules.params['mlp'] shards it")
+    gather = collective(
+        "all-gather",
+        "tensor",
+        f"f32[{D},{F}]",
+        loops=(),
+        where=LAYER,
+        made_of=("state['params']['blocks.up']",),
+    )
+    found = only(
+        lint(
+            report(gather, arguments=(*arguments(), twin())),
+            RULES,
+            AXES | {"blocks.down": AXES["blocks.up"]},
+        )
+    )
+    assert found.text.startswith(
+        "blocks.up is gathered over tensor, along which rules.params['mlp'] shards it"
+    )
 
 
 def twin() -> Argument:
-    return argument("state['params']['blocks.down']", "params", (L, D, F), "float32", "fsdp", "tensor")
+    return argument(
+        "state['params']['blocks.down']", "params", (L, D, F), "float32", "fsdp", "tensor"
+    )
 
 
 def test_names_that_are_swapped() -> None:
     axes = AXES | {"blocks.up": ("layers", "mlp", "embed")}
-    gather = collective("all-gather", "tensor", f"bf16[4,{S},{F}]", beside=("state['params']['blocks.up']",))
+    gather = collective(
+        "all-gather", "tensor", f"bf16[4,{S},{F}]", beside=("state['params']['blocks.up']",)
+    )
     near = collective("all-to-all", "tensor", f"bf16[4,{S},{D}]")
-    found = only(tuple(one for one in lint(report(gather, near), RULES, axes) if one.check != "replicated"))
-    assert found.check == "swapped-names" and found.bytes == int(gather.times * gather.wire + near.times * near.wire)
+    found = only(
+        tuple(one for one in lint(report(gather, near), RULES, axes) if one.check != "replicated")
+    )
+    assert found.check == "swapped-names" and found.bytes == int(
+        gather.times * gather.wire + near.times * near.wire
+    )
     assert (
-        found.text.startswith("the names 'mlp' and 'embed' are swapped in blocks.up [2, 1024, 4096]") or "'embed' and 'mlp'" in found.text
+        found.text.startswith(
+            "the names 'mlp' and 'embed' are swapped in blocks.up [2, 1024, 4096]"
+        )
+        or "'embed' and 'mlp'" in found.text
     )
 
 
 def test_a_row_that_activations_lack() -> None:
     rules = RULES.replace(activations={"mlp": None})
-    gather = collective("all-gather", "tensor", f"bf16[4,{S},{F}]", beside=("state['params']['blocks.up']",))
+    gather = collective(
+        "all-gather", "tensor", f"bf16[4,{S},{F}]", beside=("state['params']['blocks.up']",)
+    )
     found = only(lint(report(gather), rules, AXES))
-    assert found.check == "reshard" and found.fix == "rules.activations['mlp'] = 'tensor', or None in both columns"
+    assert (
+        found.check == "reshard"
+        and found.fix == "rules.activations['mlp'] = 'tensor', or None in both columns"
+    )
     assert lint(report(), rules, AXES) == (), "nothing is gathered"
 
 
@@ -84,9 +118,18 @@ def test_weights_that_are_gathered_for_the_update() -> None:
 
 
 def test_gradients_that_are_summed_whole() -> None:
-    whole = collective("all-reduce", "fsdp", f"f32[{D},{F // 4}]", loops=LOOPS, where=Location("layers/mlp", "backward"), by_hand=True)
+    whole = collective(
+        "all-reduce",
+        "fsdp",
+        f"f32[{D},{F // 4}]",
+        loops=LOOPS,
+        where=Location("layers/mlp", "backward"),
+        by_hand=True,
+    )
     found = only(lint(report(whole), RULES, AXES))
-    assert found.check == "all-reduce-of-shards" and found.text.startswith("gradients of blocks.up are all-reduced in full over fsdp")
+    assert found.check == "all-reduce-of-shards" and found.text.startswith(
+        "gradients of blocks.up are all-reduced in full over fsdp"
+    )
     norms = dataclasses.replace(whole, shapes=(f"f32[{L * D}]",))
     assert lint(report(norms), RULES, AXES) == (), "as many elements as the rules leave whole"
 
@@ -102,14 +145,28 @@ def test_a_table_of_which_a_device_uses_a_part() -> None:
     table = dataclasses.replace(argument("bias", "other", (16, 2048, 2048), "float32"), used_ways=4)
     found = only(lint(report(arguments=(*arguments(), table)), RULES, AXES))
     assert found.check == "replicated" and found.bytes == table.bytes * 3 // 4
-    assert found.text == "bias is replicated on every device, and each uses 1/4 of it, as tensor would shard it"
-    assert lint(report(arguments=(*arguments(), dataclasses.replace(table, used_ways=1))), RULES, AXES) == ()
+    assert (
+        found.text
+        == "bias is replicated on every device, and each uses 1/4 of it, as tensor would shard it"
+    )
+    assert (
+        lint(report(arguments=(*arguments(), dataclasses.replace(table, used_ways=1))), RULES, AXES)
+        == ()
+    )
 
 
 def test_an_optimizer_that_multiplies_matrices() -> None:
     """What XLA moves for it is a notice, once; without matmuls there the same is an error."""
     where = Location("optimizer", "optimizer", "muon.py:1")
-    moves = [collective("collective-permute", "fsdp", f"f32[{L},{D},{F // 4}]", loops=(), where=where, name=name) for name in "ab"]
+    moves = [
+        collective(
+            "collective-permute", "fsdp", f"f32[{L},{D},{F // 4}]", loops=(), where=where, name=name
+        )
+        for name in "ab"
+    ]
     found = only(lint(report(*moves, flops={"optimizer": 10**9}), RULES, AXES))
-    assert (found.check, found.severity) == ("optimizer-matmuls", "notice") and "2 arrays over fsdp" in found.text
+    assert (found.check, found.severity) == (
+        "optimizer-matmuls",
+        "notice",
+    ) and "2 arrays over fsdp" in found.text
     assert only(lint(report(*moves), RULES, AXES)).check == "reshard"

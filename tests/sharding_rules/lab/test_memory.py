@@ -1,4 +1,5 @@
-"""What is in memory at the peak, on dumps of one small program by two versions of XLA, and on the same program compiled anew."""
+"""What is in memory at the peak, on dumps of one small program by two versions of XLA, and on the
+same program compiled anew."""
 
 from __future__ import annotations
 
@@ -29,14 +30,20 @@ SAMPLES = Path(__file__).parent / "hlo"
 VERSIONS = ("0.10.2", "0.11.2")
 LAYERS, WIDTH, MLP, VOCAB, MICROBATCHES, ROWS, LENGTH = 4, 1024, 4096, 8192, 2, 8, 256
 MESH = {"fsdp": 2, "tensor": 4}
-SPECS = {"embedding": P("tensor", "fsdp"), "up": P(None, "fsdp", "tensor"), "down": P(None, "tensor", "fsdp")}
+SPECS = {
+    "embedding": P("tensor", "fsdp"),
+    "up": P(None, "fsdp", "tensor"),
+    "down": P(None, "tensor", "fsdp"),
+}
 SHAPES = {"embedding": (VOCAB, WIDTH), "up": (LAYERS, WIDTH, MLP), "down": (LAYERS, MLP, WIDTH)}
 
 
 def program(mesh: Mesh) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
-    """Two microbatches through four layers, and Adam. Each layer's weights are sliced before its checkpoint, which keeps the slices.
+    """Two microbatches through four layers, and Adam. Each layer's weights are sliced before its
+    checkpoint, which keeps the slices.
 
-    The samples are its dumps for the mesh h100(fsdp=2, tensor=4), with all of backend_config but the trip counts cut away.
+    The samples are its dumps for the mesh h100(fsdp=2, tensor=4), with all of backend_config but
+    the trip counts cut away.
     """
 
     def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
@@ -53,24 +60,42 @@ def program(mesh: Mesh) -> tuple[Callable[..., Any], dict[str, Any], dict[str, A
 
     def loss(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
         with jax.named_scope("embed"):
-            x = constrain(jax.nn.one_hot(tokens, VOCAB, dtype=jnp.bfloat16) @ params["embedding"].astype(jnp.bfloat16), "fsdp")
+            x = constrain(
+                jax.nn.one_hot(tokens, VOCAB, dtype=jnp.bfloat16)
+                @ params["embedding"].astype(jnp.bfloat16),
+                "fsdp",
+            )
         with jax.named_scope("layers"):
             x, _ = lax.scan(one, x, {name: params[name][:, None] for name in ("up", "down")})
         with jax.named_scope("loss"):
             head = constrain(params["embedding"].astype(jnp.bfloat16), "tensor", None)
-            z = constrain(jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32), "fsdp", None, "tensor")
+            z = constrain(
+                jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32),
+                "fsdp",
+                None,
+                "tensor",
+            )
             return (jax.nn.logsumexp(z, -1) - (z * jax.nn.one_hot(tokens, VOCAB)).sum(-1)).sum()
 
     def step(state: dict[str, Any], batch: dict[str, jax.Array]) -> dict[str, Any]:
-        def microbatch(total: dict[str, jax.Array], tokens: jax.Array) -> tuple[dict[str, jax.Array], None]:
+        def microbatch(
+            total: dict[str, jax.Array], tokens: jax.Array
+        ) -> tuple[dict[str, jax.Array], None]:
             grads = jax.grad(loss)(state["params"], tokens)
-            return {name: total[name] + constrain(g, *SPECS[name]) for name, g in grads.items()}, None
+            return {
+                name: total[name] + constrain(g, *SPECS[name]) for name, g in grads.items()
+            }, None
 
-        grads, _ = lax.scan(microbatch, jax.tree.map(jnp.zeros_like, state["params"]), batch["tokens"])
+        grads, _ = lax.scan(
+            microbatch, jax.tree.map(jnp.zeros_like, state["params"]), batch["tokens"]
+        )
         with jax.named_scope("optimizer"):
             mu = {name: 0.9 * state["mu"][name] + 0.1 * g for name, g in grads.items()}
             nu = {name: 0.99 * state["nu"][name] + 0.01 * g * g for name, g in grads.items()}
-            params = {name: p - 0.01 * mu[name] / (jnp.sqrt(nu[name]) + 1e-8) for name, p in state["params"].items()}
+            params = {
+                name: p - 0.01 * mu[name] / (jnp.sqrt(nu[name]) + 1e-8)
+                for name, p in state["params"].items()
+            }
         return {"params": params, "mu": mu, "nu": nu}
 
     def leaf(shape: tuple[int, ...], spec: P, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -78,7 +103,9 @@ def program(mesh: Mesh) -> tuple[Callable[..., Any], dict[str, Any], dict[str, A
 
     params = {name: leaf(SHAPES[name], SPECS[name]) for name in SHAPES}
     state = {"params": params, "mu": params, "nu": params}
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=jax.tree.map(lambda a: a.sharding, state))
+    jitted = jax.jit(
+        step, donate_argnums=0, out_shardings=jax.tree.map(lambda a: a.sharding, state)
+    )
     return jitted, state, {"tokens": leaf((MICROBATCHES, ROWS, LENGTH), P(None, "fsdp"), jnp.int32)}
 
 
@@ -86,16 +113,28 @@ def arguments() -> tuple[Argument, ...]:
     """Of the program, by hand."""
     kinds = {"params": "params", "mu": "moments", "nu": "moments"}
     found = [
-        Argument(f"state['{leaf}']['{name}']", kind, SHAPES[name], "float32", 0, tuple(a for a in SPECS[name] if a))
+        Argument(
+            f"state['{leaf}']['{name}']",
+            kind,
+            SHAPES[name],
+            "float32",
+            0,
+            tuple(a for a in SPECS[name] if a),
+        )
         for leaf, kind in kinds.items()
         for name in SHAPES
     ]
-    return (*found, Argument("batch['tokens']", "batch", (MICROBATCHES, ROWS, LENGTH), "int32", 0, ("fsdp",)))
+    return (
+        *found,
+        Argument("batch['tokens']", "batch", (MICROBATCHES, ROWS, LENGTH), "int32", 0, ("fsdp",)),
+    )
 
 
 def parts(version: str) -> tuple[hlo.Module, SimpleNamespace, str, str]:
     """Of a sample: the program, memory_analysis, buffer assignment, live ranges."""
-    text, stats, assignment, live = (SAMPLES / f"memory_jax_{version}.txt").read_text(encoding="utf-8").split("\n=====\n")
+    text, stats, assignment, live = (
+        (SAMPLES / f"memory_jax_{version}.txt").read_text(encoding="utf-8").split("\n=====\n")
+    )
     return hlo.parse(text), SimpleNamespace(**json.loads(stats)), assignment, live
 
 
@@ -109,7 +148,8 @@ def named(buffers: tuple[Buffer, ...], kind: str, pattern: str = "") -> list[Buf
 
 
 def shapes(buffers: list[Buffer]) -> list[str]:
-    """Sorted, with dimensions of size 1 left out and the others in the order of size: XLA lays out as it likes."""
+    """Sorted, with dimensions of size 1 left out and the others in the order of size: XLA lays out
+    as it likes."""
     found = []
     for buffer in buffers:
         (array,) = hlo.arrays(buffer.shape)
@@ -121,23 +161,39 @@ def check(found: Memory) -> None:
     """What holds for the program whatever the version."""
     assert sum(b.bytes for b in found.buffers) == sum(found.by_kind.values()) == found.peak
     assert all(b.kind in KINDS for b in found.buffers)
-    assert [b.bytes for b in found.buffers] == sorted((b.bytes for b in found.buffers), reverse=True)
-    stored = sum(4 * a * b * c // 8 for a, b, c in ((1, VOCAB, WIDTH), (LAYERS, WIDTH, MLP), (LAYERS, MLP, WIDTH)))
+    assert [b.bytes for b in found.buffers] == sorted(
+        (b.bytes for b in found.buffers), reverse=True
+    )
+    stored = sum(
+        4 * a * b * c // 8
+        for a, b, c in ((1, VOCAB, WIDTH), (LAYERS, WIDTH, MLP), (LAYERS, MLP, WIDTH))
+    )
     assert found.by_kind["params"] == stored
     assert found.by_kind["moments"] == 2 * stored
     assert found.by_kind["batch"] == MICROBATCHES * ROWS * LENGTH * 4 // 2
     (up,) = named(found.buffers, "params", "up")
     assert (up.shape, up.axes) == ("f32[4,512,1024]", ("fsdp", "tensor"))
-    # The peak is in the backward of the last layer: the sums over microbatches, and the stacks that the layers' gradients go into.
-    grads = [b for b in named(found.buffers, "gradients") if b.bytes >= 8 * SMALL and b.where.part != "loss"]
+    # The peak is in the backward of the last layer: the sums over microbatches, and the stacks that
+    # the layers' gradients go into.
+    grads = [
+        b
+        for b in named(found.buffers, "gradients")
+        if b.bytes >= 8 * SMALL and b.where.part != "loss"
+    ]
     assert shapes(grads) == ["f32[4,512,1024]"] * 4
     assert {b.where.op for b in grads} == {"add", "dynamic_update_slice"}
     assert {b.where.phase for b in grads} == {"backward"}
     for name in ("up", "down"):
-        (kept,) = (b for b in named(found.buffers, "weights in use", f"'{name}'") if b.where.op == "dynamic_update_slice")
+        (kept,) = (
+            b
+            for b in named(found.buffers, "weights in use", f"'{name}'")
+            if b.where.op == "dynamic_update_slice"
+        )
         assert (kept.bytes, kept.where.part, kept.where.phase) == (8 * SMALL, "layers", "forward")
         assert kept.name.endswith(f" of state['params']['{name}']")
-    assert {b.shape for b in named(found.buffers, "residuals")} == {"bf16[4,4,256,1024]"}, "what the scan over layers stores"
+    assert {b.shape for b in named(found.buffers, "residuals")} == {"bf16[4,4,256,1024]"}, (
+        "what the scan over layers stores"
+    )
     assert "bf16[4,256,1024]" in {b.shape for b in named(found.buffers, "activations")}
     assert all(b.bytes >= SMALL or b.name.startswith("small ") for b in found.buffers)
 
@@ -170,9 +226,15 @@ def test_without_dumps_temporaries_are_one_buffer() -> None:
     assert found.buffers[0].name == "temporaries"
 
 
-def test_values_in_the_same_bytes_are_one_buffer_and_the_peak_is_where_most_bytes_are_in_use() -> None:
-    """Written out by hand: two values share a place, one of them inside a larger; a later time has more, but smaller, values."""
-    text = 'HloModule m\n\nENTRY %main (p: f32[256,1024]) -> f32[] {\n  %p = f32[256,1024]{1,0} parameter(0), metadata={op_name="x"}\n}\n'
+def test_values_in_the_same_bytes_are_one_buffer_and_the_peak_is_where_most_bytes_are_in_use() -> (
+    None
+):
+    """Written out by hand: two values share a place, one of them inside a larger; a later time has
+    more, but smaller, values."""
+    text = (
+        "HloModule m\n\nENTRY %main (p: f32[256,1024]) -> f32[] {\n  %p = f32[256,1024]{1,0} "
+        'parameter(0), metadata={op_name="x"}\n}\n'
+    )
     assignment = "\n".join([
         "allocation 0: size 1048576, parameter 0, shape |f32[256,1024]| at ShapeIndex {}:",
         " value: <1 p @0> (size=1048576,offset=0): f32[256,1024]{1,0}",
@@ -185,9 +247,27 @@ def test_values_in_the_same_bytes_are_one_buffer_and_the_peak_is_where_most_byte
         "allocation 2: size 9437184, color 5, preallocated-temp:",
         " value: <7 host @0> (size=9437184,offset=0): f32[9437184]{0:S(5)}",
     ])  # fmt: skip
-    lives = {"p{}": (0, 9), "a{}": (1, 5), "b{1}": (2, 6), "c{}": (3, 4), "d{}": (4, 5), "e{}": (6, 7), "host{}": (0, 9)}
-    live = "  BufferLiveRange:\n" + "".join(f"    {name}:{a}-{b}\n" for name, (a, b) in lives.items()) + "  Live ranges at 3 (peak):\n"
-    sizes = {"peak_memory": 8 * SMALL, "argument_size": SMALL, "output_size": 0, "alias_size": 0, "temp_size": 7 * SMALL}
+    lives = {
+        "p{}": (0, 9),
+        "a{}": (1, 5),
+        "b{1}": (2, 6),
+        "c{}": (3, 4),
+        "d{}": (4, 5),
+        "e{}": (6, 7),
+        "host{}": (0, 9),
+    }
+    live = (
+        "  BufferLiveRange:\n"
+        + "".join(f"    {name}:{a}-{b}\n" for name, (a, b) in lives.items())
+        + "  Live ranges at 3 (peak):\n"
+    )
+    sizes = {
+        "peak_memory": 8 * SMALL,
+        "argument_size": SMALL,
+        "output_size": 0,
+        "alias_size": 0,
+        "temp_size": 7 * SMALL,
+    }
     stats = SimpleNamespace(**{f"{name}_in_bytes": size for name, size in sizes.items()})
     module = hlo.parse(text)
     found = memory(module, Provenance(module), stats, assignment, live, ())

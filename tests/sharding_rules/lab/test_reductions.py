@@ -1,4 +1,5 @@
-"""Sums of gradients in int8 and in two levels, in the compiled step: types, bytes by mesh axis, and what lint says of them."""
+"""Sums of gradients in int8 and in two levels, in the compiled step: types, bytes by mesh axis, and
+what lint says of them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from sharding_rules.lab.lint import lint
 from sharding_rules.lab.lint_reductions import reduced
 from sharding_rules.lab.report import Report
 from tests.sharding_rules.closed_forms import padded
-from tests.sharding_rules.closed_forms_reductions import all_reduce, by_node, by_node_halves, int8_half
+from tests.sharding_rules.closed_forms_reductions import (
+    all_reduce,
+    by_node,
+    by_node_halves,
+    int8_half,
+)
 from tests.sharding_rules.lab.test_collectives import GPT, NOTICES, Program, compiled
 
 COMPILE_BUDGET = 8
@@ -63,22 +69,37 @@ def test_int8_sends_a_quarter(reports: str) -> None:
     program = Program("ddp+reduce_int8", "full", "gpt", {"data": 8}, 2)
     report, half = report_of(program, reports), int8_half(MATRICES.values(), 8)
     found = sent(report, "data")
-    assert found == {"s8": near(2 * half["s8"]), "f32": near(2 * half["f32"], all_reduce(VECTORS, 8))}, ledger_text(report)
+    assert found == {
+        "s8": near(2 * half["s8"]),
+        "f32": near(2 * half["f32"], all_reduce(VECTORS, 8)),
+    }, ledger_text(report)
     assert 0.25 < sum(found.values()) / all_reduce(sum(SIZES.values()), 8) < 0.26
-    kinds = {one.kind for one in report.select(axis="data") if any("s8[" in shape for shape in one.shapes)}
+    kinds = {
+        one.kind
+        for one in report.select(axis="data")
+        if any("s8[" in shape for shape in one.shapes)
+    }
     assert kinds == {"all-to-all", "all-gather"}
     assert reduced(report, program.config.rules).startswith("s8 (")
     (told,) = [one for one in lint(report, PRESETS["ddp"]) if one.check == "reduction-dtype"][:1]
-    assert told.severity == "error" and "summed in s8 over data; rules.reduction='auto' asks for float32" in told.text
+    assert (
+        told.severity == "error"
+        and "summed in s8 over data; rules.reduction='auto' asks for float32" in told.text
+    )
 
 
 @pytest.mark.slow
 def test_int8_of_flat_vectors(reports: str) -> None:
     """Gradients in int8, the new weights in bf16 as ever."""
-    report, vectors = report_of(Program("distributed+reduce_int8", "full", "gpt", {"data": 8}, 2), reports), flat_vectors(8)
+    report, vectors = (
+        report_of(Program("distributed+reduce_int8", "full", "gpt", {"data": 8}, 2), reports),
+        flat_vectors(8),
+    )
     half = int8_half(vectors, 8)
     found = sent(report, "data")
-    assert found["s8"] == near(half["s8"]) and found["f32"] == near(half["f32"], all_reduce(VECTORS, 8)), ledger_text(report)
+    assert found["s8"] == near(half["s8"]) and found["f32"] == near(
+        half["f32"], all_reduce(VECTORS, 8)
+    ), ledger_text(report)
     assert found["bf16"] == near(7 / 8 * 2 * sum(vectors))
 
 
@@ -89,17 +110,24 @@ NODE = {"data": 2, "extra": ("node=8",)}
 def test_two_levels_send_an_eighth_across_nodes(reports: str) -> None:
     report = report_of(Program("by_node", "full", "gpt", NODE, 1, rows=8), reports)
     inside, across = by_node(MATRICES.values(), 8, 2)
-    assert sent(report, "node") == {"f32": near(inside)} and sent(report, "data") == {"f32": near(across)}, ledger_text(report)
+    assert sent(report, "node") == {"f32": near(inside)} and sent(report, "data") == {
+        "f32": near(across)
+    }, ledger_text(report)
     assert sent(report, "data", "node")["f32"] == near(all_reduce(VECTORS, 16))
     assert across == pytest.approx(all_reduce(sum(MATRICES.values()), 2) / 8, rel=1e-5)
 
 
 @pytest.mark.exhaustive
 def test_two_levels_of_flat_vectors(reports: str) -> None:
-    report, vectors = report_of(Program("distributed+by_node", "full", "gpt", NODE, 1, rows=8), reports), flat_vectors(16)
+    report, vectors = (
+        report_of(Program("distributed+by_node", "full", "gpt", NODE, 1, rows=8), reports),
+        flat_vectors(16),
+    )
     gradients, weights = by_node_halves(vectors, 8, 2, 4), by_node_halves(vectors, 8, 2, 2)
     for axis, of_gradients, of_weights in zip(("node", "data"), gradients, weights, strict=True):
-        assert sent(report, axis) == {"f32": near(of_gradients), "bf16": near(of_weights)}, ledger_text(report)
+        assert sent(report, axis) == {"f32": near(of_gradients), "bf16": near(of_weights)}, (
+            ledger_text(report)
+        )
 
 
 def test_the_bytes_by_hand() -> None:

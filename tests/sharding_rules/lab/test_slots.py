@@ -1,4 +1,5 @@
-"""Conditionals that run in some trips of a loop: a hand-written pipeline of four stages, whose counts can be added up on paper."""
+"""Conditionals that run in some trips of a loop: a hand-written pipeline of four stages, whose
+counts can be added up on paper."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 SCOPE = "jit(step)/while/body"
 X = "f32[8,8]{1,0}"
 ROW = "f32[1024,1024]{1,0}"
-FORWARD_BRANCH, BACKWARD_BRANCH = (f"{SCOPE}/{slot}/cond/branch_1_fun" for slot in ("forward_slot", "backward_slot"))
+FORWARD_BRANCH, BACKWARD_BRANCH = (
+    f"{SCOPE}/{slot}/cond/branch_1_fun" for slot in ("forward_slot", "backward_slot")
+)
 PROGRAM = f"""HloModule step, is_scheduled=true
 
 %often (p.1: f32[8,8]) -> f32[8,8] {{
@@ -116,7 +119,8 @@ backend_config={{"known_trip_count":{{"n":"{TICKS}"}}}}
 t, p = np.arange(TICKS)[:, None], np.arange(P)
 FORWARD, BACKWARD = ((m >= 0) & (m < M) for m in (t - p, t - 2 * (P - 1) + p))
 SLOTS = (
-    Slot.of("forward_slot", FORWARD & (p < P - 1)),  # the last stage's is dropped: its backward runs the stage again
+    # the last stage's is dropped: its backward runs the stage again
+    Slot.of("forward_slot", FORWARD & (p < P - 1)),
     Slot.of("backward_slot", BACKWARD),
     Slot.of("backward_slot/loss", BACKWARD & (p == P - 1)),
 )
@@ -130,7 +134,11 @@ def loops(*slots: Slot) -> dict[str, tuple[int, ...]]:
 
 def test_what_runs_in_a_slot_counts_as_often_as_that() -> None:
     always = {"sent.1": (TICKS,), "sent.2": (TICKS,)}
-    assert loops() == always | {"summed": (TICKS, LAYERS), "exchanged": (TICKS, LAYERS), "skipped": (TICKS,)}, "an upper bound"
+    assert loops() == always | {
+        "summed": (TICKS, LAYERS),
+        "exchanged": (TICKS, LAYERS),
+        "skipped": (TICKS,),
+    }, "an upper bound"
     counted = {"summed": (M, LAYERS), "exchanged": (M, LAYERS), "skipped": (TICKS - M,)}
     assert loops(*SLOTS) == always | counted, "the conditional in the layers is none of the slots"
     assert "skipped" not in loops(Slot("backward_slot", ("1" * TICKS,)))
@@ -140,34 +148,55 @@ def test_flops_of_each_stage_and_of_the_mean_device() -> None:
     stages = [M * (LAYERS + 2) * ONE] * (P - 1) + [M * (2 + 1) * ONE]
     assert flops_by_stage(MODULE) == tuple(stages)
     phases = {"forward": M * (3 * LAYERS + 1) * ONE // P, "recompute": M * ONE, "backward": M * ONE}
-    assert flops_by_phase(MODULE, Provenance(MODULE, VOCABULARY)) == phases and sum(phases.values()) == sum(stages) // P
+    assert (
+        flops_by_phase(MODULE, Provenance(MODULE, VOCABULARY)) == phases
+        and sum(phases.values()) == sum(stages) // P
+    )
     cheap = f"%p.7 = {X} parameter(0)\n  ROOT %cheap = {X} dot(%p.7, %p.7), {DOT}"
     both = PROGRAM.replace(f"ROOT %p.7 = {X} parameter(0)", cheap)
-    assert "%cheap" in both and flops_by_stage(hlo.parse(both)) == (TICKS * (LAYERS + 3) * ONE,), "of unknown branches one"
+    assert "%cheap" in both and flops_by_stage(hlo.parse(both)) == (TICKS * (LAYERS + 3) * ONE,), (
+        "of unknown branches one"
+    )
 
 
 def test_the_ring_is_along_the_pipeline_and_the_rest_within_a_stage() -> None:
     sent = {one.name: one for one in collectives(MODULE, Provenance(MODULE, VOCABULARY), MESH)}
     for name, phase in (("sent.1", "backward"), ("sent.2", "forward")):
         one = sent.pop(name)
-        assert (one.axes, one.nodes, one.partial, one.conditional, one.wire) == (("pipeline",), 2, False, False, 256)
+        assert (one.axes, one.nodes, one.partial, one.conditional, one.wire) == (
+            ("pipeline",),
+            2,
+            False,
+            False,
+            256,
+        )
         assert one.where.phase == phase and one.where.part == ""
     assert sent["summed"].where == Location("layers/mlp", "forward", "", "dot_general")
-    assert {(one.axes, one.partial, one.conditional) for one in sent.values()} == {(("tensor",), False, True)}
-    behind = {one.name: one.flops_hidden_behind for one in collectives(MODULE, Provenance(MODULE, VOCABULARY), MESH)}
+    assert {(one.axes, one.partial, one.conditional) for one in sent.values()} == {
+        (("tensor",), False, True)
+    }
+    behind = {
+        one.name: one.flops_hidden_behind
+        for one in collectives(MODULE, Provenance(MODULE, VOCABULARY), MESH)
+    }
     assert behind["sent.1"] == LAYERS * ONE and behind["sent.2"] == 0
 
 
 @pytest.mark.parametrize(
     ("scope", "name"),
     [
-        ("forward_slot", "y"), ("backward_slot", "new"), ("loss", "ends"), ("backward_slot/loss", "ends"), ("forward_slot/loss", None),
+        ("forward_slot", "y"), ("backward_slot", "new"), ("loss", "ends"),
+        ("backward_slot/loss", "ends"), ("forward_slot/loss", None),
         ("layers", None),
     ],
 )  # fmt: skip
 def test_a_slot_is_of_the_conditional_directly_in_its_scope(scope: str, name: str | None) -> None:
     module = hlo.parse(PROGRAM, (Slot(scope, ("1" * TICKS,)),))
-    found = [one.name for one in module.by_name.values() if one.opcode == "conditional" and module.slot(one)]
+    found = [
+        one.name
+        for one in module.by_name.values()
+        if one.opcode == "conditional" and module.slot(one)
+    ]
     assert found == [name] * (name is not None)
 
 
@@ -181,13 +210,23 @@ def test_phases_of_the_slots() -> None:
     inside = BACKWARD_BRANCH
     paths = {
         f"{FORWARD_BRANCH}/jvp(layers)/mlp/dot": Location("layers/mlp", "forward", "", "dot"),
-        f"{FORWARD_BRANCH}/embed/cond/branch_1_fun/embed/dot": Location("embed", "forward", "", "dot"),
-        f"{inside}/embed/cond/branch_1_fun/embed/gather": Location("embed", "recompute", "", "gather"),
+        f"{FORWARD_BRANCH}/embed/cond/branch_1_fun/embed/dot": Location(
+            "embed", "forward", "", "dot"
+        ),
+        f"{inside}/embed/cond/branch_1_fun/embed/gather": Location(
+            "embed", "recompute", "", "gather"
+        ),
         f"{inside}/jvp(layers)/while/body/mlp/dot": Location("layers/mlp", "recompute", "", "dot"),
-        f"{inside}/transpose(jvp(layers))/checkpoint/rematted_computation/mlp/dot": Location("layers/mlp", "recompute", "", "dot"),
-        f"{inside}/transpose(jvp(layers))/while/body/mlp/dot": Location("layers/mlp", "backward", "", "dot"),
+        f"{inside}/transpose(jvp(layers))/checkpoint/rematted_computation/mlp/dot": Location(
+            "layers/mlp", "recompute", "", "dot"
+        ),
+        f"{inside}/transpose(jvp(layers))/while/body/mlp/dot": Location(
+            "layers/mlp", "backward", "", "dot"
+        ),
         f"{inside}/loss/cond/branch_1_fun/jvp(loss)/dot": Location("loss", "forward", "", "dot"),
-        f"{inside}/loss/cond/branch_1_fun/transpose(jvp(loss))/dot": Location("loss", "backward", "", "dot"),
+        f"{inside}/loss/cond/branch_1_fun/transpose(jvp(loss))/dot": Location(
+            "loss", "backward", "", "dot"
+        ),
         f"{inside}/add": Location("", "backward", "", "add"),
     }
     assert {path: read(path, VOCABULARY) for path in paths} == paths
@@ -195,10 +234,17 @@ def test_phases_of_the_slots() -> None:
 
 def test_whole_arrays_that_are_copied_in_the_loop() -> None:
     (one,) = copies(MODULE, Provenance(MODULE, VOCABULARY))
-    assert (one.name, one.shape, one.bytes, one.times) == ("copied", "f32[1024,1024]", 1 << 22, TICKS)
+    assert (one.name, one.shape, one.bytes, one.times) == (
+        "copied",
+        "f32[1024,1024]",
+        1 << 22,
+        TICKS,
+    )
     handed_on = PROGRAM.replace("tuple(%i, %new, %w, %copied)", "tuple(%i, %new, %w, %held)")
     module = hlo.parse(handed_on, SLOTS)
-    assert copies(module, Provenance(module)) == (), "of what never changes a copy is a layout, not a loss"
+    assert copies(module, Provenance(module)) == (), (
+        "of what never changes a copy is a layout, not a loss"
+    )
 
 
 def test_a_value_is_followed_into_the_branch_that_runs() -> None:
@@ -223,5 +269,7 @@ def test_slots_are_of_the_same_stages() -> None:
 
 @pytest.mark.parametrize("stages", [(), ("101", "10"), ("1x",)])
 def test_what_is_no_slot(stages: tuple[str, ...]) -> None:
-    with pytest.raises(LabError, match="slot 'f' needs for each stage a text of equal length, of 0 and 1, not"):
+    with pytest.raises(
+        LabError, match="slot 'f' needs for each stage a text of equal length, of 0 and 1, not"
+    ):
         Slot("f", stages)

@@ -1,11 +1,17 @@
-"""Queries about a loop over layers, on a hand-written program that keeps every rule and on copies of it that each break one."""
+"""Queries about a loop over layers, on a hand-written program that keeps every rule and on copies
+of it that each break one."""
 
 from __future__ import annotations
 
 import pytest
 
 from sharding_rules.lab import hlo
-from sharding_rules.lab.structure import adds_to_gradients, casts_of_weights, slices_of_layers, transposes_around
+from sharding_rules.lab.structure import (
+    adds_to_gradients,
+    casts_of_weights,
+    slices_of_layers,
+    transposes_around,
+)
 
 WEIGHTS = {"up": (64, 16), "qkv": (16, 3, 4, 8)}
 UP, SUMS = "bf16[6,64,16]{2,1,0}", "f32[6,64,16]{2,1,0}"
@@ -100,21 +106,36 @@ GOOD = planted()
 TWO_ROWS = (
     ("-> bf16[1,64,16] {", "-> bf16[2,64,16] {"),
     (
-        "ROOT %row = bf16[1,64,16]{2,1,0} dynamic-slice(%a.1, %i.1, %zero.1, %zero.1), dynamic_slice_sizes={1,64,16}",
-        "ROOT %row = bf16[2,64,16]{2,1,0} dynamic-slice(%a.1, %i.1, %zero.1, %zero.1), dynamic_slice_sizes={2,64,16}",
+        (
+            "ROOT %row = bf16[1,64,16]{2,1,0} dynamic-slice(%a.1, %i.1, %zero.1, %zero.1), "
+            "dynamic_slice_sizes={1,64,16}"
+        ),
+        (
+            "ROOT %row = bf16[2,64,16]{2,1,0} dynamic-slice(%a.1, %i.1, %zero.1, %zero.1), "
+            "dynamic_slice_sizes={2,64,16}"
+        ),
     ),
 )
-F32_WEIGHTS = tuple((before, before.replace("bf16[6", "f32[6")) for before in ("%weights = bf16[6", "%w = bf16[6", "%a.1 = bf16[6"))
+F32_WEIGHTS = tuple(
+    (before, before.replace("bf16[6", "f32[6"))
+    for before in ("%weights = bf16[6", "%w = bf16[6", "%a.1 = bf16[6")
+)
 CAST_ROW = (
-    "ROOT %row = bf16[1,64,16]{2,1,0} dynamic-slice(%a.1, %i.1, %zero.1, %zero.1), dynamic_slice_sizes={1,64,16}",
-    "%row = f32[1,64,16]{2,1,0} dynamic-slice(%a.1, %i.1, %zero.1, %zero.1), dynamic_slice_sizes={1,64,16}\n"
+    (
+        "ROOT %row = bf16[1,64,16]{2,1,0} dynamic-slice(%a.1, %i.1, %zero.1, %zero.1), "
+        "dynamic_slice_sizes={1,64,16}"
+    ),
+    "%row = f32[1,64,16]{2,1,0} dynamic-slice(%a.1, %i.1, %zero.1, %zero.1), "
+    "dynamic_slice_sizes={1,64,16}\n"
     "  ROOT %cast = bf16[1,64,16]{2,1,0} convert(%row)",
 )
 
 
 def test_a_program_that_keeps_every_rule() -> None:
     assert slices_of_layers(GOOD, WEIGHTS) == []
-    assert casts_of_weights(GOOD, WEIGHTS) == [], "the gradient's cast in %add_up is none of a weight"
+    assert casts_of_weights(GOOD, WEIGHTS) == [], (
+        "the gradient's cast in %add_up is none of a weight"
+    )
     assert transposes_around(GOOD) == []
     assert adds_to_gradients(GOOD, WEIGHTS) == []
 
@@ -135,16 +156,30 @@ def test_a_cast_of_a_weight() -> None:
 
 
 def test_a_cast_outside_of_the_loop_is_none() -> None:
-    module = planted(("  %zero = s32[] constant(0)\n  %start", f"  %once = {UP} convert(%weights)\n  %zero = s32[] constant(0)\n  %start"))
+    module = planted(
+        (
+            "  %zero = s32[] constant(0)\n  %start",
+            f"  %once = {UP} convert(%weights)\n  %zero = s32[] constant(0)\n  %start",
+        )
+    )
     assert casts_of_weights(module, WEIGHTS) == []
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (("ROOT %scaled = bf16[8,16]{1,0} negate(%x.4)", "ROOT %t = bf16[8,16]{1,0} transpose(%x.4), dimensions={1,0}"), "entered"),
         (
-            ("  %y = bf16[16,64]{1,0} dot(%whole, %view)", "  %c = bf16[16,16]{0,1} copy(%whole)\n  %y = bf16[16,64]{1,0} dot(%c, %view)"),
+            (
+                "ROOT %scaled = bf16[8,16]{1,0} negate(%x.4)",
+                "ROOT %t = bf16[8,16]{1,0} transpose(%x.4), dimensions={1,0}",
+            ),
+            "entered",
+        ),
+        (
+            (
+                "  %y = bf16[16,64]{1,0} dot(%whole, %view)",
+                "  %c = bf16[16,16]{0,1} copy(%whole)\n  %y = bf16[16,64]{1,0} dot(%c, %view)",
+            ),
             "c transposes bf16[16,16] after gather",
         ),
     ],
@@ -152,7 +187,10 @@ def test_a_cast_outside_of_the_loop_is_none() -> None:
 def test_a_transpose_beside_a_gather(change: tuple[str, str], expected: str) -> None:
     (found,) = transposes_around(planted(change))
     assert found.startswith(expected)
-    assert transposes_around(planted(change), ["gather"]) == [found] and transposes_around(planted(change), ["another"]) == []
+    assert (
+        transposes_around(planted(change), ["gather"]) == [found]
+        and transposes_around(planted(change), ["another"]) == []
+    )
 
 
 def test_a_copy_in_the_same_order_is_no_transpose() -> None:
@@ -162,15 +200,23 @@ def test_a_copy_in_the_same_order_is_no_transpose() -> None:
 
 def test_a_gradient_that_is_added_twice_or_not_at_all() -> None:
     twice = ("tuple(%i, %w, %sums_up,", "tuple(%i, %w, %again,")
-    again = ("  %sums_qkv = ", f"  %again = {SUMS} fusion(%sums_up, %i, %dw), kind=kLoop, calls=%add_up\n  %sums_qkv = ")
-    assert adds_to_gradients(planted(twice, again), WEIGHTS) == ["2 additions in place to up in layer, not 1"]
+    again = (
+        "  %sums_qkv = ",
+        f"  %again = {SUMS} fusion(%sums_up, %i, %dw), kind=kLoop, calls=%add_up\n  %sums_qkv = ",
+    )
+    assert adds_to_gradients(planted(twice, again), WEIGHTS) == [
+        "2 additions in place to up in layer, not 1"
+    ]
     missing = planted(("fusion(%qkv, %i, %dqkv), kind=kLoop, calls=%add_qkv", "negate(%qkv)"))
     assert adds_to_gradients(missing, WEIGHTS) == ["0 additions in place to qkv in layer, not 1"]
 
 
 def test_a_gradient_that_is_added_as_a_whole() -> None:
     """Zeros with one row, added to all rows."""
-    whole = ("ROOT %added.2 = ", f"%n.2 = {SUMS} negate(%sums.2)\n  %all.2 = {SUMS} add(%n.2, %sums.2)\n  ROOT %added.2 = ")
+    whole = (
+        "ROOT %added.2 = ",
+        f"%n.2 = {SUMS} negate(%sums.2)\n  %all.2 = {SUMS} add(%n.2, %sums.2)\n  ROOT %added.2 = ",
+    )
     found = adds_to_gradients(planted(whole), WEIGHTS)
     assert len(found) == 1 and found[0].startswith("all.2 adds 6 layers of up at once")
 
@@ -187,4 +233,7 @@ def test_a_row_that_another_kernel_has_added() -> None:
 def test_a_program_without_additions() -> None:
     module = planted(("%more.2 = f32[1,64,16]{2,1,0} add(", "%more.2 = f32[1,64,16]{2,1,0} multiply("),
                      ("%more.3 = f32[1,16,96]{2,1,0} add(", "%more.3 = f32[1,16,96]{2,1,0} multiply("))  # fmt: skip
-    assert adds_to_gradients(module, WEIGHTS)[-1] == "no loop adds in place to the gradients of up, qkv"
+    assert (
+        adds_to_gradients(module, WEIGHTS)[-1]
+        == "no loop adds in place to the gradients of up, qkv"
+    )

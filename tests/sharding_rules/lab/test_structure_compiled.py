@@ -1,4 +1,5 @@
-"""The queries of a program's structure on what XLA makes of a loop over layers for eight H100s, once as it should be and with mistakes."""
+"""The queries of a program's structure on what XLA makes of a loop over layers for eight H100s,
+once as it should be and with mistakes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from jax.sharding import PartitionSpec as Spec
 
 from sharding_rules.lab import compile_module, h100
 from sharding_rules.lab.hlo import Module
-from sharding_rules.lab.structure import adds_to_gradients, casts_of_weights, slices_of_layers, transposes_around
+from sharding_rules.lab.structure import (
+    adds_to_gradients,
+    casts_of_weights,
+    slices_of_layers,
+    transposes_around,
+)
 
 COMPILE_BUDGET = 3
 pytestmark = pytest.mark.deviceless
@@ -23,10 +29,14 @@ WEIGHTS = {"w": (D, D // 8)}
 """On one of eight devices."""
 
 
-def compiled(*, dtype: Any = jnp.bfloat16, rows: int = 1, whole: bool = False, batch_first: bool = False) -> Module:
-    """A loop that multiplies with each layer's weight, and adds to its gradient. The residual's sequence is sharded.
+def compiled(
+    *, dtype: Any = jnp.bfloat16, rows: int = 1, whole: bool = False, batch_first: bool = False
+) -> Module:
+    """A loop that multiplies with each layer's weight, and adds to its gradient. The residual's
+    sequence is sharded.
 
-    dtype: of the stored weights. rows: layers that are sliced at once. whole: gradients of all layers are added at once.
+    dtype: of the stored weights. rows: layers that are sliced at once. whole: gradients of all
+    layers are added at once.
     """
     mesh = h100(tensor=8)
     spec = Spec(None, "tensor") if batch_first else Spec("tensor")
@@ -56,7 +66,11 @@ def compiled(*, dtype: Any = jnp.bfloat16, rows: int = 1, whole: bool = False, b
 
     stacked = Spec(None, None, "tensor")
     tokens = (B, S, D) if batch_first else (S, B, D)
-    arguments = array((LAYERS, D, D), dtype, stacked), array((LAYERS, D, D), jnp.float32, stacked), array(tokens, jnp.bfloat16, spec)
+    arguments = (
+        array((LAYERS, D, D), dtype, stacked),
+        array((LAYERS, D, D), jnp.float32, stacked),
+        array(tokens, jnp.bfloat16, spec),
+    )
     return compile_module(jax.jit(step, donate_argnums=1), *arguments, mesh=mesh)
 
 

@@ -1,4 +1,5 @@
-"""Devices that are not here, in processes that say nothing to JAX, as a user's: tests/conftest.py chooses a platform, which hides much."""
+"""Devices that are not here, in processes that say nothing to JAX, as a user's: tests/conftest.py
+chooses a platform, which hides much."""
 
 import subprocess
 import sys
@@ -23,10 +24,14 @@ print(targets.devices("h100", 8)[0].device_kind, jax.devices()[0].platform, jax.
 """
 
 
-def asked(before: str = "", after: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def asked(
+    before: str = "", after: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """before, after: code that runs before and after the lab is imported."""
     command = [sys.executable, "-c", ASK.format(before=before, after=after)]
-    return subprocess.run(command, env=bare(**environment), capture_output=True, text=True, timeout=PATIENCE)
+    return subprocess.run(
+        command, env=bare(**environment), capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
 @pytest.fixture
@@ -37,7 +42,8 @@ def no_gpu() -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_the_platform_stays_the_users() -> None:
-    """Neither chosen for the process, nor anything said: JAX finds its CPU, as it would without the lab."""
+    """Neither chosen for the process, nor anything said: JAX finds its CPU, as it would without the
+    lab."""
     done = asked()
     assert (done.stdout, done.stderr) == ("NVIDIA H100 80GB HBM3 cpu None\n", "")
 
@@ -51,7 +57,8 @@ def test_jax_may_be_used_between() -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_jax_may_have_been_used_before() -> None:
-    """The plugin then has failed its check for cuDNN, of which JAX has complained, and will not be asked again by JAX."""
+    """The plugin then has failed its check for cuDNN, of which JAX has complained, and will not be
+    asked again by JAX."""
     done = asked("jax.numpy.arange(3).block_until_ready()")
     assert done.stdout == "NVIDIA H100 80GB HBM3 cpu None\n", done.stderr
 
@@ -62,8 +69,10 @@ def test_beside_a_gpu_it_says_what_to_set(tmp_path: Path) -> None:
     seen = f"targets._DEVICES = __import__('pathlib').Path({str(tmp_path)!r})"
     *_, said = asked(after=seen, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="").stderr.splitlines()
     assert said == (
-        "sharding_rules.lab.report.LabError: JAX's plugin for CUDA does not start: Unable to load cuDNN. Is it installed?; on a machine "
-        "with an NVIDIA GPU it needs CUDA's libraries even where it only compiles. Set JAX_PLATFORMS=cpu in the environment to leave the "
+        "sharding_rules.lab.report.LabError: JAX's plugin for CUDA does not start: Unable to load "
+        "cuDNN. Is it installed?; on a machine "
+        "with an NVIDIA GPU it needs CUDA's libraries even where it only compiles. Set "
+        "JAX_PLATFORMS=cpu in the environment to leave the "
         "GPU alone, or run: pip install 'jax[cuda13]'"
     )
     assert asked(after=seen, JAX_PLATFORMS="cpu").stdout == "NVIDIA H100 80GB HBM3 cpu cpu\n"

@@ -1,4 +1,5 @@
-"""A table's slots in a program with several loops over its ticks: each loop takes its own part of them."""
+"""A table's slots in a program with several loops over its ticks: each loop takes its own part of
+them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ EMBED, LOSS = Slot("embed", ("1101000", "0000000")), Slot("loss", ("0000000", "0
 
 
 def branches(name: str) -> str:
-    run = f"%run.{name} = {X} dot(%r.{name}, %r.{name}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+    run = (
+        f"%run.{name} = {X} dot(%r.{name}, %r.{name}), lhs_contracting_dims={{1}}, "
+        "rhs_contracting_dims={0}"
+    )
     return f"""
 %idle_{name} (p.{name}: f32[8,8]) -> f32[8,8] {{
   ROOT %p.{name} = {X} parameter(0)
@@ -38,7 +42,8 @@ def branches(name: str) -> str:
 
 def choice(name: str, scope: str, operand: str) -> str:
     return (
-        f"%{name} = {X} conditional(%n, %{operand}, %{operand}), branch_computations={{%idle_{name}, %work_{name}}}, "
+        f"%{name} = {X} conditional(%n, %{operand}, %{operand}), "
+        f"branch_computations={{%idle_{name}, %work_{name}}}, "
         f'metadata={{op_name="jit(step)/while/body/{scope}/cond"}}'
     )
 
@@ -49,7 +54,14 @@ def body(name: str, *scopes: str, hop: bool = True) -> str:
     for scope in scopes:
         lines.append(choice(f"{scope}_{name}", scope, last).replace("%n,", f"%i.{name},"))
         last = f"{scope}_{name}"
-    hops = f"  %hop.{name} = {X} collective-permute(%{last}), source_target_pairs={{{{0,4}},{{4,0}}}}\n" if hop else ""
+    hops = (
+        (
+            f"  %hop.{name} = {X} collective-permute(%{last}), "
+            "source_target_pairs={{0,4},{4,0}}\n"
+        )
+        if hop
+        else ""
+    )
     inside = "".join(branches(f"{scope}_{name}") for scope in scopes)
     return f"""{inside}
 %{name} (c.{name}: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {{
@@ -98,7 +110,9 @@ THREE = body("fill", "embed") + body("both", "embed", "loss") + body("drain", "l
 
 def test_each_of_three_loops_takes_its_own_ticks() -> None:
     parsed = module(scan("fill", 2), scan("both", 4), scan("drain", 1), blocks=THREE)
-    assert runs(parsed) == {"embed_fill": 2, "embed_both": 1, "loss_both": 3}, "the last tick has no loss"
+    assert runs(parsed) == {"embed_fill": 2, "embed_both": 1, "loss_both": 3}, (
+        "the last tick has no loss"
+    )
     assert flops_by_stage(parsed) == (3 * ONE, 3 * ONE) and list(lab._useless_slots(parsed)) == []
     alone = module(scan("all", 7), blocks=body("all", "embed", "loss"))
     assert flops_by_stage(alone) == flops_by_stage(parsed) and list(lab._useless_slots(alone)) == []
@@ -111,20 +125,35 @@ def test_the_timeline_is_the_same_in_one_loop_and_in_three() -> None:
     for each in (one, three):
         provenance = Provenance(each)
         times.append(replay(each, provenance, collectives(each, provenance, MESH), TARGETS["h100"]))
-    assert times[0].step == pytest.approx(times[1].step) and times[0].network == pytest.approx(times[1].network)
+    assert times[0].step == pytest.approx(times[1].step) and times[0].network == pytest.approx(
+        times[1].network
+    )
 
 
 def test_a_loop_without_conditionals_has_its_ticks_too() -> None:
-    """Slots that are masked, and neither loss nor embedding: only the sum of the trips shows that the loop is one of the table's."""
-    blocks = body("fill") + body("other", hop=False) + body("both", "embed", "loss") + body("drain", "loss")
-    parsed = module(scan("other", 2), scan("fill", 2), scan("both", 4), scan("drain", 1), blocks=blocks)
+    """Slots that are masked, and neither loss nor embedding: only the sum of the trips shows that
+    the loop is one of the table's."""
+    blocks = (
+        body("fill")
+        + body("other", hop=False)
+        + body("both", "embed", "loss")
+        + body("drain", "loss")
+    )
+    parsed = module(
+        scan("other", 2), scan("fill", 2), scan("both", 4), scan("drain", 1), blocks=blocks
+    )
     assert runs(parsed) == {"embed_both": 1, "loss_both": 3}
     assert parsed.windows["loss_both"].begin == 2 and parsed.windows["loss_drain"].end == 7
 
 
 def test_what_is_left_of_a_loop_of_one_trip() -> None:
     """XLA removes the loop, and leaves the conditional where it was."""
-    blocks = branches("embed_0") + branches("embed_1") + body("both", "embed", "loss") + body("drain", "loss")
+    blocks = (
+        branches("embed_0")
+        + branches("embed_1")
+        + body("both", "embed", "loss")
+        + body("drain", "loss")
+    )
     first, second = choice("embed_0", "embed", "a"), choice("embed_1", "embed", "embed_0")
     parsed = module(first, second, scan("both", 4), scan("drain", 1), blocks=blocks)
     assert runs(parsed) == {"embed_0": 1, "embed_1": 1, "embed_both": 1, "loss_both": 3}
@@ -133,11 +162,17 @@ def test_what_is_left_of_a_loop_of_one_trip() -> None:
     assert "embed_1" not in runs(parsed), "no stage runs it"
     provenance = Provenance(parsed)
     line = replay(parsed, provenance, collectives(parsed, provenance, MESH), TARGETS["h100"])
-    assert {"run.embed_0"} == {span.name for span in line.spans if span.name.startswith("run.embed")} - {"run.embed_both"}
+    assert {"run.embed_0"} == {
+        span.name for span in line.spans if span.name.startswith("run.embed")
+    } - {"run.embed_both"}
 
 
 def test_loops_that_each_run_the_whole_table() -> None:
-    parsed = module(scan("first", 7), scan("second", 7), blocks=body("first", "embed", "loss") + body("second", "embed", "loss"))
+    parsed = module(
+        scan("first", 7),
+        scan("second", 7),
+        blocks=body("first", "embed", "loss") + body("second", "embed", "loss"),
+    )
     assert set(runs(parsed).values()) == {3} and list(lab._useless_slots(parsed)) == []
 
 

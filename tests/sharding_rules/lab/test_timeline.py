@@ -11,7 +11,17 @@ from jax.sharding import Mesh
 
 from sharding_rules.lab import hlo
 from sharding_rules.lab.ledger import collectives
-from sharding_rules.lab.prices import ATTENTION, ATTENTION_BACKWARD, KERNEL, MATMUL, MEMORY, NETWORK, NVLINK, collective_us, model_us
+from sharding_rules.lab.prices import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    KERNEL,
+    MATMUL,
+    MEMORY,
+    NETWORK,
+    NVLINK,
+    collective_us,
+    model_us,
+)
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.report import Collective, Location, Slot, Timeline
 from sharding_rules.lab.targets import TARGETS
@@ -21,7 +31,20 @@ from tests.sharding_rules.lab.test_groups import mesh_of
 H100 = TARGETS["h100"]
 ALL = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true"
 GATHER = Collective(
-    "g", "all-gather", ("tensor",), 8, 1, ("bf16[8388608]",), "bf16", 1 << 24, 7 / 8 * (1 << 24), (), False, Location(), True, 0
+    "g",
+    "all-gather",
+    ("tensor",),
+    8,
+    1,
+    ("bf16[8388608]",),
+    "bf16",
+    1 << 24,
+    7 / 8 * (1 << 24),
+    (),
+    False,
+    Location(),
+    True,
+    0,
 )
 GATHER_US = collective_us(GATHER, H100)
 START = f"%ag = (bf16[1048576]{{0}}, bf16[8388608]{{0}}) all-gather-start(%p), {ALL}"
@@ -32,13 +55,23 @@ ONE_NODE = Mesh(np.array(jax.devices()), ("tensor",))
 def kernel(name: str, us: float, operand: str = "p") -> str:
     """A fusion that takes `us` here: XLA's estimate has all of the memory's bandwidth."""
     estimate = f'{{"exec_time_us":{us * MEMORY},"compute_time_us":0,"name":"sol"}}'
-    return f'%{name} = bf16[1048576]{{0}} fusion(%{operand}), kind=kLoop, calls=%f, backend_config={{"reification_cost":[{estimate}]}}'
+    return (
+        f"%{name} = bf16[1048576]{{0}} fusion(%{operand}), kind=kLoop, calls=%f, "
+        f'backend_config={{"reification_cost":[{estimate}]}}'
+    )
 
 
 def replayed(
-    *entry: str, slots: tuple[Slot, ...] = (), mesh: Mesh = ONE_NODE, parallel: bool = False, **computations: tuple[str, ...]
+    *entry: str,
+    slots: tuple[Slot, ...] = (),
+    mesh: Mesh = ONE_NODE,
+    parallel: bool = False,
+    **computations: tuple[str, ...],
 ) -> Timeline:
-    blocks = {"f": ("%q = bf16[1048576]{0} parameter(0)", "ROOT %n = bf16[1048576]{0} negate(%q)"), **computations}
+    blocks = {
+        "f": ("%q = bf16[1048576]{0} parameter(0)", "ROOT %n = bf16[1048576]{0} negate(%q)"),
+        **computations,
+    }
     text = "HloModule test, is_scheduled=true\n\n"
     for name, lines in (*blocks.items(), ("main", ("%p = bf16[1048576]{0} parameter(0)", *entry))):
         head = "ENTRY " * (name == "main")
@@ -46,13 +79,17 @@ def replayed(
         text += f"{head}%{name} (a: bf16[1048576]) -> bf16[1048576] {{\n{body}}}\n\n"
     module = hlo.parse(text, slots)
     provenance = Provenance(module)
-    return replay(module, provenance, collectives(module, provenance, mesh), H100, parallel=parallel)
+    return replay(
+        module, provenance, collectives(module, provenance, mesh), H100, parallel=parallel
+    )
 
 
 def test_the_network_runs_beside_compute_and_done_waits_for_the_rest() -> None:
     assert pytest.approx(1e6 * 7 / 8 * 2**24 / (NVLINK * 450e9) + 18.5) == GATHER_US
     hidden = replayed(START, kernel("k", 1000), DONE)
-    assert (hidden.step, hidden.compute, hidden.network, hidden.exposed) == pytest.approx((1000, 1000, GATHER_US, 0))
+    assert (hidden.step, hidden.compute, hidden.network, hidden.exposed) == pytest.approx(
+        (1000, 1000, GATHER_US, 0)
+    )
     waits = replayed(START, kernel("k", 20), DONE, kernel("l", 30))
     assert (waits.step, waits.exposed) == pytest.approx((GATHER_US + 30, GATHER_US - 20))
     assert [(span.name, span.stream, round(span.start, 3)) for span in waits.spans] == [
@@ -63,21 +100,31 @@ def test_the_network_runs_beside_compute_and_done_waits_for_the_rest() -> None:
 
 
 def test_the_network_is_one_queue() -> None:
-    second, done = START.replace("%ag", "%ag2"), DONE.replace("%ag)", "%ag2)").replace("%done", "%done2")
+    second, done = (
+        START.replace("%ag", "%ag2"),
+        DONE.replace("%ag)", "%ag2)").replace("%done", "%done2"),
+    )
     both = replayed(START, second, kernel("k", 10), DONE, done)
     assert (both.step, both.exposed) == pytest.approx((2 * GATHER_US, 2 * GATHER_US - 10))
 
 
 def test_waits_are_of_what_the_network_is_busy_with() -> None:
     """The second is waited for first: of its wait the first one's time is the first one's."""
-    second, done = START.replace("%ag", "%ag2"), DONE.replace("%ag)", "%ag2)").replace("%done", "%done2")
+    second, done = (
+        START.replace("%ag", "%ag2"),
+        DONE.replace("%ag)", "%ag2)").replace("%done", "%done2"),
+    )
     both = replayed(START, second, kernel("k", 10), done, DONE)
-    assert both.waits == pytest.approx({"ag": GATHER_US - 10, "ag2": GATHER_US}) and sum(both.waits.values()) == pytest.approx(both.exposed)
+    assert both.waits == pytest.approx({"ag": GATHER_US - 10, "ag2": GATHER_US}) and sum(
+        both.waits.values()
+    ) == pytest.approx(both.exposed)
     inner = ("%p = bf16[1048576]{0} parameter(0)", START, kernel("k", 20), DONE)
     looped = replayed(loop("w", "inner", 7), inner=inner)
     assert looped.waits == pytest.approx({"ag": 7 * (GATHER_US - 20)})
     twice = [dataclasses.replace(GATHER, name="ag", loops=(n,)) for n in (3, 4)]
-    assert [one.exposed for one in priced(twice, looped, H100)] == pytest.approx([3 * (GATHER_US - 20), 4 * (GATHER_US - 20)])
+    assert [one.exposed for one in priced(twice, looped, H100)] == pytest.approx(
+        [3 * (GATHER_US - 20), 4 * (GATHER_US - 20)]
+    )
     assert [one.duration for one in priced(twice, looped, H100)] == pytest.approx([GATHER_US] * 2)
 
 
@@ -88,8 +135,16 @@ def test_a_group_takes_as_long_as_its_collectives_together() -> None:
         f"%two = bf16[8388608]{{0}} all-gather(%p), {ALL}",
         "ROOT %t = (bf16[8388608]{0}, bf16[8388608]{0}) tuple(%one, %two)",
     )
-    start = "%s = ((bf16[1048576]{0}), (bf16[8388608]{0}, bf16[8388608]{0})) async-start(%p), calls=%wrapped"
-    both = replayed(start, kernel("k", 10), "%d = (bf16[8388608]{0}, bf16[8388608]{0}) async-done(%s)", wrapped=wrapped)
+    start = (
+        "%s = ((bf16[1048576]{0}), (bf16[8388608]{0}, bf16[8388608]{0})) async-start(%p), "
+        "calls=%wrapped"
+    )
+    both = replayed(
+        start,
+        kernel("k", 10),
+        "%d = (bf16[8388608]{0}, bf16[8388608]{0}) async-done(%s)",
+        wrapped=wrapped,
+    )
     assert (both.step, both.exposed) == pytest.approx((2 * GATHER_US, 2 * GATHER_US - 10))
     assert both.waits == pytest.approx({"one": GATHER_US - 10, "two": GATHER_US})
 
@@ -97,14 +152,20 @@ def test_a_group_takes_as_long_as_its_collectives_together() -> None:
 def test_the_condition_of_a_loop_counts_where_it_sends() -> None:
     test = ("%p = bf16[1048576]{0} parameter(0)", START, DONE)
     body = ("%p = bf16[1048576]{0} parameter(0)", kernel("k", 20))
-    found = replayed(loop("w", "body", 5).replace("condition=%f", "condition=%test"), test=test, body=body)
-    assert found.step == pytest.approx(5 * 20 + 6 * GATHER_US) and found.waits == pytest.approx({"ag": 6 * GATHER_US})
+    found = replayed(
+        loop("w", "body", 5).replace("condition=%f", "condition=%test"), test=test, body=body
+    )
+    assert found.step == pytest.approx(5 * 20 + 6 * GATHER_US) and found.waits == pytest.approx(
+        {"ag": 6 * GATHER_US}
+    )
 
 
 def test_a_collective_without_start_and_done_blocks() -> None:
     sync = f"%ag = bf16[8388608]{{0}} all-gather(%p), {ALL}"
     found = replayed(kernel("k", 20), sync, kernel("l", 30))
-    assert (found.step, found.exposed, found.network) == pytest.approx((GATHER_US + 50, GATHER_US, GATHER_US))
+    assert (found.step, found.exposed, found.network) == pytest.approx(
+        (GATHER_US + 50, GATHER_US, GATHER_US)
+    )
 
 
 def loop(name: str, body: str, trips: int) -> str:
@@ -134,117 +195,183 @@ def test_a_collective_that_a_loop_is_run_beside_is_hidden_by_all_its_trips() -> 
 def test_of_a_conditional_the_dearest_branch_runs() -> None:
     cheap = ("%p = bf16[1048576]{0} parameter(0)", kernel("k", 20))
     dear = ("%p = bf16[1048576]{0} parameter(0)", kernel("l", 50))
-    found = replayed("%c = bf16[1048576]{0} conditional(%p, %p), branch_computations={%cheap, %dear}", cheap=cheap, dear=dear)
+    found = replayed(
+        "%c = bf16[1048576]{0} conditional(%p, %p), branch_computations={%cheap, %dear}",
+        cheap=cheap,
+        dear=dear,
+    )
     assert found.step == pytest.approx(50)
 
 
 def conditional(name: str, scope: str, branch: str) -> str:
     branches = f"branch_computations={{%idle, %{branch}}}"
-    return f'%{name} = bf16[1048576]{{0}} conditional(%p, %p, %p), {branches}, metadata={{op_name="while/body/{scope}/cond"}}'
+    return (
+        f"%{name} = bf16[1048576]{{0}} conditional(%p, %p, %p), {branches}, "
+        f'metadata={{op_name="while/body/{scope}/cond"}}'
+    )
 
 
 def test_every_trip_lasts_as_long_as_on_its_slowest_stage() -> None:
-    """Two stages, three microbatches. Embedding and loss are on different stages, so that no trip has both."""
+    """Two stages, three microbatches. Embedding and loss are on different stages, so that no trip
+    has both."""
     p = "%p = bf16[1048576]{0} parameter(0)"
-    first, last = (f"{slot}_slot/cond/branch_1_fun/{scope}" for slot, scope in (("forward", "embed"), ("backward", "loss")))
+    first, last = (
+        f"{slot}_slot/cond/branch_1_fun/{scope}"
+        for slot, scope in (("forward", "embed"), ("backward", "loss"))
+    )
     found = replayed(
         loop("v", "tick", 5), kernel("last", 7),
         slots=(
             Slot("forward_slot", ("11100", "01110")), Slot("embed", ("11100", "00000")),
             Slot("backward_slot", ("00111", "01110")), Slot("loss", ("00000", "01110")),
         ),
-        idle=(p,), table=(p, kernel("e", 2)), forward=(p, kernel("f", 10), conditional("c", first, "table")), head=(p, kernel("h", 5)),
+        idle=(p,), table=(p, kernel("e", 2)),
+        forward=(p, kernel("f", 10), conditional("c", first, "table")), head=(p, kernel("h", 5)),
         backward=(p, kernel("b", 20), conditional("d", last, "head")),
         tick=(p, kernel("o", 1.6), conditional("x", "forward_slot", "forward"), conditional("y", "backward_slot", "backward")),
     )  # fmt: skip
     assert found.step == pytest.approx(5 * 1.6 + 12 + 35 + 35 + 35 + 20 + 7)
     spans = {span.name: span for span in found.spans}
-    assert {name: span.loops for name, span in spans.items()} == {"o": (5,), "f": (4,), "b": (4,), "h": (3,), "last": ()}
+    assert {name: span.loops for name, span in spans.items()} == {
+        "o": (5,),
+        "f": (4,),
+        "b": (4,),
+        "h": (3,),
+        "last": (),
+    }
     assert spans["last"].start == pytest.approx(1.6 + 35)
 
 
 def test_sends_between_stages_do_not_wait_for_other_collectives() -> None:
     x = "bf16[1048576]{0}"
-    send = f"%send = ({x}, {x}) collective-permute-start(%p), source_target_pairs={{{{0,1}},{{1,0}}}}"
-    found = replayed(START, send, kernel("k", 5000), DONE, f"%sent = {x} collective-permute-done(%send)")
+    send = (
+        f"%send = ({x}, {x}) collective-permute-start(%p), source_target_pairs={{{{0,1}},{{1,0}}}}"
+    )
+    found = replayed(
+        START, send, kernel("k", 5000), DONE, f"%sent = {x} collective-permute-done(%send)"
+    )
     assert [span.start for span in found.spans] == [0, 0, 0] and found.exposed == 0
 
 
-@pytest.mark.parametrize(("estimate", "expected"), [(13_701, 268.4354e9 / (MATMUL * 989.4e6)), (300, 300)])
-def test_a_matmul_that_xla_prices_absurdly_gets_its_roofline(estimate: float, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("estimate", "expected"), [(13_701, 268.4354e9 / (MATMUL * 989.4e6)), (300, 300)]
+)
+def test_a_matmul_that_xla_prices_absurdly_gets_its_roofline(
+    estimate: float, expected: float
+) -> None:
     """XLA knows no bf16 matmul with an f32 result. 2 x 1024 x 16384 x 8000 = 268.4 GFLOP."""
     lines = ("%a = bf16[1024,8000]{1,0} parameter(0)", "%b = bf16[8000,16384]{1,0} parameter(1)")
-    dot = "ROOT %d = f32[1024,16384]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    dot = (
+        "ROOT %d = f32[1024,16384]{1,0} dot(%a, %b), lhs_contracting_dims={1}, "
+        "rhs_contracting_dims={0}"
+    )
     sol = f'backend_config={{"reification_cost":[{{"exec_time_us":{estimate},"name":"sol"}}]}}'
-    found = replayed(f"%k = f32[1024,16384]{{1,0}} fusion(%p, %p), kind=kCustom, calls=%g, {sol}", g=(*lines, dot))
+    found = replayed(
+        f"%k = f32[1024,16384]{{1,0}} fusion(%p, %p), kind=kCustom, calls=%g, {sol}",
+        g=(*lines, dot),
+    )
     assert found.spans[0].kind == "matmul"
     assert found.step == pytest.approx(expected, rel=1e-3)
 
 
 def test_what_xla_does_not_price_is_priced_by_its_bytes() -> None:
-    found = replayed(kernel("k", 20), "%c = bf16[1048576]{0} copy(%p)", "%b = bf16[1048576]{0} bitcast(%c)")
-    assert found.step == pytest.approx(20 + max(KERNEL, 2 * 2**21 * 1e6 / (MEMORY * H100.hbm_bandwidth)))
+    found = replayed(
+        kernel("k", 20), "%c = bf16[1048576]{0} copy(%p)", "%b = bf16[1048576]{0} bitcast(%c)"
+    )
+    assert found.step == pytest.approx(
+        20 + max(KERNEL, 2 * 2**21 * 1e6 / (MEMORY * H100.hbm_bandwidth))
+    )
     assert found.spans[1].kind == "copy"
 
 
 def test_fused_attention_is_priced_by_its_matmuls() -> None:
-    q = [f"%{name} = bf16[2,4096,16,128]{{3,2,1,0}} parameter({i})" for i, name in enumerate("qkv", 1)]
+    q = [
+        f"%{name} = bf16[2,4096,16,128]{{3,2,1,0}} parameter({i})"
+        for i, name in enumerate("qkv", 1)
+    ]
     cudnn = 'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"mask":"CAUSAL"}'
     call = f"%x = bf16[2,4096,16,128]{{3,2,1,0}} custom-call(%q, %k, %v), {cudnn}"
     found = replayed(kernel("s", 10), *q, call)
     assert found.spans[1].kind == "attention"
-    assert found.spans[1].duration == pytest.approx(1e6 * 0.5 * 4 * 2 * 16 * 4096**2 * 128 / (0.62 * 989.4e12))
+    assert found.spans[1].duration == pytest.approx(
+        1e6 * 0.5 * 4 * 2 * 16 * 4096**2 * 128 / (0.62 * 989.4e12)
+    )
 
 
 @pytest.mark.parametrize(
     ("attributes", "kind", "expected"),
     [
-        ('kernel="attention forward",kernel_bytes="8192",kernel_flops="1000000000000"', "attention", 1e6 / (0.62 * 989.4)),
+        (
+            'kernel="attention forward",kernel_bytes="8192",kernel_flops="1000000000000"',
+            "attention",
+            1e6 / (0.62 * 989.4),
+        ),
         (
             'kernel="attention forward",kernel_bytes="8192",kernel_flops="1000000000000",kernel_occupancy="0.250"',
             "attention",
             1e6 / (0.25 * 0.62 * 989.4),
         ),
         ('kernel="grouped matmul",kernel_flops="1000000000000"', "matmul", 1e6 / (MATMUL * 989.4)),
-        ('kernel="attention forward",kernel_bytes="33520000000",kernel_flops="1000000000000"', "attention", 1e4 / MEMORY),
+        (
+            'kernel="attention forward",kernel_bytes="33520000000",kernel_flops="1000000000000"',
+            "attention",
+            1e4 / MEMORY,
+        ),
     ],
 )
 def test_a_kernel_is_priced_by_what_it_says(attributes: str, kind: str, expected: float) -> None:
-    call = f'%x = f32[8,8]{{1,0}} custom-call(%p), custom_call_target="mosaic_gpu_v2", frontend_attributes={{{attributes}}}'
+    call = (
+        '%x = f32[8,8]{1,0} custom-call(%p), custom_call_target="mosaic_gpu_v2", '
+        f"frontend_attributes={{{attributes}}}"
+    )
     found = replayed(kernel("s", 10), call)
     assert (found.spans[1].kind, found.spans[1].duration) == (kind, pytest.approx(expected))
 
 
 def test_a_fusion_that_slices_moves_the_slice_and_one_that_updates_in_place_the_update() -> None:
     slices = (
-        "%a = f32[96,1000,1000]{2,1,0} parameter(0)", "%b = f32[1000,1000]{1,0} parameter(1)", "%i = s32[] parameter(2)",
-        "%s = f32[1,1000,1000]{2,1,0} dynamic-slice(%a, %i, %i, %i), dynamic_slice_sizes={1,1000,1000}",
+        "%a = f32[96,1000,1000]{2,1,0} parameter(0)", "%b = f32[1000,1000]{1,0} parameter(1)",
+        "%i = s32[] parameter(2)",
+        ("%s = f32[1,1000,1000]{2,1,0} dynamic-slice(%a, %i, %i, %i), "
+        "dynamic_slice_sizes={1,1000,1000}"),
         "ROOT %n = f32[1000,1000]{1,0} add(%s, %b)",
     )  # fmt: skip
     updates = (
-        "%a = f32[96,1000,1000]{2,1,0} parameter(0)", "%u = f32[1,1000,1000]{2,1,0} parameter(1)", "%i = s32[] parameter(2)",
+        "%a = f32[96,1000,1000]{2,1,0} parameter(0)", "%u = f32[1,1000,1000]{2,1,0} parameter(1)",
+        "%i = s32[] parameter(2)",
         "ROOT %d = f32[96,1000,1000]{2,1,0} dynamic-update-slice(%a, %u, %i, %i, %i)",
     )  # fmt: skip
     arrays = 4e6 * 1e6 / (MEMORY * H100.hbm_bandwidth)
-    read = replayed("%k = f32[1000,1000]{1,0} fusion(%p, %p, %p), kind=kLoop, calls=%slices", slices=slices)
+    read = replayed(
+        "%k = f32[1000,1000]{1,0} fusion(%p, %p, %p), kind=kLoop, calls=%slices", slices=slices
+    )
     assert read.step == pytest.approx(3 * arrays, rel=1e-4)
-    written = replayed("%k = f32[96,1000,1000]{2,1,0} fusion(%p, %p, %p), kind=kLoop, calls=%updates", updates=updates)
+    written = replayed(
+        "%k = f32[96,1000,1000]{2,1,0} fusion(%p, %p, %p), kind=kLoop, calls=%updates",
+        updates=updates,
+    )
     assert written.step == pytest.approx(2 * arrays, rel=1e-4)
 
 
 def test_members_of_a_ring_in_one_node_share_its_network_ports() -> None:
-    """The mistake that once made FSDP over 8 nodes twice too slow: k members per node have k ports."""
+    """The mistake that once made FSDP over 8 nodes twice too slow: k members per node have k
+    ports."""
     gather = dataclasses.replace(GATHER, wire=1e10)
     apart, together = (dataclasses.replace(gather, group=group, nodes=8) for group in (8, 64))
     assert collective_us(apart, H100) == pytest.approx(1e16 / (NETWORK * 50e9), rel=1e-3)
-    assert collective_us(together, H100) == pytest.approx(1e16 / min(NVLINK * 450e9, 8 * NETWORK * 50e9), rel=1e-2)
+    assert collective_us(together, H100) == pytest.approx(
+        1e16 / min(NVLINK * 450e9, 8 * NETWORK * 50e9), rel=1e-2
+    )
     exchange = dataclasses.replace(together, kind="all-to-all")
     assert collective_us(exchange, H100) == pytest.approx(collective_us(apart, H100), rel=1e-2)
 
 
 def test_latency_of_a_ring_is_linear_in_its_nodes() -> None:
     small = dataclasses.replace(GATHER, wire=0.0, group=8)
-    us = [collective_us(dataclasses.replace(small, group=8 * nodes, nodes=nodes), H100) for nodes in (2, 34, 66)]
+    us = [
+        collective_us(dataclasses.replace(small, group=8 * nodes, nodes=nodes), H100)
+        for nodes in (2, 34, 66)
+    ]
     assert us[2] - us[1] == pytest.approx(us[1] - us[0]) == 192
     reduce = dataclasses.replace(small, kind="all-reduce", group=1024, nodes=128)
     assert collective_us(reduce, H100) < 150
@@ -254,22 +381,41 @@ def test_a_long_program_keeps_few_spans_and_all_of_its_time() -> None:
     kernels = [kernel(f"k{i}", 2 + i % 5) for i in range(2000)]
     found = replayed(*kernels[:1000], START, DONE, *kernels[1000:])
     assert len(found.spans) <= 600
-    assert sum(span.duration for span in found.spans if span.stream == "compute") == pytest.approx(found.compute)
+    assert sum(span.duration for span in found.spans if span.stream == "compute") == pytest.approx(
+        found.compute
+    )
     assert any(span.name == "ag" for span in found.spans)
 
 
-def test_collectives_between_nodes_and_within_one_have_streams_of_their_own_where_xla_allows_it() -> None:
+def test_collectives_between_nodes_and_within_one_have_streams_of_their_own_where_xla_allows_it() -> (
+    None
+):
     mesh = mesh_of(node=4, data=2, tensor=4)
-    inside = START.replace("{{0,1,2,3,4,5,6,7}}", "{{0,1,2,3},{4,5,6,7}}").replace("8388608", "4194304")
+    inside = START.replace("{{0,1,2,3,4,5,6,7}}", "{{0,1,2,3},{4,5,6,7}}").replace(
+        "8388608", "4194304"
+    )
     done = DONE.replace("8388608", "4194304")
-    across = START.replace("%ag", "%far").replace("{{0,1,2,3,4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}").replace("8388608", "2097152")
-    done_far = DONE.replace("8388608", "2097152").replace("%ag", "%far").replace("%done", "%done_far")
+    across = (
+        START.replace("%ag", "%far")
+        .replace("{{0,1,2,3,4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}")
+        .replace("8388608", "2097152")
+    )
+    done_far = (
+        DONE.replace("8388608", "2097152").replace("%ag", "%far").replace("%done", "%done_far")
+    )
     entry = (inside, across, kernel("k", 1), done, done_far)
     one, two = (replayed(*entry, mesh=mesh, parallel=parallel) for parallel in (False, True))
     times = {span.name: span.duration for span in one.spans if span.stream == "network"}
-    assert one.step == pytest.approx(sum(times.values())) and two.step == pytest.approx(max(times.values()))
-    assert one.network == pytest.approx(two.network) and sum(two.waits.values()) == pytest.approx(two.exposed)
-    again = across.replace("%far", "%far_too"), done_far.replace("%far", "%far_too").replace("%done_far", "%done_too")
+    assert one.step == pytest.approx(sum(times.values())) and two.step == pytest.approx(
+        max(times.values())
+    )
+    assert one.network == pytest.approx(two.network) and sum(two.waits.values()) == pytest.approx(
+        two.exposed
+    )
+    again = (
+        across.replace("%far", "%far_too"),
+        done_far.replace("%far", "%far_too").replace("%done_far", "%done_too"),
+    )
     both = replayed(across, again[0], kernel("k", 1), done_far, again[1], mesh=mesh, parallel=True)
     assert both.step == pytest.approx(2 * times["far"]), "two of a kind are one after the other"
 
@@ -285,7 +431,10 @@ def test_the_overlap_limit_is_read_from_options_and_flags(monkeypatch: pytest.Mo
 def test_a_kernel_in_a_fusion_that_slices_its_operands_costs_what_it_costs_alone() -> None:
     """XLA wraps it where `xla_gpu_enable_dynamic_slice_fusion` is set."""
     flops = 10**11
-    call = f'custom-call(%p), custom_call_target="mosaic_gpu_v2", frontend_attributes={{kernel="attention forward",kernel_flops="{flops}"}}'
+    call = (
+        'custom-call(%p), custom_call_target="mosaic_gpu_v2", '
+        f'frontend_attributes={{kernel="attention forward",kernel_flops="{flops}"}}'
+    )
     alone = replayed(f"%k = bf16[1048576]{{0}} {call}")
     inside = (
         "%p.1 = bf16[4,1048576]{1,0} parameter(0)",
@@ -294,12 +443,22 @@ def test_a_kernel_in_a_fusion_that_slices_its_operands_costs_what_it_costs_alone
         f"ROOT %call = bf16[1048576]{{0}} {call.replace('%p', '%row')}",
     )
     stacked = "%s = bf16[4,1048576]{1,0} broadcast(%p)", "%n = s32[] constant(0)"
-    wrapped = replayed(*stacked, "%w = bf16[1048576]{0} fusion(%s, %n), kind=kCustom, calls=%inside", inside=inside)
-    (expected,), (found,) = ([span for span in line.spans if span.kind == "attention"] for line in (alone, wrapped))
-    assert found.duration == pytest.approx(expected.duration) == pytest.approx(1e6 * flops / (ATTENTION * 989.4e12))
+    wrapped = replayed(
+        *stacked, "%w = bf16[1048576]{0} fusion(%s, %n), kind=kCustom, calls=%inside", inside=inside
+    )
+    (expected,), (found,) = (
+        [span for span in line.spans if span.kind == "attention"] for line in (alone, wrapped)
+    )
+    assert (
+        found.duration
+        == pytest.approx(expected.duration)
+        == pytest.approx(1e6 * flops / (ATTENTION * 989.4e12))
+    )
 
 
 def test_the_time_of_a_models_own_flops() -> None:
     peak = H100.flops["bf16"]
     assert model_us(peak, 0, H100) == pytest.approx(1e6 / MATMUL)
-    assert model_us(peak, peak, H100) == pytest.approx(1e6 / 3 / ATTENTION + 2e6 / 3 / ATTENTION_BACKWARD)
+    assert model_us(peak, peak, H100) == pytest.approx(
+        1e6 / 3 / ATTENTION + 2e6 / 3 / ATTENTION_BACKWARD
+    )

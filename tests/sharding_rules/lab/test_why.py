@@ -13,12 +13,18 @@ from sharding_rules.lab.why import why
 BASE = lab_report.report()
 
 
-def with_step(*, compute: float = 0.0, waits: float = 0.0, name: str = "changed", **changes: Any) -> Report:
-    """Returns the report with as many more seconds of compute, and of waiting for the sums over data."""
+def with_step(
+    *, compute: float = 0.0, waits: float = 0.0, name: str = "changed", **changes: Any
+) -> Report:
+    """Returns the report with as many more seconds of compute, and of waiting for the sums over
+    data."""
     line = BASE.timeline
     assert line
     longer = dataclasses.replace(
-        line, step=line.step + 1e6 * (compute + waits), compute=line.compute + 1e6 * compute, exposed=line.exposed + 1e6 * waits
+        line,
+        step=line.step + 1e6 * (compute + waits),
+        compute=line.compute + 1e6 * compute,
+        exposed=line.exposed + 1e6 * waits,
     )
     collectives = tuple(
         dataclasses.replace(one, exposed=one.exposed + 1e6 * waits, wire=2 * one.wire)
@@ -33,7 +39,8 @@ def test_more_matmuls() -> None:
     flops = BASE.flops | {"recompute": BASE.flops["recompute"] + 90_000 * 10**9}
     slower = with_step(compute=1.5, flops=flops)
     said = (
-        "changed takes 1.25 x as long as gpt_175b, 7.51 s for 6.01 s a step (predicted, never measured): it computes 1.5 s longer, with "
+        "changed takes 1.25 x as long as gpt_175b, 7.51 s for 6.01 s a step (predicted, never "
+        "measured): it computes 1.5 s longer, with "
         "90.0 TFLOP more in recompute (100 % of the difference)"
     )
     assert why(slower, BASE) == why(BASE, slower) == said
@@ -48,10 +55,18 @@ def test_more_waiting() -> None:
 
 def test_what_is_shorter_is_said() -> None:
     said = why(with_step(compute=-0.5, waits=2.0), BASE)
-    assert "waits 2 s longer for data" in said and said.endswith("; other parts are 500 ms shorter") and "computes" not in said
+    assert (
+        "waits 2 s longer for data" in said
+        and said.endswith("; other parts are 500 ms shorter")
+        and "computes" not in said
+    )
 
 
 def test_equal_and_unknown_times() -> None:
-    assert why(BASE, with_step(compute=0.01)).startswith("changed and gpt_175b take the same time: 6.02 s a step (predicted")
+    assert why(BASE, with_step(compute=0.01)).startswith(
+        "changed and gpt_175b take the same time: 6.02 s a step (predicted"
+    )
     assert "no times are predicted" in why(BASE, dataclasses.replace(BASE, timeline=None))
-    assert why(with_step(compute=1.5, name=BASE.name), BASE).startswith("this takes 1.25 x as long as the other")
+    assert why(with_step(compute=1.5, name=BASE.name), BASE).startswith(
+        "this takes 1.25 x as long as the other"
+    )

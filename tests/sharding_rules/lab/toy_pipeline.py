@@ -1,6 +1,8 @@
-"""A pipelined training step as small as one can be: 1F1B in closed form, stages of two layers, one scan over ticks.
+"""A pipelined training step as small as one can be: 1F1B in closed form, stages of two layers, one
+scan over ticks.
 
-In tick t stage p runs the forward of microbatch t - p, and the backward of microbatch t - 2 (P - 1) + p.
+In tick t stage p runs the forward of microbatch t - p, and the backward of microbatch t - 2 (P - 1)
++ p.
 """
 
 from __future__ import annotations
@@ -26,21 +28,31 @@ Params = dict[str, Any]
 def slots(stages: int, microbatches: int) -> tuple[Slot, ...]:
     t, p = np.arange(microbatches + 2 * (stages - 1))[:, None], np.arange(stages)
     forward, backward = ((m >= 0) & (m < microbatches) for m in (t - p, t - 2 * (stages - 1) + p))
-    table = {"forward_slot": forward, "backward_slot": backward, "backward_slot/head": backward & (p == stages - 1)}
+    table = {
+        "forward_slot": forward,
+        "backward_slot": backward,
+        "backward_slot/head": backward & (p == stages - 1),
+    }
     table |= {f"{slot}/embed": table[slot] & (p == 0) for slot in ("forward_slot", "backward_slot")}
     return tuple(Slot.of(scope, active) for scope, active in table.items())
 
 
 def step(mesh: Mesh, microbatches: int, *, carry: bool = False) -> Callable[..., Any]:
-    """(params, batch) -> (params, loss). carry: the mistake of changing stash and accumulators inside the conditional."""
+    """(params, batch) -> (params, loss). carry: the mistake of changing stash and accumulators
+    inside the conditional."""
 
     def run(params: Params, batch: dict[str, jax.Array]) -> tuple[Params, jax.Array]:
         specs = {"up": Spec("pipeline"), "down": Spec("pipeline"), "table": Spec()}
         engine = jax.shard_map(
-            lambda weights, tokens, stage: _engine(weights, tokens, stage, mesh.shape["pipeline"], microbatches, carry),
-            mesh=mesh, axis_names={"pipeline", "data"}, check_vma=False,
-            in_specs=(specs, Spec(None, "data"), Spec("pipeline")), out_specs=(Spec(), specs),
-        )  # fmt: skip
+            lambda weights, tokens, stage: _engine(
+                weights, tokens, stage, mesh.shape["pipeline"], microbatches, carry
+            ),
+            mesh=mesh,
+            axis_names={"pipeline", "data"},
+            check_vma=False,
+            in_specs=(specs, Spec(None, "data"), Spec("pipeline")),
+            out_specs=(Spec(), specs),
+        )
         weights = {name: w.astype(jnp.bfloat16) for name, w in params.items()}
         loss, grads = engine(weights, batch["tokens"], jnp.arange(mesh.shape["pipeline"]))
         with jax.named_scope("optimizer"):
@@ -54,7 +66,10 @@ def arguments(mesh: Mesh, microbatches: int) -> tuple[Params, dict[str, Any]]:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, Spec(*spec)))
 
     n = LAYERS * mesh.shape["pipeline"]
-    params = {"up": array((n, D, F), jnp.float32, "pipeline", None, "tensor"), "table": array((V, D), jnp.float32, "tensor")}
+    params = {
+        "up": array((n, D, F), jnp.float32, "pipeline", None, "tensor"),
+        "table": array((V, D), jnp.float32, "tensor"),
+    }
     params["down"] = array((n, F, D), jnp.float32, "pipeline", "tensor")
     return params, {"tokens": array((microbatches, B, S), jnp.int32, None, "data")}
 
@@ -89,8 +104,13 @@ def _loss(table: jax.Array, y: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _engine(
-    weights: Params, tokens: jax.Array, stage_id: jax.Array, stages: int, microbatches: int, carry: bool
-) -> tuple[jax.Array, Params]:  # fmt: skip
+    weights: Params,
+    tokens: jax.Array,
+    stage_id: jax.Array,
+    stages: int,
+    microbatches: int,
+    carry: bool,
+) -> tuple[jax.Array, Params]:
     stage, last, kept = stage_id[0], stages - 1, 2 * stages - 1
     layers, table = {name: weights[name] for name in ("up", "down")}, weights["table"]
     ring = [(one, (one + 1) % stages) for one in range(stages)]
@@ -115,7 +135,9 @@ def _engine(
             loss, dtable, dy = lax.cond(stage == last, head, idle)
         dlayers, dx = through(dy)
         with jax.named_scope("embed"):
-            back = lambda: _pin(dtable + jax.vjp(lambda w: _embed(w, read(m)), table)[1](dx)[0], "tensor")  # noqa: E731
+            back = lambda: _pin(  # noqa: E731
+                dtable + jax.vjp(lambda w: _embed(w, read(m)), table)[1](dx)[0], "tensor"
+            )
             dtable = lax.cond(stage == 0, back, lambda: _pin(dtable, "tensor"))
         return loss, _pin_grads({**dlayers, "table": dtable}), _pin(dx, *_X)
 
@@ -125,7 +147,11 @@ def _engine(
         dy = lax.ppermute(dx, "pipeline", [(to, one) for one, to in ring])
         x, x_b = stash[f % kept], stash[b % kept]
         with jax.named_scope("forward_slot"):
-            y = lax.cond((f >= 0) & (f < microbatches), lambda: _stage(layers, enter(f, x)), lambda: _pin(y, *_X))
+            y = lax.cond(
+                (f >= 0) & (f < microbatches),
+                lambda: _stage(layers, enter(f, x)),
+                lambda: _pin(y, *_X),
+            )
         received = lax.ppermute(y, "pipeline", ring)
 
         def add(new: Params) -> Params:
@@ -133,22 +159,42 @@ def _engine(
 
         def changed() -> Any:
             loss, new, dx = backward(b, x_b, dy)
-            return loss, add(new), dx, lax.dynamic_update_index_in_dim(stash, received, (f + 1) % kept, 0)
+            return (
+                loss,
+                add(new),
+                dx,
+                lax.dynamic_update_index_in_dim(stash, received, (f + 1) % kept, 0),
+            )
 
         with jax.named_scope("backward_slot"):
             active = (b >= 0) & (b < microbatches)
             if carry:
-                loss, grads, dx, stash = lax.cond(active, changed, lambda: (jnp.float32(0), grads, _pin(dx, *_X), stash))
+                loss, grads, dx, stash = lax.cond(
+                    active, changed, lambda: (jnp.float32(0), grads, _pin(dx, *_X), stash)
+                )
             else:
                 # Zeros that are made outside of the conditional live as long as the loop.
-                idle = lambda: (jnp.float32(0), _pin_grads(jax.tree.map(jnp.zeros_like, weights)), _pin(dx, *_X))  # noqa: E731
+                idle = lambda: (  # noqa: E731
+                    jnp.float32(0),
+                    _pin_grads(jax.tree.map(jnp.zeros_like, weights)),
+                    _pin(dx, *_X),
+                )
                 loss, new, dx = lax.cond(active, lambda: backward(b, x_b, dy), idle)
         if not carry:
-            grads, stash = add(new), lax.dynamic_update_index_in_dim(stash, received, (f + 1) % kept, 0)
+            grads, stash = (
+                add(new),
+                lax.dynamic_update_index_in_dim(stash, received, (f + 1) % kept, 0),
+            )
         return (stash, y, dx, grads, total + loss), None
 
     x = _pin(jnp.zeros((tokens.shape[1], S, D), table.dtype), *_X)
-    start = jnp.zeros((kept, *x.shape), x.dtype), x, x, jax.tree.map(lambda w: jnp.zeros(w.shape), weights), jnp.float32(0)
+    start = (
+        jnp.zeros((kept, *x.shape), x.dtype),
+        x,
+        x,
+        jax.tree.map(lambda w: jnp.zeros(w.shape), weights),
+        jnp.float32(0),
+    )
     *_, grads, loss = lax.scan(tick, start, jnp.arange(microbatches + 2 * last))[0]
     loss, grads["table"] = lax.psum((loss, grads["table"]), ("pipeline", "data"))
     return loss, {**grads, **lax.psum({name: grads[name] for name in layers}, "data")}

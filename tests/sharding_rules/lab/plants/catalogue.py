@@ -1,4 +1,5 @@
-"""Every planted bug. Those of the trainer come first; the eleven of the review that asked for this are the first eleven of them."""
+"""Every planted bug. Those of the trainer come first; the eleven of the review that asked for this
+are the first eleven of them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ PLANTS = (
     ),
     Plant(
         "head in a transposed layout",
-        "The head is stored [D, V], its dimensions are still named (vocab, embed), and it is used transposed.",
+        (
+            "The head is stored [D, V], its dimensions are still named (vocab, embed), and it is "
+            "used "
+            "transposed."
+        ),
         trainer.GROUPED,
         trainer.head_in_a_transposed_layout,
         {"wire": 1.05},
@@ -107,7 +112,11 @@ PLANTS = (
     ),
     Plant(
         "master gathered in f32",
-        "The distributed optimizer gathers the new weights in float32 and casts them where they are used.",
+        (
+            "The distributed optimizer gathers the new weights in float32 and casts them where "
+            "they "
+            "are used."
+        ),
         trainer.DISTRIBUTED,
         trainer.master_gathered_in_f32,
         {"wire": 1.04},
@@ -143,7 +152,11 @@ PLANTS = (
     ),
     Plant(
         "residual stream not sharded",
-        "Blocks add to a residual stream that the rules of sequence parallelism would shard along the sequence.",
+        (
+            "Blocks add to a residual stream that the rules of sequence parallelism would shard "
+            "along "
+            "the sequence."
+        ),
         trainer.HSDP,
         trainer.residual_stream_not_sharded,
         {"peak": 1.05},
@@ -152,7 +165,10 @@ PLANTS = (
     ),
     Plant(
         "scale of the gathered weight",
-        "A weight is scaled by its largest element, which every device looks for in the whole weight, in float32.",
+        (
+            "A weight is scaled by its largest element, which every device looks for in the whole "
+            "weight, in float32."
+        ),
         trainer.HSDP,
         trainer.scale_of_the_gathered_weight,
         {"wire": 1.05},
@@ -179,7 +195,10 @@ PLANTS = (
     ),
     Plant(
         "down sharded as up",
-        "The second matrix of an MLP is sharded along its output, not along what the first one shards.",
+        (
+            "The second matrix of an MLP is sharded along its output, not along what the first one "
+            "shards."
+        ),
         plain.TENSOR_PARALLEL,
         plain.down_sharded_as_up,
         {"wire": 1.1},
@@ -253,4 +272,5 @@ ABORTING = (
         ("cross entropy", "mesh_lm.model.loss.cross_entropy("),
     ),
 )
-"""Those at which XLA ends the process: there is no program to look at, and the error must name the mistake."""
+"""Those at which XLA ends the process: there is no program to look at, and the error must name the
+mistake."""

@@ -1,4 +1,5 @@
-"""Training steps in plain JAX with mesh axes of their own, and bugs planted into them. No rules: lint sees what the arguments show.
+"""Training steps in plain JAX with mesh axes of their own, and bugs planted into them. No rules:
+lint sees what the arguments show.
 
 Sizes: M microbatches, B batch, S sequence, D embed, F mlp, L layers.
 """
@@ -28,7 +29,11 @@ Arrays = dict[str, Any]
 
 def mesh_of(**axes: int) -> Mesh:
     """The H100s in order, outermost axis first."""
-    return Mesh(np.array(devices("h100", H100S)).reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return Mesh(
+        np.array(devices("h100", H100S)).reshape(tuple(axes.values())),
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
+    )
 
 
 def mesh_inside_out(**axes: int) -> Mesh:
@@ -54,7 +59,9 @@ class Plain:
             shape, dtype, spec = leaf
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-        arguments = jax.tree.map(array, self.arguments, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[-1], P))
+        arguments = jax.tree.map(
+            array, self.arguments, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[-1], P)
+        )
         step = jax.jit(self.step(mesh), donate_argnums=self.donate)
         return Compiled(compile_report(step, *arguments, mesh=mesh, name=self.name, cache=reports))
 
@@ -71,12 +78,20 @@ def mlp(mesh: Mesh, x: jax.Array, w: Arrays, hidden: tuple[Any, ...]) -> jax.Arr
     return pin(mesh, x + h @ w["down"].astype(x.dtype), "dp", None, None)
 
 
-def loss(mesh: Mesh, params: Arrays, batch: jax.Array, hidden: tuple[Any, ...] = ("dp", None, "tp")) -> jax.Array:
-    x = lax.scan(jax.checkpoint(lambda x, w: (mlp(mesh, x, w, hidden), None)), batch.astype(jnp.bfloat16), params)[0]
+def loss(
+    mesh: Mesh, params: Arrays, batch: jax.Array, hidden: tuple[Any, ...] = ("dp", None, "tp")
+) -> jax.Array:
+    x = lax.scan(
+        jax.checkpoint(lambda x, w: (mlp(mesh, x, w, hidden), None)),
+        batch.astype(jnp.bfloat16),
+        params,
+    )[0]
     return jnp.square(x.astype(jnp.float32)).mean()
 
 
-def sgd(of: Callable[..., jax.Array], mesh: Mesh, params: Arrays, mu: Arrays, batch: jax.Array) -> tuple[Arrays, Arrays]:
+def sgd(
+    of: Callable[..., jax.Array], mesh: Mesh, params: Arrays, mu: Arrays, batch: jax.Array
+) -> tuple[Arrays, Arrays]:
     grads = jax.grad(partial(of, mesh))(params, batch)
     mu = jax.tree.map(lambda m, g: 0.9 * m + g, mu, grads)
     return jax.tree.map(lambda w, m: w - 0.1 * m, params, mu), mu
@@ -86,9 +101,14 @@ def step_of(of: Callable[..., jax.Array]) -> Callable[[Mesh], Callable[..., Any]
     return lambda mesh: lambda params, mu, batch: sgd(of, mesh, params, mu, batch)
 
 
-TP = {"up": ((L, D, F), jnp.float32, P(None, None, "tp")), "down": ((L, F, D), jnp.float32, P(None, "tp", None))}
+TP = {
+    "up": ((L, D, F), jnp.float32, P(None, None, "tp")),
+    "down": ((L, F, D), jnp.float32, P(None, "tp", None)),
+}
 ACTIVATIONS = ((B, S, D), jnp.float32, P("dp"))
-TENSOR_PARALLEL = Plain("tensor parallel", partial(mesh_of, dp=2, tp=8), step_of(loss), (TP, TP, ACTIVATIONS), (0, 1))
+TENSOR_PARALLEL = Plain(
+    "tensor parallel", partial(mesh_of, dp=2, tp=8), step_of(loss), (TP, TP, ACTIVATIONS), (0, 1)
+)
 
 
 def tensor_axis_outermost(_: pytest.MonkeyPatch) -> Plain:
@@ -101,9 +121,15 @@ def batch_not_sharded(_: pytest.MonkeyPatch) -> Plain:
             h = pin(mesh, jax.nn.gelu(x @ w["up"].astype(x.dtype)), None, None, "tp")
             return pin(mesh, x + h @ w["down"].astype(x.dtype), None, None, None), None
 
-        return jnp.square(lax.scan(jax.checkpoint(layer), batch.astype(jnp.bfloat16), params)[0].astype(jnp.float32)).mean()
+        return jnp.square(
+            lax.scan(jax.checkpoint(layer), batch.astype(jnp.bfloat16), params)[0].astype(
+                jnp.float32
+            )
+        ).mean()
 
-    return dataclasses.replace(TENSOR_PARALLEL, step=step_of(whole), arguments=(TP, TP, ((B, S, D), jnp.float32, P())))
+    return dataclasses.replace(
+        TENSOR_PARALLEL, step=step_of(whole), arguments=(TP, TP, ((B, S, D), jnp.float32, P()))
+    )
 
 
 def down_sharded_as_up(_: pytest.MonkeyPatch) -> Plain:
@@ -120,7 +146,11 @@ def layers_disagree(_: pytest.MonkeyPatch) -> Plain:
             h = pin(mesh, h * jax.nn.sigmoid(h.mean(1, keepdims=True)), "dp", None, "tp")
             return pin(mesh, x + h @ w["down"].astype(x.dtype), "dp", None, None), None
 
-        return jnp.square(lax.scan(jax.checkpoint(layer), batch.astype(jnp.bfloat16), params)[0].astype(jnp.float32)).mean()
+        return jnp.square(
+            lax.scan(jax.checkpoint(layer), batch.astype(jnp.bfloat16), params)[0].astype(
+                jnp.float32
+            )
+        ).mean()
 
     return dataclasses.replace(TENSOR_PARALLEL, step=step_of(moved))
 
@@ -133,8 +163,12 @@ BIAS = ((HEADS, LONG, LONG), jnp.float32, P("tp"))
 
 def attention_step(mesh: Mesh) -> Callable[..., Any]:
     def of(params: Arrays, tables: Arrays, batch: jax.Array) -> jax.Array:
-        q, k, v = jnp.moveaxis(jnp.einsum("bsd,dfnh->bsfnh", batch, params["qkv"].astype(batch.dtype)), 2, 0)
-        scores = pin(mesh, jnp.einsum("bsnh,btnh->bnst", q, k), "dp", "tp", None, None) + tables["bias"].astype(batch.dtype)
+        q, k, v = jnp.moveaxis(
+            jnp.einsum("bsd,dfnh->bsfnh", batch, params["qkv"].astype(batch.dtype)), 2, 0
+        )
+        scores = pin(mesh, jnp.einsum("bsnh,btnh->bnst", q, k), "dp", "tp", None, None) + tables[
+            "bias"
+        ].astype(batch.dtype)
         y = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(scores, -1), v)
         y = jnp.einsum("bsnh,nhd->bsd", y, params["out"].astype(batch.dtype))
         return jnp.square(pin(mesh, y, "dp", None, None).astype(jnp.float32)).mean()
@@ -159,10 +193,15 @@ def bias_table_replicated(_: pytest.MonkeyPatch) -> Plain:
 # Fully sharded data parallelism: weights and moments over "shard", as is the batch.
 
 
-def fsdp_loss(mesh: Mesh, params: Arrays, batch: jax.Array, hidden: tuple[Any, ...] = ("shard", None, None)) -> jax.Array:
+def fsdp_loss(
+    mesh: Mesh, params: Arrays, batch: jax.Array, hidden: tuple[Any, ...] = ("shard", None, None)
+) -> jax.Array:
     def layer(x: jax.Array, w: Arrays) -> tuple[jax.Array, None]:
         # Without the barrier XLA gathers `up` in float32 where it is recomputed.
-        up, down = (pin(mesh, lax.optimization_barrier(w[name].astype(x.dtype)), None, None) for name in ("up", "down"))
+        up, down = (
+            pin(mesh, lax.optimization_barrier(w[name].astype(x.dtype)), None, None)
+            for name in ("up", "down")
+        )
         h = pin(mesh, jax.nn.gelu(x @ up), *hidden)
         return pin(mesh, x + h @ down, "shard", None, None), None
 
@@ -170,47 +209,69 @@ def fsdp_loss(mesh: Mesh, params: Arrays, batch: jax.Array, hidden: tuple[Any, .
     return jnp.square(x.astype(jnp.float32)).mean()
 
 
-def fsdp_step(of: Callable[..., jax.Array], cut: P = P(None, "shard")) -> Callable[[Mesh], Callable[..., Any]]:
+def fsdp_step(
+    of: Callable[..., jax.Array], cut: P = P(None, "shard")
+) -> Callable[[Mesh], Callable[..., Any]]:
     """cut: of the moments."""
 
     def step(mesh: Mesh) -> Callable[..., Any]:
         def run(params: Arrays, mu: Arrays, batch: jax.Array) -> tuple[Arrays, Arrays]:
             params, mu = sgd(of, mesh, params, mu, batch)
-            return {n: pin(mesh, w, None, "shard") for n, w in params.items()}, {n: pin(mesh, m, *cut) for n, m in mu.items()}
+            return {n: pin(mesh, w, None, "shard") for n, w in params.items()}, {
+                n: pin(mesh, m, *cut) for n, m in mu.items()
+            }
 
         return run
 
     return step
 
 
-FSDP = {"up": ((L, D, F), jnp.float32, P(None, "shard")), "down": ((L, F, D), jnp.float32, P(None, "shard"))}
+FSDP = {
+    "up": ((L, D, F), jnp.float32, P(None, "shard")),
+    "down": ((L, F, D), jnp.float32, P(None, "shard")),
+}
 FULLY_SHARDED = Plain(
-    "fsdp", partial(mesh_of, shard=16), fsdp_step(fsdp_loss), (FSDP, FSDP, ((2 * B, S, D), jnp.float32, P("shard"))), (0, 1)
+    "fsdp",
+    partial(mesh_of, shard=16),
+    fsdp_step(fsdp_loss),
+    (FSDP, FSDP, ((2 * B, S, D), jnp.float32, P("shard"))),
+    (0, 1),
 )
 
 
 def hidden_not_sharded(_: pytest.MonkeyPatch) -> Plain:
-    return dataclasses.replace(FULLY_SHARDED, step=fsdp_step(partial(fsdp_loss, hidden=(None, None, None))))
+    return dataclasses.replace(
+        FULLY_SHARDED, step=fsdp_step(partial(fsdp_loss, hidden=(None, None, None)))
+    )
 
 
 def plain_moments_replicated(_: pytest.MonkeyPatch) -> Plain:
     whole = {name: (*leaf[:2], P()) for name, leaf in FSDP.items()}
-    return dataclasses.replace(FULLY_SHARDED, step=fsdp_step(fsdp_loss, P()), arguments=(FSDP, whole, FULLY_SHARDED.arguments[2]))
+    return dataclasses.replace(
+        FULLY_SHARDED,
+        step=fsdp_step(fsdp_loss, P()),
+        arguments=(FSDP, whole, FULLY_SHARDED.arguments[2]),
+    )
 
 
 # Data parallelism by hand, with gradients accumulated over microbatches.
 
 
 def by_hand(each: bool) -> Callable[[Mesh], Callable[..., Any]]:
-    """each: gradients are averaged over devices in every microbatch, and once more at the end, which changes no number."""
+    """each: gradients are averaged over devices in every microbatch, and once more at the end,
+    which changes no number."""
 
     def step(mesh: Mesh) -> Callable[..., Any]:
         def local(params: Arrays, batch: jax.Array) -> Arrays:
             def of(params: Arrays, x: jax.Array) -> jax.Array:
                 def layer(x: jax.Array, w: Arrays) -> tuple[jax.Array, None]:
-                    return x + jax.nn.gelu(x @ w["up"].astype(x.dtype)) @ w["down"].astype(x.dtype), None
+                    return x + jax.nn.gelu(x @ w["up"].astype(x.dtype)) @ w["down"].astype(
+                        x.dtype
+                    ), None
 
-                return jnp.square(lax.scan(jax.checkpoint(layer), x, params)[0].astype(jnp.float32)).mean()
+                return jnp.square(
+                    lax.scan(jax.checkpoint(layer), x, params)[0].astype(jnp.float32)
+                ).mean()
 
             def microbatch(total: Arrays, x: jax.Array) -> tuple[Arrays, None]:
                 grads = jax.grad(of)(params, x.astype(jnp.bfloat16))
@@ -221,7 +282,9 @@ def by_hand(each: bool) -> Callable[[Mesh], Callable[..., Any]]:
             grads = lax.pmean(lax.scan(microbatch, zeros, batch)[0], "workers")
             return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
 
-        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "workers")), out_specs=P(), check_vma=False)
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(P(), P(None, "workers")), out_specs=P(), check_vma=False
+        )
 
     return step
 

@@ -1,4 +1,5 @@
-"""What a planted bug is: a program, the mistake made in it, what the mistake costs, and what lint must say of it."""
+"""What a planted bug is: a program, the mistake made in it, what the mistake costs, and what lint
+must say of it."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Plant:
     plant: Callable[[pytest.MonkeyPatch], Program]
     """Makes the mistake, in the modules that it is a mistake of, and returns what to compile."""
     costs: Mapping[str, float]
-    """What the mistake does to the compiled program, as the least ratio to the healthy one: see `MEASURES`."""
+    """What the mistake does to the compiled program, as the least ratio to the healthy one: see
+    `MEASURES`."""
     check: str
     """The finding that names it; several, where each would, have "|" between them."""
     says: Sequence[str]
@@ -56,11 +58,16 @@ class Plant:
     def effect(self, reports: str, planted: Compiled) -> dict[str, float]:
         """The ratios that the mistake really has, by the names in `costs`."""
         healthy = self.healthy.compile(reports).report
-        return {name: MEASURES[name](planted.report) / MEASURES[name](healthy) for name in self.costs}
+        return {
+            name: MEASURES[name](planted.report) / MEASURES[name](healthy) for name in self.costs
+        }
 
     def named_by(self, found: Sequence[Finding]) -> list[Finding]:
-        """The findings that name it: of the right check, with all the words, none of them a mere notice."""
-        mine = [one for one in found if one.check in self.check.split("|") and one.severity != "notice"]
+        """The findings that name it: of the right check, with all the words, none of them a mere
+        notice."""
+        mine = [
+            one for one in found if one.check in self.check.split("|") and one.severity != "notice"
+        ]
         return [one for one in mine if all(word in f"{one.text}\n{one.fix}" for word in self.says)]
 
 
@@ -70,4 +77,5 @@ MEASURES: dict[str, Callable[[Report], float]] = {
     "flops": lambda report: sum(report.flops.values()),
     "step": lambda report: report.timeline.step if report.timeline else 0.0,
 }
-"""Bytes that a device sends in a step, bytes of memory at the peak, FLOPs of matmuls, predicted microseconds."""
+"""Bytes that a device sends in a step, bytes of memory at the peak, FLOPs of matmuls, predicted
+microseconds."""

@@ -1,4 +1,5 @@
-"""Bugs planted into the real training step of two small layers, on 16 H100s. Sizes: B batch, S sequence, D embed, F mlp, V vocabulary."""
+"""Bugs planted into the real training step of two small layers, on 16 H100s. Sizes: B batch, S
+sequence, D embed, F mlp, V vocabulary."""
 
 from __future__ import annotations
 
@@ -28,10 +29,19 @@ from sharding_rules.shard import TableSharding, local_block
 from tests.sharding_rules.lab.plants.program import Compiled
 
 GPT = DecoderConfig(
-    n_layers=2, d_model=1024, n_heads=8, seq_len=512, vocab_size=8192, attention="xla", loss_chunk=512, biases=False, norm="rmsnorm"
+    n_layers=2, d_model=1024, n_heads=8, seq_len=512, vocab_size=8192, attention="xla",
+    loss_chunk=512, biases=False, norm="rmsnorm"
 )  # fmt: skip
 LLAMA = dataclasses.replace(GPT, n_kv_heads=4, positions="rotary", activation="swiglu", tied=False)
-PRESETS = {name: preset(name) for name in ("hsdp+megatron_sp", "zero2+megatron_sp", "distributed+megatron_sp", "zero1+megatron_sp")}
+PRESETS = {
+    name: preset(name)
+    for name in (
+        "hsdp+megatron_sp",
+        "zero2+megatron_sp",
+        "distributed+megatron_sp",
+        "zero1+megatron_sp",
+    )
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +59,8 @@ class Step:
 
     def compile(self, reports: str) -> Compiled:
         config = TrainConfig(
-            model=self.model, mesh=self.mesh, rules=self.rules, pipeline=self.pipeline, output="planted",
+            model=self.model, mesh=self.mesh, rules=self.rules, pipeline=self.pipeline,
+            output="planted",
             train=TrainLoop(global_batch=self.microbatches * self.rows, microbatches=self.microbatches),
             launch=LaunchConfig(compile_cache=str(Path(reports).parent)),
         )  # fmt: skip
@@ -65,18 +76,44 @@ ONE_ROW = Step(
     mesh=MeshConfig(data=3, fsdp=2, tensor=4),
     rows=6,
 )
-"""Here the gradient of the learned positions, gathered over tensor in float32, has the shape of an activation."""
+"""Here the gradient of the learned positions, gathered over tensor in float32, has the shape of an
+activation."""
 GROUPED = Step("llama, hsdp+megatron_sp", LLAMA)
-ZERO2 = Step("gpt, zero2+megatron_sp", rules=PRESETS["zero2+megatron_sp"], mesh=MeshConfig(data=4, tensor=4))
-DISTRIBUTED = Step("gpt, distributed+megatron_sp", rules=PRESETS["distributed+megatron_sp"], mesh=MeshConfig(data=4, tensor=4))
-STAGED = Step("gpt, zero1+megatron_sp, two stages", rules=PRESETS["zero1+megatron_sp"], mesh=MeshConfig(pipeline=2, data=2, tensor=4))
+ZERO2 = Step(
+    "gpt, zero2+megatron_sp", rules=PRESETS["zero2+megatron_sp"], mesh=MeshConfig(data=4, tensor=4)
+)
+DISTRIBUTED = Step(
+    "gpt, distributed+megatron_sp",
+    rules=PRESETS["distributed+megatron_sp"],
+    mesh=MeshConfig(data=4, tensor=4),
+)
+STAGED = Step(
+    "gpt, zero1+megatron_sp, two stages",
+    rules=PRESETS["zero1+megatron_sp"],
+    mesh=MeshConfig(pipeline=2, data=2, tensor=4),
+)
 
 
 def plain_cross_entropy(*pins: tuple[str | None, ...]) -> Callable[..., dict[str, jax.Array]]:
-    """A loss as one writes it without a mesh in mind, its logits pinned to some rows of the rules."""
+    """A loss as one writes it without a mesh in mind, its logits pinned to some rows of the
+    rules."""
 
-    def loss(x: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array, shard: Shard, *, vocab_size: int, **_: Any) -> Any:
-        z = jnp.einsum("bsd,vd->bsv", x, shard.weight(head.astype(x.dtype), "vocab", "embed"), preferred_element_type=jnp.float32)
+    def loss(
+        x: jax.Array,
+        head: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array,
+        shard: Shard,
+        *,
+        vocab_size: int,
+        **_: Any,
+    ) -> Any:
+        z = jnp.einsum(
+            "bsd,vd->bsv",
+            x,
+            shard.weight(head.astype(x.dtype), "vocab", "embed"),
+            preferred_element_type=jnp.float32,
+        )
         for pin in pins:
             z = shard(z, *pin)
         z = jnp.where(jnp.arange(z.shape[-1]) < vocab_size, z, -1e30)
@@ -88,7 +125,11 @@ def plain_cross_entropy(*pins: tuple[str | None, ...]) -> Callable[..., dict[str
 
 
 def logits_gathered(patch: pytest.MonkeyPatch) -> Step:
-    patch.setattr(decoder, "cross_entropy", plain_cross_entropy(("batch", "seq", "vocab"), ("batch", "seq", None)))
+    patch.setattr(
+        decoder,
+        "cross_entropy",
+        plain_cross_entropy(("batch", "seq", "vocab"), ("batch", "seq", None)),
+    )
     return HSDP
 
 
@@ -106,7 +147,9 @@ def embed_and_mlp_swapped(patch: pytest.MonkeyPatch) -> Step:
             super().__init__(config, weights, shard)
             d, f = config.d_model, config.d_mlp
             self.up = layers.Linear("bsd,df->bsf", weights, (d, f), ("mlp", "embed"), shard)
-            self.down = layers.Linear("bsf,df->bsd", weights, (d, f), ("mlp", "embed"), shard, bias_axes=("norm",))
+            self.down = layers.Linear(
+                "bsf,df->bsd", weights, (d, f), ("mlp", "embed"), shard, bias_axes=("norm",)
+            )
 
     patch.setattr(dense, "Mlp", Mlp)
     return HSDP
@@ -133,7 +176,9 @@ def head_in_a_transposed_layout(patch: pytest.MonkeyPatch) -> Step:
     class Decoder(decoder.Decoder):
         def __init__(self, config: DecoderConfig, shard: Shard, rngs: nnx.Rngs) -> None:
             super().__init__(config, shard, rngs)
-            self.head = layers.Weights(config, rngs)((config.d_model, config.padded_vocab), ("vocab", "embed"), cast=True)
+            self.head = layers.Weights(config, rngs)(
+                (config.d_model, config.padded_vocab), ("vocab", "embed"), cast=True
+            )
 
         def _head(self) -> jax.Array:
             return self.head[...].T
@@ -159,25 +204,34 @@ def mlp_activations_forgotten(patch: pytest.MonkeyPatch) -> Step:
 
 def batch_gathered_over_fsdp(patch: pytest.MonkeyPatch) -> Step:
     def enter(self: dense.Layer, x_TD: jax.Array, ctx: Any) -> jax.Array:
-        return self.shard(x_TD, *(None if axis == "batch" else axis for axis in ctx.tokens), "embed")
+        return self.shard(
+            x_TD, *(None if axis == "batch" else axis for axis in ctx.tokens), "embed"
+        )
 
     patch.setattr(dense.Layer, "_enter", enter)
     return HSDP
 
 
 def moments_replicated(patch: pytest.MonkeyPatch) -> Step:
-    module = importlib.import_module("mesh_lm.state.parts")  # the package has a function of that name
+    # the package has a function of that name
+    module = importlib.import_module("mesh_lm.state.parts")
     where = module._where
 
     def whole(layout: ModelLayout, kind: Any, name: str, leaf: Any) -> NamedSharding:
-        return NamedSharding(layout.shard.mesh, PartitionSpec()) if kind == "optimizer" else where(layout, kind, name, leaf)
+        return (
+            NamedSharding(layout.shard.mesh, PartitionSpec())
+            if kind == "optimizer"
+            else where(layout, kind, name, leaf)
+        )
 
     patch.setattr(module, "_where", whole)
     return HSDP
 
 
 def lookup_by_indexing(patch: pytest.MonkeyPatch) -> Step:
-    patch.setattr(decoder, "lookup", lambda table, ids, shard, axes, dtype: table.astype(dtype)[ids])
+    patch.setattr(
+        decoder, "lookup", lambda table, ids, shard, axes, dtype: table.astype(dtype)[ids]
+    )
     return HSDP
 
 
@@ -190,7 +244,10 @@ def hop_of_whole_sequences(patch: pytest.MonkeyPatch) -> Step:
     hop = ring.hop
 
     def whole(table: Any, x: jax.Array, step: int) -> jax.Array:
-        pinned = (lax.with_sharding_constraint(y, PartitionSpec(None, None, None)) for y in (x, hop(table, x, step)))
+        pinned = (
+            lax.with_sharding_constraint(y, PartitionSpec(None, None, None))
+            for y in (x, hop(table, x, step))
+        )
         return lax.optimization_barrier(tuple(pinned))[1]
 
     patch.setattr(ring, "hop", whole)
@@ -201,7 +258,9 @@ def hop_in_f32(patch: pytest.MonkeyPatch) -> Step:
     hop = ring.hop
 
     def wide(table: Any, x: jax.Array, step: int) -> jax.Array:
-        return lax.optimization_barrier(hop(table, lax.optimization_barrier(x.astype(jnp.float32)), step)).astype(x.dtype)
+        return lax.optimization_barrier(
+            hop(table, lax.optimization_barrier(x.astype(jnp.float32)), step)
+        ).astype(x.dtype)
 
     patch.setattr(ring, "hop", wide)
     return STAGED
@@ -225,7 +284,11 @@ def kv_heads_gathered(patch: pytest.MonkeyPatch) -> Step:
 
 def gradients_all_reduced_for_zero2(patch: pytest.MonkeyPatch) -> Step:
     constrain = ModelLayout.constrain
-    patch.setattr(ModelLayout, "constrain", lambda self, tree, kind: constrain(self, tree, "params" if kind == "gradients" else kind))
+    patch.setattr(
+        ModelLayout,
+        "constrain",
+        lambda self, tree, kind: constrain(self, tree, "params" if kind == "gradients" else kind),
+    )
     return ZERO2
 
 
@@ -235,14 +298,19 @@ def update_of_whole_weights(patch: pytest.MonkeyPatch) -> Step:
     def whole(self: ModelLayout, tree: Any, kind: Any) -> Any:
         if kind != "optimizer":
             return constrain(self, tree, kind)
-        return {name: lax.with_sharding_constraint(x, NamedSharding(self.shard.mesh, PartitionSpec())) for name, x in tree.items()}
+        return {
+            name: lax.with_sharding_constraint(x, NamedSharding(self.shard.mesh, PartitionSpec()))
+            for name, x in tree.items()
+        }
 
     patch.setattr(ModelLayout, "constrain", whole)
     return HSDP
 
 
 def residual_stream_not_sharded(patch: pytest.MonkeyPatch) -> Step:
-    def add(self: dense.Layer, x_TD: jax.Array, y_TD: jax.Array, dropout: Any, site: int, ctx: Any) -> jax.Array:
+    def add(
+        self: dense.Layer, x_TD: jax.Array, y_TD: jax.Array, dropout: Any, site: int, ctx: Any
+    ) -> jax.Array:
         return self.shard(x_TD + y_TD.astype(x_TD.dtype), *ctx.tokens, "embed")
 
     patch.setattr(dense.Layer, "_add", add)
