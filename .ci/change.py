@@ -224,8 +224,7 @@ def _base(git: _Git, environment: Mapping[str, str], head: str, shallow: bool) -
         raise Doubt("a shallow clone does not show the merge base")
     if bases[0] == head and not revision:
         raise Doubt(
-            "this is the main branch, or a commit of it; MESH_LM_CI_BASE=REVISION names "
-            "another "
+            "this is the main branch, or a commit of it; MESH_LM_CI_BASE=REVISION names another "
             "base"
         )
     return bases[0]

@@ -149,13 +149,12 @@ def report(
         return lines
     lines.append(
         f"yardstick: {measured.yardstick:.2f} s ({measured.matmul:.2f} s of numpy's products of "
-        "matrices, "
-        f"{measured.compile:.2f} s of a compilation by XLA)"
+        f"matrices, {measured.compile:.2f} s of a compilation by XLA)"
     )
     lines.append(
         f"the README's test command: {measured.installation + measured.tests:.0f} s (installation "
-        f"{measured.installation:.0f} s, tests "
-        f"{measured.tests:.0f} s), {measured.ratio:.1f} times the yardstick"
+        f"{measured.installation:.0f} s, tests {measured.tests:.0f} s), {measured.ratio:.1f} times "
+        "the yardstick"
     )
     lines += compare(measured, committed)
     return lines
@@ -171,8 +170,7 @@ def compare(measured: Measurement, committed: Measurement | None) -> list[str]:
     lines = [
         (
             f"the committed ratio: {committed.ratio:.1f}, of {committed.date}, on "
-            f"{committed.cores} "
-            f"cores of {committed.cpu}"
+            f"{committed.cores} cores of {committed.cpu}"
         )
     ]
     if measured.cores != committed.cores:
@@ -183,8 +181,8 @@ def compare(measured: Measurement, committed: Measurement | None) -> list[str]:
     if change > ALLOWED:
         lines.append(
             f"warning: the README's test command takes {100 * (change - 1):.0f} % more than the "
-            "committed ratio says; make the "
-            "tests faster, or commit the new ratio with its reason (CONTRIBUTING.md, Checks)"
+            "committed ratio says; make the tests faster, or commit the new ratio with its reason "
+            "(CONTRIBUTING.md, Checks)"
         )
     return lines
 

@@ -25,9 +25,8 @@ from pallas_kernels.attention.occupancy import by_query_head, of_keys, of_querie
 
 NOTE = (
     "B sequences of S tokens, N query heads and K kv heads on one device. forward: and the "
-    "gradient of queries; keys: the gradients of "
-    "keys and values by kv head; split: by query head; chosen: the grid that the five-matmul "
-    "backward takes of these two."
+    "gradient of queries; keys: the gradients of keys and values by kv head; split: by query head; "
+    "chosen: the grid that the five-matmul backward takes of these two."
 )
 
 

@@ -308,8 +308,7 @@ def main() -> int:
     if cases:
         note += (
             f" F6: {cases[0]['cases']} corruptions per run, {cases[0]['older step taken']} of "
-            "which hit data that is read: then the older "
-            "step was used; none gave wrong weights."
+            "which hit data that is read: then the older step was used; none gave wrong weights."
         )
     if data := [row for row in rows if row.get("cases of F19")]:
         total, refused, again = (

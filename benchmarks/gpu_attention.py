@@ -281,8 +281,7 @@ def unlike(rows: Sequence[Row]) -> list[str]:
         for name in (name for name in ours if name.endswith("_norm")):
             if not abs(ours[name] / other[name] - 1) <= ALIKE:
                 wrong.append(
-                    f"{' '.join(map(str, shape))}: {name} is {ours[name]:.6g}, of "
-                    f"{other['peer']} "
+                    f"{' '.join(map(str, shape))}: {name} is {ours[name]:.6g}, of {other['peer']} "
                     f"{other[name]:.6g}"
                 )
     return wrong

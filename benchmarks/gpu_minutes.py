@@ -172,8 +172,7 @@ def measure(
         f"{', '.join(sorted(session.modules)) or 'nothing'}"
     )
     say(
-        f"{time.monotonic() - began:.0f} s of {arguments.seconds:g}; results: "
-        f"{record.stem}.json "
+        f"{time.monotonic() - began:.0f} s of {arguments.seconds:g}; results: {record.stem}.json "
         f"and .md in {arguments.output.name}/"
     )
     return status

@@ -146,8 +146,7 @@ class Results:
             if reason not in self._reported:
                 self._reported.add(reason)
                 say(
-                    f"cannot write results to {self.record.directory.name}/: {reason}; the "
-                    "rows "
+                    f"cannot write results to {self.record.directory.name}/: {reason}; the rows "
                     "are here, on the standard output"
                 )
 

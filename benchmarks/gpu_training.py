@@ -491,8 +491,7 @@ def losses(lab: Lab) -> Iterator[Table]:
         rows,
         (
             "Largest relative difference over the steps. highest: fp32 matmuls in fp32; default: "
-            "in "
-            "TF32 on a GPU."
+            "in TF32 on a GPU."
         ),
     )
 

@@ -123,8 +123,8 @@ def main() -> int:
     holds = "met" if rows[-1]["median_ms"] <= TARGET_MS else "MISSED"
     note = (
         f"{steps} steps of {config.tokens_per_step:,} tokens, {config.data.threads} reader "
-        "threads, a line of metrics every "
-        f"{config.train.log_every} steps. Target: a median of {TARGET_MS:g} ms: {holds}."
+        f"threads, a line of metrics every {config.train.log_every} steps. Target: a median of "
+        f"{TARGET_MS:g} ms: {holds}."
     )
     record.table("Host cost of a step", rows, note)
     record.write()

@@ -172,13 +172,11 @@ def main() -> int:
     alone = float(np.median(copying))
     note = (
         f"{size / 1e6:.0f} MB for each local step, one every {every} steps of "
-        f"{1e3 * total[0] / every:.0f} ms (medians of {rounds} rounds; "
-        f"load average on {os.cpu_count()} cores before: {load:.1f}). A local save adds "
-        f"{total[1] - total[0]:.2f} s, {saving:.1%} of the "
-        f"time, and with a copy {total[2] - total[0]:.2f} s, {copied:.1%}, the work of the "
-        "receiving process on the same cores "
-        f"included. Alone, a copy takes {alone:.2f} s, "
-        f"{size / 1e6 / alone:.0f} MB/s with SHA-256 at both ends and fsync."
+        f"{1e3 * total[0] / every:.0f} ms (medians of {rounds} rounds; load average on "
+        f"{os.cpu_count()} cores before: {load:.1f}). A local save adds {total[1] - total[0]:.2f} "
+        f"s, {saving:.1%} of the time, and with a copy {total[2] - total[0]:.2f} s, {copied:.1%}, "
+        "the work of the receiving process on the same cores included. Alone, a copy takes "
+        f"{alone:.2f} s, {size / 1e6 / alone:.0f} MB/s with SHA-256 at both ends and fsync."
     )
     record.table("Cost of a local save and of its copy", rows, note)
     record.write()

@@ -101,15 +101,13 @@ def main() -> int:
 
 INDEX_NOTE = (
     "From opening the files to a dataset that can be read, its indices computed and saved: both "
-    "sides in a new process without a cache, by "
-    f"turns; medians. seq_len {SEQ_LEN}, split {SPLIT}, about 400 tokens a document. Target: at "
-    f"most {INDEX_TARGET:g} times Megatron's."
+    f"sides in a new process without a cache, by turns; medians. seq_len {SEQ_LEN}, split {SPLIT}, "
+    f"about 400 tokens a document. Target: at most {INDEX_TARGET:g} times Megatron's."
 )
 LOADER_NOTE = (
     "Megatron: torch DataLoader over GPTDataset (no attention masks made), batches of tensors in "
-    "memory. Ours: Loader, batches of 32 on "
-    f"the device, all fields. Best of two runs each. Target: at least {LOADER_TARGET:g} times "
-    "Megatron's best setting."
+    "memory. Ours: Loader, batches of 32 on the device, all fields. Best of two runs each. Target: "
+    f"at least {LOADER_TARGET:g} times Megatron's best setting."
 )
 
 

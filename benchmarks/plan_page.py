@@ -123,8 +123,7 @@ def newest() -> Path:
     found = dated[max(dated)]
     if len(found) > 1:  # a checkout has no modification times that would show the newer one
         raise ValueError(
-            f"results of one day: {', '.join(path.name for path in found)}; keep only those "
-            "for "
+            f"results of one day: {', '.join(path.name for path in found)}; keep only those for "
             "the page"
         )
     return found[0]
@@ -305,13 +304,11 @@ def _costs_said(
     sizes = [r["text_bytes"] for r in depth]
     return textwrap.fill(
         f"On {machine['cores']} cores ({machine['cpu']}) a plan takes {seconds(min(cpu))} to "
-        f"{seconds(max(cpu))} s of CPU time, over "
-        f"all threads, and at most {memory['rss_gib']:.2f} GiB of memory (`{memory['name']}`). "
-        f"`{many['name'].split(',')[0]}` on "
+        f"{seconds(max(cpu))} s of CPU time, over all threads, and at most {memory['rss_gib']:.2f} "
+        f"GiB of memory (`{memory['name']}`). `{many['name'].split(',')[0]}` on "
         f"{many['devices']:,} devices takes {many['cpu_s'] / few['cpu_s']:.2f} times the CPU time "
-        f"of {few['devices']} devices with the "
-        f"same work on each. From {depth[0]['layers']} to {depth[-1]['layers']} layers its program "
-        "grows by "
+        f"of {few['devices']} devices with the same work on each. From {depth[0]['layers']} to "
+        f"{depth[-1]['layers']} layers its program grows by "
         f"{100 * (max(sizes) / min(sizes) - 1):.1f} %.",
         118,
     )

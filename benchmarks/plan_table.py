@@ -194,8 +194,7 @@ def stale(data: Any) -> list[str]:
             )
         elif changes := changed(subject, rows[subject.name]):
             found.append(
-                f"{subject.name}: {', '.join(changes)}: python benchmarks/plan_table.py "
-                "--again "
+                f"{subject.name}: {', '.join(changes)}: python benchmarks/plan_table.py --again "
                 f"'--only={subject.name}'"
             )
     return found

@@ -58,8 +58,7 @@ def main() -> int:
                 rows,
                 (
                     "Nats per token, on held-out files and in training, the mean of the last "
-                    f"{LAST} "
-                    "steps."
+                    f"{LAST} steps."
                 ),
             )
             record.table(

@@ -93,9 +93,8 @@ def main() -> int:
     )
     note = (
         f"{size / 1e6:.0f} MB of state; medians of {rounds} rounds, load average on "
-        f"{os.cpu_count()} cores before: {load:.1f}. A replayed "
-        f"step takes {twice:.0f} ms instead of {once:.0f} ms: with health.replay_every=100 that is "
-        f"{(twice / once - 1) / 100:.2%} of "
+        f"{os.cpu_count()} cores before: {load:.1f}. A replayed step takes {twice:.0f} ms instead "
+        f"of {once:.0f} ms: with health.replay_every=100 that is {(twice / once - 1) / 100:.2%} of "
         "the time."
     )
     record.table("Cost of a replayed step", rows, note)

@@ -108,10 +108,9 @@ def main() -> int:
     cost = float(seconds[:, 1].sum() / seconds[:, 0].sum() - 1)
     note = (
         f"{size / 1e6:.0f} MB of state, a save every {every} steps of "
-        f"{1e3 * seconds[:, 0].mean() / every:.0f} ms. Over all intervals a "
-        f"save costs {cost:.1%} of the time; target {TARGET:.0%}: "
-        f"{'met' if cost <= TARGET else 'MISSED'}. The digests of all leaves are "
-        f"{1e3 * float(np.median(digesting)):.0f} ms of it, "
+        f"{1e3 * seconds[:, 0].mean() / every:.0f} ms. Over all intervals a save costs {cost:.1%} "
+        f"of the time; target {TARGET:.0%}: {'met' if cost <= TARGET else 'MISSED'}. The digests "
+        f"of all leaves are {1e3 * float(np.median(digesting)):.0f} ms of it, "
         f"{float(np.median(digesting)) / (size / 1e9):.2f} s per GB."
     )
     record.table("Cost of saving", rows, note)

@@ -269,9 +269,8 @@ def main() -> int:
     same = found == wanted
     note = (
         f"{steps} steps of two processes with two devices each, a checkpoint every {EVERY}; "
-        f"{len(rows)} faults, {run.starts} starts of the "
-        f"launcher, {spent['starts']} of the processes. At the end: {found}; undisturbed: "
-        f"{wanted}: "
+        f"{len(rows)} faults, {run.starts} starts of the launcher, {spent['starts']} of the "
+        f"processes. At the end: {found}; undisturbed: {wanted}: "
         f"{'the same' if same else 'NOT THE SAME'}."
     )
     record.table("Faults", rows, note)

@@ -205,9 +205,8 @@ def main() -> int:
             rows.append({"case": case, **timed(command(directory, fields, *places))})
         note = (
             "traced, lowered, compiled and from_cache are parts of state (initialise or restore) "
-            "and first_step, over all programs. "
-            "digests is the SHA-256 of the compile cache's entries, lease the time to take the "
-            "output's, checks_percent both of total."
+            "and first_step, over all programs. digests is the SHA-256 of the compile cache's "
+            "entries, lease the time to take the output's, checks_percent both of total."
         )
         record.table("Command to first step", rows, note)
         record.write()

@@ -63,16 +63,14 @@ def describe_grouped_matmul(
         faults.append(f"x must be [T, D], w [E, D, F] and group_sizes [E], got {shapes}")
     elif x.shape[1] != w.shape[1] or group_sizes.shape[0] != w.shape[0]:
         faults.append(
-            "x [T, D] and w [E, D, F] must have the same D, w and group_sizes [E] the same E, "
-            "got "
+            "x [T, D] and w [E, D, F] must have the same D, w and group_sizes [E] the same E, got "
             f"{shapes}"
         )
     if 0 in (*x.shape, *w.shape):
         faults.append(f"every dim must be at least 1, got {shapes}")
     if x.dtype != w.dtype or str(x.dtype) not in DTYPES:
         faults.append(
-            f"x and w must have one dtype of {', '.join(DTYPES)}, got {x.dtype}, {w.dtype}; "
-            "cast "
+            f"x and w must have one dtype of {', '.join(DTYPES)}, got {x.dtype}, {w.dtype}; cast "
             "the weights to the tokens' type"
         )
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):

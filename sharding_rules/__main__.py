@@ -164,8 +164,7 @@ def _program(words: str, returned: Any) -> tuple[Any, tuple[Any, ...], jax.shard
         case (step, tuple() | list() as args, jax.sharding.Mesh() as mesh) if callable(step):
             return step, tuple(args), mesh
     raise LabError(
-        f"{words} must return (step, arguments, mesh): a function, a tuple of its arguments, "
-        "and a "
+        f"{words} must return (step, arguments, mesh): a function, a tuple of its arguments, and a "
         "jax.sharding.Mesh of the devices"
     )
 
@@ -174,8 +173,7 @@ def _diff(arguments: argparse.Namespace, changes: list[str]) -> int:
     if arguments.reports:
         if len(arguments.reports) != 2 or arguments.config or changes:
             raise LabError(
-                "diff takes two saved reports, BEFORE.json AFTER.json, or --config, --rules "
-                "and "
+                "diff takes two saved reports, BEFORE.json AFTER.json, or --config, --rules and "
                 "--against"
             )
         before, after = map(load, arguments.reports)
@@ -207,8 +205,7 @@ def _config_reader() -> ConfigReader:
     readers = list(entry_points(group=PROGRAMS))
     if not readers:
         raise LabError(
-            f"no installed package can read a config (entry points {PROGRAMS}); run: pip "
-            "install "
+            f"no installed package can read a config (entry points {PROGRAMS}); run: pip install "
             "-e ."
         )
     return readers[0].load()

@@ -231,8 +231,8 @@ def _refuse_two_forms_of_moments(a: Rules, b: Rules) -> None:
         if axis and any(_is_flat(row) and entry for row, entry in other.params.items()):
             raise ShardingRuleError(
                 f"{a.name} and {b.name}: {one.name} shards a dimension of each matrix's moments "
-                f"over {axis!r}, and {other.name} keeps them "
-                f"in flat vectors, which need no such dimension; leave {one.name} out"
+                f"over {axis!r}, and {other.name} keeps them in flat vectors, which need no such "
+                f"dimension; leave {one.name} out"
             )
 
 

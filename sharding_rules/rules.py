@@ -151,8 +151,7 @@ class Rules:
                     or (isinstance(entry, tuple) and all(isinstance(a, str) for a in entry))
                 ):
                     raise ShardingRuleError(
-                        f"rules.{kind}[{row!r}]={entry!r}: expected a mesh axis, a tuple of "
-                        "them, "
+                        f"rules.{kind}[{row!r}]={entry!r}: expected a mesh axis, a tuple of them, "
                         "or None"
                     )
         for row in self._rows():
@@ -285,8 +284,7 @@ class Rules:
                 if axis in owner:
                     raise ShardingRuleError(
                         f"{name}{tuple(axes)}: mesh axis {axis!r} shards both {owner[axis]!r} and "
-                        f"{row!r}; "
-                        f"set one of them to None in rules.{kind}"
+                        f"{row!r}; set one of them to None in rules.{kind}"
                     )
                 owner[axis] = row
                 if mesh is not None and axis not in mesh.shape:

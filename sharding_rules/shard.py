@@ -202,8 +202,7 @@ class Shard:
         if used[-1]:
             fix = f"shard rules.params[{axes[-1]!r}] over axes of the batch, or not at all"
             raise ShardingRuleError(
-                f"rules.gathered[{axes[-1]!r}]={used[-1]!r}: a table is used with complete "
-                "rows; "
+                f"rules.gathered[{axes[-1]!r}]={used[-1]!r}: a table is used with complete rows; "
                 f"{fix}"
             )
         batch = self.axes_for("batch")
@@ -233,8 +232,7 @@ class Shard:
         if unknown := [axis for axis in axes if axis not in self.rules.context]:
             fix = f"set rules.context[{unknown[0]!r}] to gather, ulysses or ring"
             raise ShardingRuleError(
-                f"rules.activations['seq'] is sharded over {unknown[0]!r}, and attention needs "
-                "all "
+                f"rules.activations['seq'] is sharded over {unknown[0]!r}, and attention needs all "
                 f"keys; {fix}"
             )
         return [(axis, self.rules.context[axis]) for axis in axes]

@@ -25,8 +25,8 @@ if __name__ == "__main__":  # as tests/conftest.py does for a test run
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault(
         "XLA_FLAGS",
-        "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0"
-        " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+        "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0 "
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
     )
 
 import dataclasses

@@ -121,8 +121,7 @@ def test_text_without_an_encoding_is_found() -> None:
         ),
         (
             "import mesh_lm.model.decoder, mesh_lm.training.step, mesh_lm.checkpoint, "
-            "mesh_lm.training.check, mesh_lm.data.sequences, "
-            "mesh_lm.planning.program",
+            "mesh_lm.training.check, mesh_lm.data.sequences, mesh_lm.planning.program",
             ["tyro", "grain", "tensorboardX", "tokenizers", "matplotlib"],
         ),
         # Slow, because only CI's slow part has torch installed.

@@ -46,12 +46,10 @@ def test_the_plan_of_gpt_175b() -> None:
     (row,) = [row for row in rows if row["name"] == "gpt_175b"]
     said = (
         f"GPT-3's {row['parameters'] / 1e9:.1f} B parameters on {row['devices']:,} H100s need "
-        f"{row['peak_gib']:.1f} GiB of the "
-        f"{row['usable_gib']:.1f} that a run may take of each GPU, and in a step each GPU sends "
-        f"{row['sent over tensor, GiB']:.1f} GiB "
-        f"over NVLink and {row['sent_gib'] - row['sent over tensor, GiB']:.1f} over the network "
-        "(exact); "
-        f"a step takes {row['step_s']:.1f} s (predicted, never measured)"
+        f"{row['peak_gib']:.1f} GiB of the {row['usable_gib']:.1f} that a run may take of each "
+        f"GPU, and in a step each GPU sends {row['sent over tensor, GiB']:.1f} GiB over NVLink and "
+        f"{row['sent_gib'] - row['sent over tensor, GiB']:.1f} over the network (exact); a step "
+        f"takes {row['step_s']:.1f} s (predicted, never measured)"
     )
     assert said in " ".join(README.split())
 

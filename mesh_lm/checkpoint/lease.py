@@ -207,8 +207,7 @@ class Lease:
             if (held := held or _holder(self.path.read_bytes())) is None:
                 raise OSError(f"{self.path} cannot be read")
             self._lost = ReplacedError(
-                f"{self.path.parent} was taken over by {held} while this run was suspended; "
-                "this "
+                f"{self.path.parent} was taken over by {held} while this run was suspended; this "
                 "run writes no more"
             )
 
@@ -317,8 +316,8 @@ def _refusal(output: Path, path: Path, held: Holder | None) -> str:
         )
     return (
         f"{output} is in use: {held or 'an unknown process'} writes its checkpoints there; end "
-        "that run, or set output to another "
-        f"directory. If you are certain that it no longer runs, delete {path}"
+        "that run, or set output to another directory. If you are certain that it no longer runs, "
+        f"delete {path}"
     )
 
 

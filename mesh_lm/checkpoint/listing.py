@@ -163,8 +163,7 @@ def chosen(path: Path | str, name: str) -> list[CheckpointEntry]:
     )
     if not steps:
         raise ConfigError(
-            f"no complete checkpoint among {', '.join(entry.path.name for entry in entries)}; "
-            "name "
+            f"no complete checkpoint among {', '.join(entry.path.name for entry in entries)}; name "
             "one of them"
         )
     return steps

@@ -173,8 +173,7 @@ class Checkpoints:
         if before is None and jax.process_index() == 0:
             for name in misnamed_in(self.directory):
                 self._say(
-                    f"warning: {self.directory / name} is not a step (that would be "
-                    f"{int(name)}); "
+                    f"warning: {self.directory / name} is not a step (that would be {int(name)}); "
                     "it is ignored"
                 )
         steps = [step for step in self._steps() if before is None or step < before]
@@ -191,8 +190,7 @@ class Checkpoints:
                 state = saved.resumed(layout, optimizer)
             except DamagedCheckpoint as damage:
                 self._say(
-                    f"warning: {damage}\nrenamed to {step}.damaged; the checkpoint before it "
-                    "is "
+                    f"warning: {damage}\nrenamed to {step}.damaged; the checkpoint before it is "
                     "tried"
                 )
                 self._put_aside(step, "damaged")
@@ -217,8 +215,7 @@ class Checkpoints:
         saved, older = self.restore(layout, optimizer, before)
         if saved is None or older is None:
             raise ConfigError(
-                f"the run should roll back to before step {before}, but has no checkpoint "
-                "before "
+                f"the run should roll back to before step {before}, but has no checkpoint before "
                 "it; save more often"
             )
         self._local.forget(saved.step)
@@ -391,8 +388,7 @@ class Checkpoints:
         )
         self._say(
             f"{alarm if self._failures >= self.policy.alarm else 'warning: '}step {writing} could "
-            f"not be saved in {self.directory}: "
-            f"{self._reason}"
+            f"not be saved in {self.directory}: {self._reason}"
             + (
                 f"; training continues, and saving is retried after step {self._retry}"
                 if then is None

@@ -74,8 +74,8 @@ class NodeLocalCheckpoints:
                     shutil.rmtree(old, ignore_errors=True)
                     print(
                         f"{distributed.log_prefix()}warning: {old} is removed: its local "
-                        "checkpoints are of an earlier run with this "
-                        f"output, or {directory / _MARK} was deleted",
+                        "checkpoints are of an earlier run with this output, or "
+                        f"{directory / _MARK} was deleted",
                         flush=True,
                     )
         if policy.local_copies:
@@ -160,8 +160,7 @@ class NodeLocalCheckpoints:
                     reasons = reasons or [
                         (
                             f"step {other.parent.name} was saved by "
-                            f"{other.name.rpartition('-')[2]} "
-                            "processes"
+                            f"{other.name.rpartition('-')[2]} processes"
                         )
                     ]
                     shutil.rmtree(other, ignore_errors=True)
@@ -196,8 +195,7 @@ class NodeLocalCheckpoints:
                 distributed.print_on_process0(
                     (
                         f"step {step} is on the local disks of all processes ({self.directory}), "
-                        "newer "
-                        "than the output's checkpoints"
+                        "newer than the output's checkpoints"
                     )
                     + (f"; fetched from other nodes: {number_ranges(lost)}" if lost else "")
                 )
@@ -309,8 +307,8 @@ class NodeLocalCheckpoints:
             with contextlib.suppress(OSError):  # the log may be on the same disk
                 print(
                     f"{distributed.log_prefix()}warning: no local checkpoint in {self.directory}: "
-                    f"{reason}; training continues, "
-                    "and a crash now rolls back to the newest checkpoint in the output", flush=True,
+                    f"{reason}; training continues, and a crash now rolls back to the newest "
+                    "checkpoint in the output", flush=True,
                 )  # fmt: skip
         self._failed = True
 
@@ -481,8 +479,7 @@ def _identity(directory: Path) -> str:
             return life
         if jax.process_index() == 0:
             print(
-                f"warning: {mark} is damaged: nothing says whose the local checkpoints are, "
-                "and "
+                f"warning: {mark} is damaged: nothing says whose the local checkpoints are, and "
                 "none is used"
             )
             mark.write_text(f"{new} {_check(new)}", encoding="utf-8")

@@ -221,8 +221,8 @@ class SavedCheckpoint:
         if saved and saved != expected and sorted(saved) == sorted(expected):
             raise ConfigError(
                 f"{self.path} is a checkpoint of another model: its segments are "
-                f"{', '.join(saved)}, in this order, and those of this "
-                f"config {', '.join(expected)}\nuse a new output directory, or that model's config"
+                f"{', '.join(saved)}, in this order, and those of this config "
+                f"{', '.join(expected)}\nuse a new output directory, or that model's config"
             )
 
     def require_model(self, layout: ModelLayout) -> None:
@@ -389,8 +389,8 @@ def _located(path: Path | str) -> tuple[Path | None, int | None]:
     if not is_utf_8(directory):
         raise ConfigError(
             f"{directory}: names of this locale are in {sys.getfilesystemencoding()}, and "
-            "checkpoints are read from names in UTF-8; set "
-            "the environment variable PYTHONUTF8=1, or rename it to ASCII letters"
+            "checkpoints are read from names in UTF-8; set the environment variable PYTHONUTF8=1, "
+            "or rename it to ASCII letters"
         )
     return directory, step
 

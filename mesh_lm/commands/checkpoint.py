@@ -178,8 +178,7 @@ def _verified(entry: CheckpointEntry) -> bool:
     print(
         (
             f"{entry.path.name}: {whole}; {count} arrays, {size(total)}, state "
-            f"{entry.described[1]}, "
-            f"{seconds:.1f} s"
+            f"{entry.described[1]}, {seconds:.1f} s"
         ),
         flush=True,
     )

@@ -308,8 +308,7 @@ def _hints(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         hints = get_type_hints(type(section))
     except NameError as error:
         raise ConfigError(
-            f"{type(section).__name__}: {error}; the types of its fields must be imported at "
-            "run "
+            f"{type(section).__name__}: {error}; the types of its fields must be imported at run "
             "time"
         ) from error
     for field in dataclasses.fields(section):
@@ -342,9 +341,8 @@ def _print_help(config: TrainConfig, file: str, prog: str, *, everything: bool) 
     """
     description = (
         "FILE is a config, or the name of one that `mesh-lm configs` lists; the values below are "
-        f"those of {file}. Lists are written "
-        "1024,0. `mesh-lm plan FILE` shows memory, communication and time on GPUs that you do not "
-        "have."
+        f"those of {file}. Lists are written 1024,0. `mesh-lm plan FILE` shows memory, "
+        "communication and time on GPUs that you do not have."
     )
     if everything:
         print_help(type(config), description, f"{prog} [FILE]", config, SPELLINGS, of_config=True)

@@ -245,8 +245,7 @@ OPTIMIZER = Meaning(
 )
 SCHEDULE = Meaning(
     "`optimizer.schedule=cosine`, `optimizer.schedule=linear`, `optimizer.schedule=constant`, or "
-    "`optimizer.schedule=wsd`, "
-    "which decays linearly",
+    "`optimizer.schedule=wsd`, which decays linearly",
     "optimizer.schedule",
     _schedule,
 )

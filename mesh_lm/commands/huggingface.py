@@ -168,9 +168,8 @@ def _require_exportable(options: Export) -> None:
     if not options.config and (name := saved["model"]["class"]) != DecoderConfig.__name__:
         raise ConfigError(
             f"{options.checkpoint} is a {name}, a model of your own: no supported class of "
-            f"transformers can express it, unless {name} is a "
-            "DecoderConfig that only has other defaults; then name the config file that creates "
-            "it: --config=FILE.py"
+            f"transformers can express it, unless {name} is a DecoderConfig that only has other "
+            "defaults; then name the config file that creates it: --config=FILE.py"
         )
     family_for(
         load(options.config).model

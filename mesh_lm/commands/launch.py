@@ -76,8 +76,7 @@ def _run(job: Job) -> int:
         listener = listen(job.address[1], LOOPBACK if job.nodes == 1 else "")
     except OSError as error:
         raise ConfigError(
-            f"node 0 cannot listen at --rendezvous={job.rendezvous}: {error.strerror}; choose "
-            "a "
+            f"node 0 cannot listen at --rendezvous={job.rendezvous}: {error.strerror}; choose a "
             "free port"
         ) from error
     agent = Agent(job, (LOOPBACK, listener.getsockname()[1]), secret)
@@ -120,8 +119,7 @@ def parse(argv: Sequence[str], prog: str = "mesh-lm launch") -> Request:
     )
     if not options.template and (not rest or rest == ["-m"]):
         raise ConfigError(
-            "name a Python script, such as train.py, a command, such as train, or -m and a "
-            "module, "
+            "name a Python script, such as train.py, a command, such as train, or -m and a module, "
             "such as mesh_lm.generate"
         )
     if rest and rest[0] in _COMMANDS and not Path(rest[0]).exists():

@@ -14,8 +14,7 @@ _FUSION = explained("no option: XLA decides what is fused; leave it out")
 _ONE_DECAY = explained("not built: `optimizer.weight_decay` is the same at every step")
 _SCALER = explained("no option: bfloat16 and float32 need no loss scaling; leave it out")
 _SELECTIVE = explained(
-    "`model.remat`: full for full; for selective save_names, which is not the same: it "
-    "recomputes "
+    "`model.remat`: full for full; for selective save_names, which is not the same: it recomputes "
     "all but matmul and attention outputs"
 )
 _FUSIONS = (

@@ -153,8 +153,7 @@ def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
                 "matmuls",
                 (
                     f"{flop(compiled)} per device and step, {compiled / report.model_flops:.2f} x "
-                    "the "
-                    "model's"
+                    "the model's"
                 ),
             )
         )

@@ -49,8 +49,7 @@ class Plan:
             raise ConfigError(f"--devices={self.devices} must be at least 1")
         if self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):
             raise ConfigError(
-                f"{self.plan}: the report is a file that ends in .html or .json; without a "
-                "file it "
+                f"{self.plan}: the report is a file that ends in .html or .json; without a file it "
                 "goes to the screen"
             )
 
@@ -80,8 +79,7 @@ def parse_either(
             Plan,
             (
                 "What a run would do on GPUs, without them. FILE and its options are those of "
-                "`mesh-lm "
-                "train --help`."
+                "`mesh-lm train --help`."
             ),
             prog,
         )

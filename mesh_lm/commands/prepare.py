@@ -17,15 +17,13 @@ from mesh_lm.launch import EXIT_INTERRUPTED
 
 DESCRIPTION = (
     "Tokenizes text into Megatron's .bin/.idx files: one sequence per document, followed by the "
-    "end-of-document token. If it is killed, "
-    "the same command continues from there."
+    "end-of-document token. If it is killed, the same command continues from there."
 )
 
 
 SEAL = (
     "Writes PREFIX.digests for .bin/.idx files of any origin, with which every run verifies what "
-    "it reads of them. Where there is one "
-    "already, it compares all of the files with it."
+    "it reads of them. Where there is one already, it compares all of the files with it."
 )
 
 
@@ -94,8 +92,7 @@ def run(options: Prepare | Seal) -> int:
         print(
             (
                 f"\nstopped; {options.output}.parts keeps what is done, and the same command "
-                "continues "
-                "from there"
+                "continues from there"
             ),
             file=sys.stderr,
         )

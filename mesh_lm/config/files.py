@@ -66,16 +66,14 @@ def _require_config(file: str) -> None:
     if path.is_dir():
         raise ConfigError(
             f"--config={file}: a directory; a run's config is {file}/config.json, and a Hugging "
-            "Face model becomes a run by "
-            f"mesh-lm import {file} --output=runs/{name}"
+            f"Face model becomes a run by mesh-lm import {file} --output=runs/{name}"
         )
     if not path.exists() and path.suffix not in _OTHERS and (hint := hub_hint(file)):
         raise ConfigError(
             f"--config={file}: no such file{hint}, then mesh-lm import {file} --output=runs/{name}"
         )
     raise ConfigError(
-        f"--config={file}: a config is a .py file with get_config(), or the config.json of a "
-        "run; "
+        f"--config={file}: a config is a .py file with get_config(), or the config.json of a run; "
         "`mesh-lm configs` lists some to copy"
     )
 

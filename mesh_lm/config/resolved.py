@@ -59,8 +59,7 @@ def read(path: Path, shown: str, imported: Callable[[str, str], types.ModuleType
         cls = getattr(imported(module, f"--config={shown}: the module of its model"), name, None)
         if not isinstance(cls, type) or not issubclass(cls, ModelConfig):
             raise ValueError(
-                f"its model is a {name}, which {module} does not have; name the config file "
-                "that "
+                f"its model is a {name}, which {module} does not have; name the config file that "
                 "creates it instead"
             )
         model = _section(cls, described, "model.")
@@ -94,8 +93,7 @@ def _section(cls: type, plain: Mapping[str, Any], where: str) -> Any:
         raise ValueError(f"{where.removesuffix('.')}: expected an object")
     if (name := plain.get("class")) != cls.__qualname__:
         raise ValueError(
-            f"{where.removesuffix('.')} is a {name}, not a {cls.__qualname__}; set it in "
-            "Python "
+            f"{where.removesuffix('.')} is a {name}, not a {cls.__qualname__}; set it in Python "
             "again"
         )
     fields, hints = (

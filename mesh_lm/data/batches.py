@@ -83,9 +83,8 @@ class Batches:
             if not self._former:
                 raise ConfigError(
                     f"{config.output} was trained with another tokenizer than this data's "
-                    f"(fingerprint {before[:12]}, not "
-                    f"{self._tokenizer[:12]}): the ids have other meanings; use a new output "
-                    "directory, or data of that tokenizer"
+                    f"(fingerprint {before[:12]}, not {self._tokenizer[:12]}): the ids have other "
+                    "meanings; use a new output directory, or data of that tokenizer"
                 )
         last = self.position + max(0, train.steps - done) * train.global_batch
         self._corpus, self._order, eod = (

@@ -50,8 +50,7 @@ def parse(blend: Sequence[str], field: str = "data.blend") -> tuple[list[str], l
         prefixes, weights = words, None
     if bad := [weight for weight in weights or () if not 0 < weight < math.inf]:
         raise ConfigError(
-            f"{shown}: weight {bad[0]:g} must be a number above 0; leave out a prefix that "
-            "should "
+            f"{shown}: weight {bad[0]:g} must be a number above 0; leave out a prefix that should "
             "not be used"
         )
     if twice := {prefix for prefix in prefixes if prefixes.count(prefix) > 1}:

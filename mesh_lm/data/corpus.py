@@ -214,8 +214,7 @@ def prepare(
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     if tokenizer is None and vocab < MIN_VOCAB:
         raise ConfigError(
-            f"data.tokenizer_vocab={vocab} is too small: a byte-level vocabulary needs at "
-            "least "
+            f"data.tokenizer_vocab={vocab} is too small: a byte-level vocabulary needs at least "
             f"{MIN_VOCAB}"
         )
     _require_ids(tokenizer, None, model_vocab, f"data.tokenizer={config.tokenizer}")
@@ -249,8 +248,8 @@ def prepare(
     except OSError as error:
         raise ConfigError(
             f"cannot prepare data.path={config.path} in data.cache={config.cache}: "
-            f"{error.strerror} ({error.filename}); "
-            "the path must be readable, and the cache writable with space left"
+            f"{error.strerror} ({error.filename}); the path must be readable, and the cache "
+            "writable with space left"
         ) from error
     corpus = dataclasses.replace(_load(directory), named=tokenizer)
     lost = corpus.lost_bytes or 0
@@ -445,8 +444,7 @@ def _build(
     if chosen is not None:
         share = sizes[chosen] / sum(sizes)
         progress(
-            f"held out one of {len(sizes)} documents, {share:.1%} of the text: the hash that "
-            "holds "
+            f"held out one of {len(sizes)} documents, {share:.1%} of the text: the hash that holds "
             "out one in 20 held out none"
         )
         settings = {**settings, "held_out": chosen}

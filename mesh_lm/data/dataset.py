@@ -103,8 +103,7 @@ def stored_order(texts: Sequence[TokenStream], config: TrainConfig, eod: int | N
         longest = max(text.n_tokens for text in texts)
         raise ConfigError(
             "data.drop_last_partial=true leaves no held-out sequence: no text has "
-            f"model.seq_len={seq_len} tokens, the longest {longest}; "
-            "leave it out"
+            f"model.seq_len={seq_len} tokens, the longest {longest}; leave it out"
         )
     return ConcatOrder([Sequences(text, seq_len, eod=eod, seed=None, pad=pad) for text in long])
 
@@ -136,8 +135,7 @@ class TokenArray(Dataset):
             self._train, self._heldout = ids[:n_train], ids[n_train:]
             if not len(self._heldout):
                 raise ConfigError(
-                    f"data: {len(ids)} token ids are too few to hold out one in {_HELD_OUT}; "
-                    "give "
+                    f"data: {len(ids)} token ids are too few to hold out one in {_HELD_OUT}; give "
                     "more, or heldout"
                 )
         else:
@@ -165,8 +163,7 @@ class TokenArray(Dataset):
         """Implements `Dataset.training_order`."""
         if config.data.documents == "packed":
             raise ConfigError(
-                "data.documents=packed: an array of token ids is one stream; write documents "
-                "with "
+                "data.documents=packed: an array of token ids is one stream; write documents with "
                 "`mesh-lm prepare`"
             )
         return Sequences(

@@ -184,6 +184,6 @@ class Blocks:
             if xxhash.xxh3_64_intdigest(part) != digest:
                 raise ConfigError(
                     f"{self._path} is damaged: bytes {start:,} to {start + len(part) - 1:,} are "
-                    "not as they were when "
-                    f"{self._digests.path} was written (XXH3-64); {self._cure}"
+                    f"not as they were when {self._digests.path} was written (XXH3-64); "
+                    f"{self._cure}"
                 )

@@ -59,8 +59,7 @@ class FillInMiddle:
         if not tokenizer.joins:
             raise ConfigError(
                 f"data.fim_rate={rate}: the tokenizer puts a space before each part of a split "
-                "document, which the model would learn; "
-                "use a byte-level one, or data.fim_rate=0"
+                "document, which the model would learn; use a byte-level one, or data.fim_rate=0"
             )
         spelled = [
             [tokenizer.special(spelling.format(part)) for part in _PARTS] for spelling in _SPELLINGS
@@ -71,8 +70,7 @@ class FillInMiddle:
                 ", ".join(spelling.format(part) for part in _PARTS) for spelling in _SPELLINGS
             )
             raise ConfigError(
-                f"data.fim_rate={rate}: the tokenizer lacks the special tokens {names}; use "
-                "one "
+                f"data.fim_rate={rate}: the tokenizer lacks the special tokens {names}; use one "
                 "that has them, or data.fim_rate=0"
             )
         self._prefix, self._middle, self._suffix = (

@@ -80,8 +80,7 @@ def require_readable(path: Path, field: str = "") -> None:
         raise ConfigError(f"{path} is an archive; extract it, or leave it out")
     if suffix in _FOREIGN or (is_compressed(path) and _suffix(path) == ".parquet"):
         raise ConfigError(
-            f"{path} is compressed in a way that is not read; decompress it, compress it as "
-            ".gz or "
+            f"{path} is compressed in a way that is not read; decompress it, compress it as .gz or "
             ".zst, or leave it out"
         )
     if kind_of(path) == "json":
@@ -137,8 +136,7 @@ def json_kind(path: Path, field: str = "") -> Literal["lines", "list"]:
     with_field = f' with a string "{field}"' if field else ""
     raise ConfigError(
         f"{path} holds neither JSON lines nor a list of objects{with_field}; convert it to .jsonl, "
-        "leave it out, or give it the suffix "
-        ".txt to read it as one document"
+        "leave it out, or give it the suffix .txt to read it as one document"
     )
 
 
@@ -219,8 +217,7 @@ def unreadable(path: Path, error: OSError) -> ConfigError:
     """Returns the error to raise for a file that cannot be read."""
     if error.strerror is None:  # such as gzip's BadGzipFile
         return ConfigError(
-            f"{path} is damaged or not of the type its name implies: {error}; fetch or "
-            "compress it "
+            f"{path} is damaged or not of the type its name implies: {error}; fetch or compress it "
             "again"
         )
     return ConfigError(f"cannot read {path}: {error.strerror}; make it readable, or leave it out")
@@ -249,8 +246,7 @@ def list_of(path: Path) -> list[Any]:
         data = file.read(strict_json.LARGE_FILE + 1)
     if len(data) > strict_json.LARGE_FILE:
         raise ConfigError(
-            f"{path} is a list of more than {strict_json.LARGE_FILE // 2**20} MiB; convert it: "
-            "jq "
+            f"{path} is a list of more than {strict_json.LARGE_FILE // 2**20} MiB; convert it: jq "
             f"-c '.[]' {path} > lines.jsonl"
         )
     try:
@@ -393,8 +389,7 @@ class _Bounded(io.RawIOBase):
         if self._size > _PLAUSIBLE and self._size > _RATIO * self._raw.tell():
             raise ConfigError(
                 f"{self._raw.name} decompresses to more than {_RATIO} times its size, which no "
-                "text does; "
-                "leave it out, or decompress it yourself"
+                "text does; leave it out, or decompress it yourself"
             )
         return n
 

@@ -47,8 +47,7 @@ def split_ranges(split: str, n: int) -> tuple[range, range, range]:
         r"\s*(\d+\.?\d*|\.\d+)(\s*,\s*(\d+\.?\d*|\.\d+)){0,2}\s*", split
     ) or not re.search("[1-9]", split):
         raise ConfigError(
-            f"data.split={split!r} must be up to three weights of training, validation and "
-            "test "
+            f"data.split={split!r} must be up to three weights of training, validation and test "
             "documents, as 969,30,1"
         )
     weights = np.array([*map(float, split.split(",")), 0.0, 0.0][:3])
@@ -145,9 +144,8 @@ class GPTDataset:
         if n_tokens * epochs.n < width:
             raise ConfigError(
                 f"{text.prefix} has {n_tokens} tokens in this split ({len(text)} documents from "
-                f"document {text.first} on), fewer than one "
-                f"sample needs ({width}); leave it out of data.blend, or set another data.split or "
-                "a smaller model.seq_len"
+                f"document {text.first} on), fewer than one sample needs ({width}); leave it out "
+                "of data.blend, or set another data.split or a smaller model.seq_len"
             )
         self.seq_len, self._width, self._text, self._eod = seq_len, width, text, eod
         key = {

@@ -80,16 +80,14 @@ class IndexCache:
                     self._remove(directory, error)
                 if size >= slow:
                     self._progress(
-                        f"computing the {kind} index of {size / 1e6:,.0f} M items; it is kept "
-                        "in "
+                        f"computing the {kind} index of {size / 1e6:,.0f} M items; it is kept in "
                         f"{self._directory}"
                     )
                 _store(directory, compute())
                 return _verified(directory)
         except _DamagedError as error:
             raise ConfigError(
-                f"data.cache: {directory} was written just now, but {error}; its disk is "
-                "failing: "
+                f"data.cache: {directory} was written just now, but {error}; its disk is failing: "
                 "use another one"
             ) from error
         except OSError as error:
@@ -124,8 +122,7 @@ class IndexCache:
         )
         print(
             f"{log_prefix()}warning: index cache: {directory.name} in {directory.parent} {what}; "
-            "it is computed again "
-            f"({self._damaged} so far)", flush=True,
+            f"it is computed again ({self._damaged} so far)", flush=True,
         )  # fmt: skip
 
 

@@ -76,9 +76,8 @@ class Documents:
         data, index = _map(bin_path(prefix)), _map(idx_path(prefix))
         cure = cure or (
             f"restore it from a copy, or remove {prefix}.bin, .idx, .json and .digests and prepare "
-            "the text again. If the "
-            f"tokens are as they should be, remove {digests_path(prefix)} and run: mesh-lm prepare "
-            f"seal {prefix}"
+            f"the text again. If the tokens are as they should be, remove {digests_path(prefix)} "
+            f"and run: mesh-lm prepare seal {prefix}"
         )
         self._digests = digests.read(prefix, cure)
         if self._digests:
@@ -325,9 +324,8 @@ class TokenStream:
         )
         raise ConfigError(
             f"{self._documents.source}, document {document}: token id {tokens[row, column]}, but "
-            f"model.vocab_size={self._vocab} "
-            f"has ids 0 to {(self._vocab or 0) - 1}; set the vocab_size of this data's tokenizer, "
-            "or give data of that tokenizer"
+            f"model.vocab_size={self._vocab} has ids 0 to {(self._vocab or 0) - 1}; set the "
+            "vocab_size of this data's tokenizer, or give data of that tokenizer"
         )
 
 
@@ -360,8 +358,7 @@ def write_documents(
                 )
             if len(ids) >= 2**31:
                 raise ConfigError(
-                    f"document {len(lengths)} has {len(ids)} tokens; the .idx format holds up "
-                    "to "
+                    f"document {len(lengths)} has {len(ids)} tokens; the .idx format holds up to "
                     "2^31 - 1: split it"
                 )
             data.write(ids.astype(dtype).data)
@@ -448,8 +445,7 @@ def _map(path: Path) -> np.ndarray:
         return np.asarray(np.memmap(path, np.uint8, "r"))
     except OSError as error:
         raise ConfigError(
-            f"cannot read {path}: {error.strerror}; tokens are a .bin and an .idx file of the "
-            "same "
+            f"cannot read {path}: {error.strerror}; tokens are a .bin and an .idx file of the same "
             "name"
         ) from error
 

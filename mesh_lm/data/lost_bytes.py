@@ -49,7 +49,6 @@ def refuse(lost: int, n_bytes: int, limit: float, setting: str = "") -> None:
         )
         raise ConfigError(
             f"{described(lost, n_bytes)}, and at most {100 * limit:.3g}% of them may be lost: it "
-            "has no tokens for some characters, or "
-            "rewrites them. Use a byte-level tokenizer with the whole alphabet, or one with byte "
-            f"fallback, which lose nothing{accept}"
+            "has no tokens for some characters, or rewrites them. Use a byte-level tokenizer with "
+            f"the whole alphabet, or one with byte fallback, which lose nothing{accept}"
         )

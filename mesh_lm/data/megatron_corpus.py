@@ -84,8 +84,7 @@ class MegatronCorpus(Dataset):
         for member in self._all:
             if "bytes" not in member.about and Path(f"{member.prefix}.tokenizer").exists():
                 progress(
-                    f"warning: {member.prefix}.json is not there, or not what `prepare` wrote "
-                    "with "
+                    f"warning: {member.prefix}.json is not there, or not what `prepare` wrote with "
                     "the tokenizer: the bytes are estimated"
                 )
         self.weights = normalized(weights) if weights else None
@@ -390,8 +389,7 @@ class BlendedOrder:
         config, corpus = self._config, self._corpus
         if corpus.eod is None:
             raise ConfigError(
-                "data.documents=packed: the end-of-document token of this data is not known; "
-                "set "
+                "data.documents=packed: the end-of-document token of this data is not known; set "
                 "data.tokenizer"
             )
         return [

@@ -47,8 +47,7 @@ class PackedSequences:
     ) -> None:
         if not text.n_tokens:
             raise ConfigError(
-                f"{text.prefix} has no tokens in this split ({len(text)} documents from "
-                "document "
+                f"{text.prefix} has no tokens in this split ({len(text)} documents from document "
                 f"{text.first} on)"
             )
         self.seq_len, self._text, self._eod = seq_len, text, eod

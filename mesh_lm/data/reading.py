@@ -92,15 +92,14 @@ def read(
             sample_size = sum(len(piece) for _, piece in sample)
     if not any(counts.values()):
         raise ConfigError(
-            f"data.path={path} has no text: all its files are empty or not UTF-8; give .txt, "
-            ".md, "
+            f"data.path={path} has no text: all its files are empty or not UTF-8; give .txt, .md, "
             ".py or similar files"
         )
     if not counts["training"]:
         raise ConfigError(
             f"data.path={path} has too few documents ({sum(counts.values())}): one in 20 is held "
-            "out by a hash, and none fell in the "
-            "training split; give more of them, or join them into one .txt"
+            "out by a hash, and none fell in the training split; give more of them, or join them "
+            "into one .txt"
         )
     return [piece for _, piece in sample], heldout, n_bytes, sizes
 

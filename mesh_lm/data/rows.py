@@ -167,9 +167,8 @@ class RowReader:
         if len(self) < global_batch:
             raise ConfigError(
                 f"the corpus has {len(self)} sequences of {self.seq_len} tokens, fewer than "
-                f"train.global_batch={global_batch}; "
-                "give more text (data.path), a smaller model.seq_len, or train.global_batch <= "
-                f"{len(self)}"
+                f"train.global_batch={global_batch}; give more text (data.path), a smaller "
+                f"model.seq_len, or train.global_batch <= {len(self)}"
             )
 
     def sample(self, g: int) -> dict[str, np.ndarray]:

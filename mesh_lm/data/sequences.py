@@ -88,8 +88,7 @@ class Sequences:
         if self._n == 0:
             raise ConfigError(
                 f"the corpus has {text.n_tokens} tokens, fewer than one sequence needs "
-                f"({1 if pad else seq_len}); "
-                "give more text (data.path) or a smaller model.seq_len"
+                f"({1 if pad else seq_len}); give more text (data.path) or a smaller model.seq_len"
             )
         self._epochs = None if seed is None else EpochPermutations(self._n, seed)
 

@@ -174,14 +174,14 @@ def require_apart(path: str, outputs: Mapping[str, str]) -> None:
         if written.identity(root) in written.identities([folder]):
             raise ConfigError(
                 f"{field}={output} is the directory of data.path={path}, and what the run writes "
-                "there would become text to train on; "
-                f"set {field} to another directory, which may be one below it"
+                f"there would become text to train on; set {field} to another directory, which may "
+                "be one below it"
             )
         if root.resolve() in folder.resolve().parents and (left_out := _texts(folder)):
             raise ConfigError(
                 f"{field}={output} has text ({left_out[0]}), which data.path={path} would leave "
-                "out, because a directory that the run "
-                f"writes to is not text to train on; set {field} to another directory"
+                "out, because a directory that the run writes to is not text to train on; set "
+                f"{field} to another directory"
             )
 
 
@@ -222,8 +222,7 @@ def below(
         is_output = written.is_output(Path(folder), folders, names)
         if is_output and is_root:
             raise ConfigError(
-                f"{root} is what a run of mesh_lm has written, not text; name the directory or "
-                "the "
+                f"{root} is what a run of mesh_lm has written, not text; name the directory or the "
                 "file that has the text"
             )
         # seen: by a link, perhaps to a parent directory
@@ -267,8 +266,7 @@ def _directory(
     size = sum((root / file).stat().st_size for file in files)
     if not size:
         raise ConfigError(
-            f"data.path={name if suffix else root}: {root} has no files, or only hidden or "
-            "empty "
+            f"data.path={name if suffix else root}: {root} has no files, or only hidden or empty "
             "ones; give one with text"
         )
     return Source(name, "directory", root, tuple(files), size, field)
@@ -314,8 +312,7 @@ def _txt(path: Path) -> Iterator[Document]:
         split = text.rfind("\n", 0, len(text) - 1) + 1
     if split == 0:
         raise ConfigError(
-            f"{path} has a single line, so that no part can be held out; give text of at least "
-            "two "
+            f"{path} has a single line, so that no part can be held out; give text of at least two "
             "lines"
         )
     yield Document(text[:split], heldout=False)

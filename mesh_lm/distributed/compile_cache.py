@@ -107,8 +107,8 @@ class VerifiedPath(os.PathLike[str]):
         with contextlib.suppress(OSError):
             print(
                 f"{log_prefix()}warning: compile cache: {self.name} in {self._path.parent} is not "
-                "as it was written (SHA-256); it is "
-                f"deleted and compiled again ({self._count.damaged} so far)",
+                "as it was written (SHA-256); it is deleted and compiled again "
+                f"({self._count.damaged} so far)",
                 flush=True,
             )
         return False

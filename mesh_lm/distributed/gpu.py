@@ -82,14 +82,12 @@ def _deterministic_flags(autotuning: Path, environment: Mapping[str, str]) -> st
     """
     if re.search(rf"--{_DETERMINISTIC}=(false|0)\b", environment.get("XLA_FLAGS", "")):
         raise ConfigError(
-            f"launch.deterministic=True, but XLA_FLAGS has --{_DETERMINISTIC}=false; remove "
-            "one of "
+            f"launch.deterministic=True, but XLA_FLAGS has --{_DETERMINISTIC}=false; remove one of "
             "them"
         )
     if re.search(r"\s", str(autotuning)):
         raise ConfigError(
-            f"launch.deterministic=True writes to {autotuning}, but XLA_FLAGS takes no spaces: "
-            "set "
+            f"launch.deterministic=True writes to {autotuning}, but XLA_FLAGS takes no spaces: set "
             "an output without spaces"
         )
     try:

@@ -126,9 +126,8 @@ def start(
         except RuntimeError as error:
             raise ConfigError(
                 f"launch.cpu_devices={launch.cpu_devices} must be set before JAX uses a device, "
-                "and this program has used one, perhaps "
-                "for an earlier run: set it for the first run, or start another process (in a "
-                "notebook: restart the kernel)"
+                "and this program has used one, perhaps for an earlier run: set it for the first "
+                "run, or start another process (in a notebook: restart the kernel)"
             ) from error
     if launch.compile_cache:
         compile_cache.use(launch.compile_cache)
@@ -258,8 +257,7 @@ def require_shared(directory: Path) -> None:
     with collective_errors():
         if not mark.exists():
             raise ConfigError(
-                f"{directory} is not the directory that process 0 sees; set output to a "
-                "directory "
+                f"{directory} is not the directory that process 0 sees; set output to a directory "
                 "that all hosts share"
             )
     if jax.process_index() == 0:

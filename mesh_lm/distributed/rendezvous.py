@@ -193,8 +193,7 @@ def _host(
             guests.hear()
             if quiet_until and time.monotonic() > quiet_until and (absent := guests.absent()):
                 _say(
-                    f"process 0 waits for {absent} of {slot.count} at {slot.coordinator}, for "
-                    "up "
+                    f"process 0 waits for {absent} of {slot.count} at {slot.coordinator}, for up "
                     f"to {timeout:g} s"
                 )
                 quiet_until = None

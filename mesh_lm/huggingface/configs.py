@@ -62,8 +62,7 @@ def config_of(directory: Path | str, **changes: Any) -> DecoderConfig:
     limit = fields.get("seq_len", 0)
     if fields.get("positions") == "learned" and changes.get("seq_len", 0) > limit:
         problems.append(
-            f"seq_len={changes['seq_len']}: the model has learned {limit} positions; set a "
-            "seq_len "
+            f"seq_len={changes['seq_len']}: the model has learned {limit} positions; set a seq_len "
             f"of at most {limit}"
         )
     if not problems:
@@ -111,8 +110,8 @@ def family_for(config: ModelConfig) -> Family:
     if not isinstance(config, DecoderConfig) or type(config).make is not DecoderConfig.make:
         raise ConfigError(
             f"model is a {type(config).__name__}, which makes a model of its own: no supported "
-            "class of transformers can express it, only "
-            "models of DecoderConfig (docs/huggingface.md)"
+            "class of transformers can express it, only models of DecoderConfig "
+            "(docs/huggingface.md)"
         )
     obstacles = {family.architecture: (family, _obstacles(family, config)) for family in FAMILIES}
     nearest, (family, problems) = min(obstacles.items(), key=lambda item: len(item[1][1]))

@@ -114,8 +114,7 @@ def _save_tokenizer(directory: Path, tokenizer: Tokenizer, config: DecoderConfig
     if not tokenizer.is_in_transformers:
         distributed.print_on_process0(
             f"warning: transformers cannot load the tokenizer of this export ({tokenizer.kind}), "
-            "only the model; "
-            "mesh_lm.data.tokenizer.load_tokenizer reads it"
+            "only the model; mesh_lm.data.tokenizer.load_tokenizer reads it"
         )
     # transformers refuses a padding id that the embedding does not have.
     if not 0 <= token_ids.get("pad_token_id", 0) < config.vocab_size:
@@ -168,8 +167,8 @@ def _finite(name: str, tensor: np.ndarray) -> tuple[str, np.ndarray]:
     if bad := tensor.size - int(np.isfinite(tensor).sum()):
         raise ConfigError(
             f"{name} has {bad:,} numbers that are not finite as {tensor.dtype}; if the checkpoint "
-            "has them, export an earlier step, else "
-            "choose --dtype=bfloat16 or --dtype=float32, whose range is that of the checkpoint"
+            "has them, export an earlier step, else choose --dtype=bfloat16 or --dtype=float32, "
+            "whose range is that of the checkpoint"
         )
     return name, tensor
 

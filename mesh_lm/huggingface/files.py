@@ -49,8 +49,7 @@ class StoredTensor:
             ) from error
         if bad := found.size - int(np.isfinite(found).sum()):
             raise ConfigError(
-                f"{self.file}: {self.name} has {bad:,} numbers that are not finite (NaN or "
-                "Inf); "
+                f"{self.file}: {self.name} has {bad:,} numbers that are not finite (NaN or Inf); "
                 "fetch it again"
             )
         return found

@@ -50,8 +50,7 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     directory, config = Path(directory).expanduser(), layout.config
     if not isinstance(config, DecoderConfig):
         raise ConfigError(
-            f"{directory} cannot be imported into a {type(config).__name__}; only a "
-            "DecoderConfig "
+            f"{directory} cannot be imported into a {type(config).__name__}; only a DecoderConfig "
             "can hold Hugging Face weights"
         )
     family = family_of(directory)
@@ -81,8 +80,7 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     if not config.tied and declares_tied(directory):
         distributed.print_on_process0(
             f"warning: {directory}/config.json ties the head to the embedding, but the files have "
-            f"another {HEAD}: the head is not tied, as "
-            "in transformers"
+            f"another {HEAD}: the head is not tied, as in transformers"
         )
 
     def part(name: str) -> Callable[[Box], np.ndarray]:
@@ -179,13 +177,12 @@ def _mismatches(
         if (stored := tensors.get(name)) and stored.dtype not in (None, *files.FLOATS):
             problems.append(
                 f"{stored.file.name}: {stored.name} has type {stored.dtype}; "
-                f"{', '.join(files.FLOATS)} are read: fetch the weights that "
-                "are not quantized, or dequantize them with transformers"
+                f"{', '.join(files.FLOATS)} are read: fetch the weights that are not quantized, or "
+                "dequantize them with transformers"
             )
         elif stored and stored.shape not in (None, shape):
             problems.append(
-                f"{stored.file.name}: {stored.name} has shape {stored.shape}, but "
-                f"{mapping.param} "
+                f"{stored.file.name}: {stored.name} has shape {stored.shape}, but {mapping.param} "
                 f"of this config needs {shape}"
             )
     spare = {HEAD} if config.tied else set()  # a copy of the embedding, as `config_of` has seen

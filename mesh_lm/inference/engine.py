@@ -43,8 +43,7 @@ def without_sequence_sharding(layout: ModelLayout) -> ModelLayout:
     if layout.n_stages > 1:
         raise ConfigError(
             f"mesh.pipeline={layout.n_stages}: a model in pipeline stages cannot generate or score "
-            "text; "
-            "merge its stages (mesh_lm/parallel/merge_stages.py)"
+            "text; merge its stages (mesh_lm/parallel/merge_stages.py)"
         )
     rules = layout.shard.rules
     unsharded = dict.fromkeys(
@@ -69,8 +68,7 @@ class Engine:
         model = layout.bind(params)
         if not hasattr(model, "extend") and not hasattr(model, "logits"):
             raise ConfigError(
-                f"{type(model).__name__} cannot generate: it has neither extend() nor "
-                "logits(); "
+                f"{type(model).__name__} cannot generate: it has neither extend() nor logits(); "
                 "see mesh_lm/model/contract.py"
             )
         self.layout, self.params, self.sampling = (
@@ -152,16 +150,14 @@ class Engine:
                 )
             if min(prompt) < 0 or max(prompt) >= vocab_size:
                 raise ConfigError(
-                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; the "
-                    "model "
+                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; the model "
                     f"has ids 0 to {vocab_size - 1}"
                 )
             if len(prompt) + max_new_tokens > self.seq_len:
                 raise ConfigError(
                     f"prompt {row} has length {len(prompt)} and {max_new_tokens} new tokens were "
-                    "requested, "
-                    f"but model.seq_len={self.seq_len}; ask for {self.seq_len - len(prompt)} at "
-                    "most, or shorten the prompt"
+                    f"requested, but model.seq_len={self.seq_len}; ask for "
+                    f"{self.seq_len - len(prompt)} at most, or shorten the prompt"
                     if len(prompt) < self.seq_len
                     else (
                         f"prompt {row} has {len(prompt)} tokens, but model.seq_len={self.seq_len}; "

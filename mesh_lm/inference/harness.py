@@ -85,8 +85,7 @@ class Requests:
         if n_joined:
             self.n_joined += n_joined
             distributed.print_on_process0(
-                f"{n_joined:,} of {len(pairs):,} continuations were encoded by themselves, "
-                "because "
+                f"{n_joined:,} of {len(pairs):,} continuations were encoded by themselves, because "
                 "a token spans the end of their context"
             )
         return self.continuations([(request.context, request.continuation) for request in requests])
@@ -108,8 +107,7 @@ class Requests:
         continuation_ids = self.encode(moved)
         if not continuation_ids:
             raise ConfigError(
-                f"a task asks for the continuation {moved[:40]!r}, for which the tokenizer has "
-                "no "
+                f"a task asks for the continuation {moved[:40]!r}, for which the tokenizer has no "
                 "token"
             )
         return _Request(context_ids, continuation_ids, is_joined=True)
@@ -231,8 +229,7 @@ def find_tasks(names: Sequence[str], include_path: str = "") -> Any:
 
     if include_path and not Path(include_path).expanduser().is_dir():
         raise ConfigError(
-            f"--include-path={include_path}: no such directory; give one with the .yaml files "
-            "of "
+            f"--include-path={include_path}: no such directory; give one with the .yaml files of "
             "tasks"
         )
     manager = TaskManager(

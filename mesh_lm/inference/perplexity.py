@@ -134,8 +134,7 @@ def _all_windows(
         ids = [start, *encoded.tolist()]
         if max(ids) >= vocab_size:
             raise ConfigError(
-                f"the text has token {max(ids)}, but the model's ids end at {vocab_size - 1}: "
-                "the "
+                f"the text has token {max(ids)}, but the model's ids end at {vocab_size - 1}: the "
                 "tokenizer is not the model's"
             )
         size = _Bytes(len(text.encode()), tokenizer.lost_bytes(text, encoded))

@@ -36,8 +36,7 @@ class Scorer:
         model = layout.bind(params)
         if not hasattr(model, "scores") and not hasattr(model, "logits"):
             raise ConfigError(
-                f"{type(model).__name__} cannot score text: it has neither scores() nor "
-                "logits(); "
+                f"{type(model).__name__} cannot score text: it has neither scores() nor logits(); "
                 "see mesh_lm/model/contract.py"
             )
         self.layout, self.params = without_sequence_sharding(layout), params
@@ -57,15 +56,13 @@ class Scorer:
         for i, tokens in enumerate(sequences):
             if not 2 <= len(tokens) <= seq_len + 1:
                 raise ConfigError(
-                    f"sequence {i} has {len(tokens)} tokens; the model scores 2 to "
-                    f"{seq_len + 1} "
+                    f"sequence {i} has {len(tokens)} tokens; the model scores 2 to {seq_len + 1} "
                     "at once (model.seq_len + 1)"
                 )
             if min(tokens) < 0 or max(tokens) >= vocab_size:
                 raise ConfigError(
                     f"sequence {i} has token ids from {min(tokens)} to {max(tokens)}, and the "
-                    f"model has 0 to {vocab_size - 1}: the "
-                    "tokenizer is not the model's"
+                    f"model has 0 to {vocab_size - 1}: the tokenizer is not the model's"
                 )
         scores: dict[int, Score] = {}
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))

@@ -54,8 +54,7 @@ class Generator:
         if tokenizer.vocab_size > layout.config.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {tokenizer.vocab_size} ids and the model "
-                f"{layout.config.vocab_size}: "
-                "the model was trained with another tokenizer"
+                f"{layout.config.vocab_size}: the model was trained with another tokenizer"
             )
         self.engine, self.tokenizer, self.batch = Engine(layout, params, sampling), tokenizer, batch
         self._start = [] if start is None else [start]
@@ -66,8 +65,7 @@ class Generator:
         """
         if isinstance(text, str) and not _is_text(text):
             raise ConfigError(
-                f"the prompt {text[:40]!a} is not text: it has a lone surrogate, or bytes that "
-                "are "
+                f"the prompt {text[:40]!a} is not text: it has a lone surrogate, or bytes that are "
                 "not UTF-8"
             )
         ids = (

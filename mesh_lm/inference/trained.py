@@ -191,9 +191,8 @@ def require_tokenizer(path: Path | str, tokenizer: Tokenizer) -> None:
     if not _is_of(fingerprint, tokenizer, f"init_from={path}"):
         raise ConfigError(
             f"init_from={path} was trained with another tokenizer than this data's (fingerprint "
-            f"{str(fingerprint)[:12]}, not "
-            f"{tokenizer.fingerprint[:12]}): the ids have other meanings; set data.tokenizer to "
-            "the original one"
+            f"{str(fingerprint)[:12]}, not {tokenizer.fingerprint[:12]}): the ids have other "
+            "meanings; set data.tokenizer to the original one"
         )
 
 
@@ -225,8 +224,7 @@ def keep_tokenizer(
         print(
             (
                 f"warning: the tokenizer in {kept} is damaged, or not that of the data; that of "
-                "the "
-                "data is stored there again"
+                "the data is stored there again"
             ),
             flush=True,
         )
@@ -270,8 +268,7 @@ def _tokenizer(spec: str, saved: checkpoint.SavedCheckpoint | None, path: Path) 
     kept = saved.directory.parent / TOKENIZER if saved else path
     if not spec and saved and not kept.exists():
         raise ConfigError(
-            f"no tokenizer is stored in {kept}; name the one that {saved.path} was trained "
-            "with: "
+            f"no tokenizer is stored in {kept}; name the one that {saved.path} was trained with: "
             "--tokenizer=..."
         )
     tokenizer = load_tokenizer(spec or str(kept))
@@ -282,8 +279,7 @@ def _tokenizer(spec: str, saved: checkpoint.SavedCheckpoint | None, path: Path) 
     if not _is_of(trained_with, tokenizer, str(path)):
         raise ConfigError(
             f"{spec or kept} is not the tokenizer that {path} was trained with: its ids have other "
-            "meanings "
-            f"(fingerprint {tokenizer.fingerprint[:12]}, not {str(trained_with)[:12]})"
+            f"meanings (fingerprint {tokenizer.fingerprint[:12]}, not {str(trained_with)[:12]})"
         )
     return tokenizer
 
@@ -296,8 +292,7 @@ def config_from(plain: dict[str, Any], model: ModelConfig | None, where: str) ->
         if (name := plain["model"]["class"]) != "DecoderConfig":
             raise ConfigError(
                 f"{where} is a {name}, which is not a class of mesh_lm; name the config file that "
-                "creates it: --config=FILE.py "
-                "(config= in Python)"
+                "creates it: --config=FILE.py (config= in Python)"
             )
         fields = {f.name for f in dataclasses.fields(DecoderConfig)}
         if unknown := plain["model"].keys() - fields - {"class"}:

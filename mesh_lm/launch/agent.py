@@ -116,8 +116,7 @@ class Agent:
             self._connect()
         elif time.monotonic() - self._since > max(self._patience, UNKILLABLE):
             log(
-                f"node {self._job.node} is giving up: SIGKILL does not end its workers, which "
-                "hang "
+                f"node {self._job.node} is giving up: SIGKILL does not end its workers, which hang "
                 "in the kernel"
             )
             self._status = EXIT_STALLED
@@ -188,8 +187,7 @@ class Agent:
         self._peer, self._examining = None, False
         if self._welcome:  # the controller had answered before, so the time to reconnect starts now
             log(
-                f"node {self._job.node}: the controller on node 0 {how}; reconnecting, for up "
-                "to "
+                f"node {self._job.node}: the controller on node 0 {how}; reconnecting, for up to "
                 f"{self._job.rejoin:g} s"
             )
             self._since, self._patience = time.monotonic(), self._job.rejoin

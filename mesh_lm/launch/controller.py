@@ -132,8 +132,7 @@ class Controller:
                     number,
                     (
                         f"sent no heartbeat for {node.peer.silence:.0f} s: its machine, its "
-                        "launcher "
-                        "or the network is down"
+                        "launcher or the network is down"
                     ),
                 )
         self._admit()
@@ -171,8 +170,7 @@ class Controller:
         self._strangers += 1
         if time.monotonic() - self._told >= _LOOK:
             log(
-                f"refused {self._strangers} connection{'s' * (self._strangers > 1)}, the last "
-                "from "
+                f"refused {self._strangers} connection{'s' * (self._strangers > 1)}, the last from "
                 f"{caller.address}: {caller.refused}"
             )
             self._strangers, self._told = 0, time.monotonic()
@@ -325,8 +323,7 @@ class Controller:
             if early := now.left_early():  # the others wait for it, and fail in its place
                 names = messages.number_ranges(early)
                 log(
-                    f"{names} had ended with status 0 before that: if the run was not "
-                    "complete, "
+                    f"{names} had ended with status 0 before that: if the run was not complete, "
                     "this is the cause"
                 )
             now.fail(
@@ -364,8 +361,7 @@ class Controller:
                 number,
                 (
                     f"has workers that SIGKILL did not end within {UNKILLABLE:g} s: they hang in "
-                    "its "
-                    "kernel"
+                    "its kernel"
                 ),
             )
         if not now.running:
@@ -375,8 +371,7 @@ class Controller:
         if not now.stopping and self._could_grow(now):
             there = len(self._nodes.healthy())
             log(
-                f"{there} nodes are connected and {len(now.members)} in use: the workers save, "
-                "and "
+                f"{there} nodes are connected and {len(now.members)} in use: the workers save, and "
                 "restart on more nodes"
             )
             self._order(now, "grow", self._farewell)

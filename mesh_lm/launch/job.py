@@ -174,8 +174,7 @@ class Job:
             ) from error
         if words and not shutil.which(words[0], path=environment.get("PATH")):
             raise ConfigError(
-                f"health-command={options.health_command}: there is no such program on this "
-                "node, "
+                f"health-command={options.health_command}: there is no such program on this node, "
                 "or it is not executable"
             )
         rest = {
@@ -267,8 +266,8 @@ def _require_one_launcher(environment: Mapping[str, str]) -> None:
     options = ", ".join(f"--{option} (or {variable})" for option, variable in VARIABLES.items())
     raise ConfigError(
         f"{starter.size}={environment[starter.size]}: {starter.name} has started this launcher as "
-        "one of several, of which each would "
-        f"train alone; give each of them {options}, or --nodes=1 if it is to"
+        f"one of several, of which each would train alone; give each of them {options}, or "
+        "--nodes=1 if it is to"
     )
 
 
@@ -276,8 +275,7 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str | None]:
     nodes, tasks = environment.get("SLURM_STEP_NUM_NODES", "1"), environment["SLURM_STEP_NUM_TASKS"]
     if tasks != nodes:
         raise ConfigError(
-            f"srun starts {tasks} launchers on {nodes} nodes; pass --ntasks-per-node=1 to srun "
-            "and "
+            f"srun starts {tasks} launchers on {nodes} nodes; pass --ntasks-per-node=1 to srun and "
             "use --per-node"
         )
     return {

@@ -156,8 +156,7 @@ class ProcessSlot:
         if environment.get("PMIX_RANK", "0") != "0":
             raise ConfigError(
                 f"PMIX_RANK={environment['PMIX_RANK']}: this process was started as one of "
-                "several, but no variable says of how many; "
-                f"set {', '.join(VARIABLES.values())}"
+                f"several, but no variable says of how many; set {', '.join(VARIABLES.values())}"
             )
         return None
 
@@ -208,8 +207,8 @@ class ProcessSlot:
             ours = ", ".join(VARIABLES.values())
             raise ConfigError(
                 f"{names}: {starter.name} has started this process, but does not say on which host "
-                "process 0 is; give all processes "
-                f"MASTER_ADDR (of Open MPI: mpirun -x MASTER_ADDR=node1), or set {ours}"
+                "process 0 is; give all processes MASTER_ADDR (of Open MPI: mpirun -x "
+                f"MASTER_ADDR=node1), or set {ours}"
             )
         host = f"[{host}]" if ":" in host else host
         port = _started_port(starter, environment)
@@ -235,8 +234,8 @@ class ProcessSlot:
         if missing := [name for name in needed if name not in environment]:
             raise ConfigError(
                 f"SLURM_STEP_NUM_TASKS={environment['SLURM_STEP_NUM_TASKS']}, but "
-                f"{' and '.join(missing)} is not set; pass all of "
-                f"Slurm's variables on to this process, or set {', '.join(VARIABLES.values())}"
+                f"{' and '.join(missing)} is not set; pass all of Slurm's variables on to this "
+                f"process, or set {', '.join(VARIABLES.values())}"
             )
         address = slurm_address(environment)
         # nothing outside this node needs to reach it
@@ -317,9 +316,8 @@ def tasks_here(tasks_per_node: str, node: int) -> int:
     if node >= len(counts):
         raise ConfigError(
             f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} counts the tasks "
-            f"of {len(counts)} nodes, as in a step of "
-            f"several job components; set {', '.join(VARIABLES.values())}, and {LOCAL_DEVICES} "
-            "where tasks share GPUs"
+            f"of {len(counts)} nodes, as in a step of several job components; set "
+            f"{', '.join(VARIABLES.values())}, and {LOCAL_DEVICES} where tasks share GPUs"
         )
     return counts[node]
 
@@ -336,8 +334,7 @@ def _number(
         sign = starter.mark if starter.mark in environment else starter.rank
         found = f"{name}={value}" if name in environment else f"{name} is not set, but {sign} is"
         raise ConfigError(
-            f"{found}: {starter.name} gives each process an integer; unset its variables to "
-            "start "
+            f"{found}: {starter.name} gives each process an integer; unset its variables to start "
             "a single process"
         ) from None
 
@@ -427,8 +424,7 @@ def _share(
         if n_visible > 1:
             raise ConfigError(
                 f"CUDA_VISIBLE_DEVICES={','.join(visible)}: CUDA shows a process one MIG device "
-                f"only, the first; give each of the {tasks} "
-                "tasks a CUDA_VISIBLE_DEVICES of its own"
+                f"only, the first; give each of the {tasks} tasks a CUDA_VISIBLE_DEVICES of its own"
             )
         return None
     if n_visible * tasks <= on_node or (n_visible == 1 and not on_node):

@@ -61,8 +61,7 @@ class Secret:
                 _make(path)
         except OSError as error:
             raise ConfigError(
-                f"several hosts need a shared secret, and {path} cannot be made: "
-                f"{error.strerror}; "
+                f"several hosts need a shared secret, and {path} cannot be made: {error.strerror}; "
                 f"{_FIX}"
             ) from error
         return cls(_read(path))
@@ -95,8 +94,8 @@ def _read(path: Path) -> bytes:
     if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or about.st_uid not in (0, os.getuid()):
         raise ConfigError(
             f"others can read or change the secret in {path}; make it yours alone (chmod 600), and "
-            "replace its contents; where that "
-            "cannot be done, as with a volume of a Kubernetes secret, set MESH_LM_SECRET instead"
+            "replace its contents; where that cannot be done, as with a volume of a Kubernetes "
+            "secret, set MESH_LM_SECRET instead"
         )
     return _long_enough(text.decode("utf-8", "replace").strip(), str(path))
 
@@ -104,8 +103,7 @@ def _read(path: Path) -> bytes:
 def _long_enough(text: str, where: str) -> bytes:
     if not _SHORTEST <= len(text) <= _LONGEST:
         raise ConfigError(
-            f"the secret in {where} must have {_SHORTEST} to {_LONGEST} characters; make one "
-            "with "
+            f"the secret in {where} must have {_SHORTEST} to {_LONGEST} characters; make one with "
             "openssl rand -hex 32"
         )
     try:

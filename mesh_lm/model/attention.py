@@ -158,9 +158,8 @@ class Attention(nnx.Module):
         if heads_by[: len(kv_by)] != kv_by or (more > 1 and local % group and group % local):
             raise ShardingRuleError(
                 f"rules.activations: {local} query heads on each device do not share complete kv "
-                f"heads ({group} query heads each); "
-                "shard kv_heads like heads, or over the first mesh axes of heads, or set heads and "
-                "kv_heads to None"
+                f"heads ({group} query heads each); shard kv_heads like heads, or over the first "
+                "mesh axes of heads, or set heads and kv_heads to None"
             )
 
         def kernel(q, k, v, segment_ids, kv_segment_ids, sinks, start):

@@ -228,8 +228,7 @@ class DecoderConfig(ModelConfig):
         ]
         if any(width < 0 for width in self.window):
             problems.append(
-                f"model.window={self.window} must be widths of at least 1, or 0 for all "
-                "earlier "
+                f"model.window={self.window} must be widths of at least 1, or 0 for all earlier "
                 "tokens"
             )
         if problems:
@@ -237,8 +236,7 @@ class DecoderConfig(ModelConfig):
         if not self.head_dim and self.d_model % self.n_heads:
             fix = "set model.head_dim, or change one"
             problems.append(
-                f"model.d_model={self.d_model} is not divisible by "
-                f"model.n_heads={self.n_heads}; "
+                f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; "
                 f"{fix}"
             )
         if self.n_heads % self.kv_heads:
@@ -268,8 +266,7 @@ class DecoderConfig(ModelConfig):
         for run in self.segments:
             if run.n_layers % entries:
                 problems.append(
-                    f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple "
-                    "of "
+                    f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple of "
                     f"the {entries} of model.window"
                 )
             if run.name in _RESERVED or hasattr(Decoder, run.name):

@@ -153,8 +153,7 @@ def require_sums(model: Any, sums: Any) -> None:
         raise ConfigError(f"{what} {_described(sums)}, not a dict of sums ({_PAGE})")
     if missing := [name for name in _SUMS if name not in sums]:
         raise ConfigError(
-            f"{what} no {', '.join(missing)}; its sums are {', '.join(_SUMS)}, and metrics of "
-            "your "
+            f"{what} no {', '.join(missing)}; its sums are {', '.join(_SUMS)}, and metrics of your "
             f"own ({_PAGE})"
         )
     for name, value in cast("Sums", sums).items():
@@ -172,8 +171,7 @@ def layer_output(layer: Any, x: jax.Array, found: Any) -> tuple[jax.Array, Any, 
     y = found[0]
     if (jnp.shape(y), jnp.result_type(y)) != (x.shape, x.dtype):
         raise ConfigError(
-            f"{what} x as {_described(y)}, and got it as {_described(x)}: a layer keeps the "
-            "shape "
+            f"{what} x as {_described(y)}, and got it as {_described(x)}: a layer keeps the shape "
             f"and the type ({_PAGE})"
         )
     return found

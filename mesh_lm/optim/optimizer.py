@@ -49,8 +49,7 @@ class Optimizer:
         flat = [name for name, leaf in leaves.items() if leaf.form == "flat"]
         if flat and not self.rule.elementwise:
             raise ConfigError(
-                f"optimizer.name={self.config.name} works on whole matrices, and {flat[0]} is "
-                "kept "
+                f"optimizer.name={self.config.name} works on whole matrices, and {flat[0]} is kept "
                 "as flat vectors"
             )
         return self.rule.slots(leaves)

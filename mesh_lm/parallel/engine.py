@@ -230,8 +230,7 @@ def training_schedule(pipeline: PipelineConfig, stages: int, microbatches: int) 
             else "gradients need B"
         )
         raise ConfigError(
-            f"pipeline.schedule={pipeline.schedule} has {schedule.kinds}, and the engine runs "
-            "F "
+            f"pipeline.schedule={pipeline.schedule} has {schedule.kinds}, and the engine runs F "
             f"and B: {fix}; use 1f1b"
         )
     return schedule
@@ -289,8 +288,7 @@ def _require_layers_apart(layout: ModelLayout, params: Params, one: Batch) -> No
     if used := used_outside(layout.bind, params, layout.stacked - layout.buffers, one):
         fix = "make it a parameter of the model itself"
         raise ConfigError(
-            f"{type(layout.config).__name__}: prepare, embed or loss uses {used[0]}, a "
-            "parameter "
+            f"{type(layout.config).__name__}: prepare, embed or loss uses {used[0]}, a parameter "
             f"of the layers; {fix}"
         )
 

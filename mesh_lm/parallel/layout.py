@@ -92,8 +92,7 @@ class ModelLayout:
             if named is None or len(named) != len(shapes[name].shape):
                 raise ShardingRuleError(
                     f"{name} {shapes[name].shape}: its logical axes are {named}; give one name (or "
-                    "None) a dimension, "
-                    "as in nnx.Param(value, out_sharding=('embed', 'mlp'))"
+                    "None) a dimension, as in nnx.Param(value, out_sharding=('embed', 'mlp'))"
                 )
             _check_stack(name, named, shapes[name].shape, stack)
             scope = segment_of(name) if named[:1] == ("layers",) else TABLES
@@ -259,8 +258,7 @@ def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[
     if not stack.segments:
         raise ConfigError(
             f"mesh.pipeline={stages}: {type(config).__name__} cannot be divided into stages (its "
-            "stack() has no segments); "
-            "set mesh.pipeline=1"
+            "stack() has no segments); set mesh.pipeline=1"
         )
     computed = stack.with_recomputation(stages * pipeline.chunks, pipeline.stash == "input")
     return divide(
@@ -282,8 +280,7 @@ def _compute_dtype(name: str, variable: nnx.Variable, stored: Any) -> Any:
     declared = variable.get_metadata().get("compute_dtype")
     if not isinstance(variable, Buffer) and stored != "float32":
         raise ConfigError(
-            f"model.{name} is {stored}; store it in float32, and set "
-            f"compute_dtype={str(stored)!r} "
+            f"model.{name} is {stored}; store it in float32, and set compute_dtype={str(stored)!r} "
             "of its nnx.Param"
         )
     try:
@@ -307,8 +304,7 @@ def _check_stack(
     if layers is None and axes[:1] == ("layers",):
         has = f"its config's stack() has {', '.join(map(repr, stack.names)) or 'none'}"
         raise ConfigError(
-            f"model.{name} has a leading axis layers, but {segment_of(name)!r} is not a "
-            "segment: "
+            f"model.{name} has a leading axis layers, but {segment_of(name)!r} is not a segment: "
             f"{has}"
         )
     if layers is not None and (axes[:1] != ("layers",) or shape[0] != layers):

@@ -43,9 +43,8 @@ def canonical_sharding(
     if row_axes != [_AXIS]:
         raise ShardingRuleError(
             f"the dimension layers is sharded over the mesh axes {row_axes} in {stack.stages} "
-            "pipeline stages; with uneven stages or "
-            "pipeline.chunks > 1 it can be sharded over pipeline only: use the others for another "
-            "dimension"
+            "pipeline stages; with uneven stages or pipeline.chunks > 1 it can be sharded over "
+            "pipeline only: use the others for another dimension"
         )
     moved: list[Any] = [None, *spec[1:]]
     if dim := _exchanged_dim(sharding, shape, stack):

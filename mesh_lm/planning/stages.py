@@ -69,8 +69,7 @@ def report_facts(
             "pipeline",
             (
                 f"{what}, {config.train.microbatches} microbatches: bubble {times.bubble:.1%}, "
-                "stages "
-                f"idle {idle:.1%} of the time"
+                f"stages idle {idle:.1%} of the time"
             ),
         ),
         ("in flight", f"at most {max(in_flight(schedule))} passes on a stage, by the schedule"),
@@ -92,8 +91,7 @@ def report_facts(
                 "padding",
                 (
                     f"{rows - layers} of {rows} rows of the stacked weights: {wasted / 2**30:.2f} "
-                    "GiB "
-                    "in all"
+                    "GiB in all"
                 ),
             )
         )
@@ -108,8 +106,7 @@ def report_facts(
                 "FSDP in stages",
                 (
                     f"gathers and scatters weights in every slot: {gathered / 2**30:.1f} GiB sent "
-                    "a "
-                    f"step; {fix}"
+                    f"a step; {fix}"
                 ),
             )
         )

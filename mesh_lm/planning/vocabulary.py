@@ -9,8 +9,8 @@ from sharding_rules.lab.vocabulary import Vocabulary
 INSTALL = "run: pip install -e '.[aot]'"
 _LOOKUP = (
     "look a sharded table up with mesh_lm.model.embedding.lookup(table, ids, shard, axes, dtype), "
-    "and take the loss with "
-    "mesh_lm.model.loss.cross_entropy(x, head, labels, weights, shard, vocab_size=...)"
+    "and take the loss with mesh_lm.model.loss.cross_entropy(x, head, labels, weights, shard, "
+    "vocab_size=...)"
 )
 VOCABULARY = Vocabulary(
     forward_slot="forward_slot",  # the scopes of a pipeline's tick in mesh_lm/parallel/ring.py
@@ -26,9 +26,8 @@ VOCABULARY = Vocabulary(
         "branch-collective": "run both branches and select the result, or move it out of the conditional",
         "exposed-hop": (
             "XLA's flags of the set pipeline (launch.xla_flags=auto takes it for a pipeline; "
-            "--plan --flags=pipeline); where the "
-            "peak is above XLA's limit, 76 % of the memory, it saves memory instead: raise "
-            "xla_gpu_memory_limit_slop_factor"
+            "--plan --flags=pipeline); where the peak is above XLA's limit, 76 % of the memory, it "
+            "saves memory instead: raise xla_gpu_memory_limit_slop_factor"
         ),
         "exposed-communication": (
             "a larger train.global_batch, for which as much is sent, or a smaller mesh axis "

@@ -80,8 +80,7 @@ class RunLog:
     def _report(self, error: OSError) -> None:
         if not self._failed:
             self._print(
-                f"warning: log.txt cannot be written: {error.strerror}; training continues, "
-                "and "
+                f"warning: log.txt cannot be written: {error.strerror}; training continues, and "
                 "its lines are written later"
             )
         self._failed = True

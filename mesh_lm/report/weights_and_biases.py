@@ -34,8 +34,7 @@ def require_login(project: str) -> None:
         return
     if not logged_in:
         raise ConfigError(
-            f"wandb={project}: you are not logged in to Weights & Biases; run `wandb login`, "
-            "or "
+            f"wandb={project}: you are not logged in to Weights & Biases; run `wandb login`, or "
             "set WANDB_MODE=offline"
         )
 

@@ -96,8 +96,7 @@ def write_csv(schedule: Schedule, file: str) -> None:
     lines = [
         (
             f"# {schedule.name}: {sizes}. A row is a stage, a cell a tick; an op is its virtual "
-            "stage, "
-            "F, B or W, and its microbatch"
+            "stage, F, B or W, and its microbatch"
         )
     ]
     lines += [

@@ -211,8 +211,7 @@ def make_schedule(
     if chunks > 1 and not named.chunked:
         able = ", ".join(other for other, known in NAMES.items() if known.chunked)
         raise ConfigError(
-            f"pipeline schedule {name}: chunks={chunks}, but it has one chunk a stage; with "
-            "more: "
+            f"pipeline schedule {name}: chunks={chunks}, but it has one chunk a stage; with more: "
             f"{able}"
         )
     if chunks > 1 and microbatches % stages and named.backward:
@@ -223,8 +222,7 @@ def make_schedule(
         )
         fits = f"a multiple of stages={stages}, as {near} is"
         raise ConfigError(
-            f"pipeline schedule {name}: with chunks={chunks}, microbatches={microbatches} must "
-            "be "
+            f"pipeline schedule {name}: with chunks={chunks}, microbatches={microbatches} must be "
             f"{fits}"
         )
     orders = [_order(named, stage, stages, microbatches, chunks) for stage in range(stages)]

@@ -112,8 +112,7 @@ class Stack:
         for segment in self.segments:
             if segment.period < 1:
                 problems.append(
-                    f"model.segments: {segment.name!r} has a period of {segment.period} "
-                    "layers; it "
+                    f"model.segments: {segment.name!r} has a period of {segment.period} layers; it "
                     "needs at least 1"
                 )
             elif segment.n_layers % segment.period:

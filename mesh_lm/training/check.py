@@ -182,9 +182,8 @@ def _optimizer(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
         row, entry = flat[0]
         yield (
             f"optimizer.name={optimizer.name} needs full matrices, but rules {rules.name!r} store "
-            "its state as flat vectors "
-            f"(rules.optimizer[{row!r}]={entry!r}); use optimizer adamw or lion, or rules without "
-            "that row, such as zero2"
+            f"its state as flat vectors (rules.optimizer[{row!r}]={entry!r}); use optimizer adamw "
+            "or lion, or rules without that row, such as zero2"
         )
 
 

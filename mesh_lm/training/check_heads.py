@@ -52,8 +52,7 @@ def _problems_of_rows(
         fix = f"set both to the same mesh axes, or {kv_row!r} to None"
         yield (
             f"rules.activations[{kv_row!r}]={kv_entry!r}: the query heads{where} must be sharded "
-            "over these axes first, and "
-            f"rules.activations[{heads_row!r}]={heads_entry!r}; {fix}"
+            f"over these axes first, and rules.activations[{heads_row!r}]={heads_entry!r}; {fix}"
         )
         return
     ways = math.prod(mesh[axis] for axis in heads_by)
@@ -65,6 +64,6 @@ def _problems_of_rows(
     if local % group and group % local:
         yield (
             f"rules.activations[{heads_row!r}]={heads_entry!r}: {local} query heads{where} on each "
-            "device do not share complete kv heads, "
-            f"of which each serves {group}; set {heads_row!r} to fewer ways, or to None"
+            f"device do not share complete kv heads, of which each serves {group}; set "
+            f"{heads_row!r} to fewer ways, or to None"
         )

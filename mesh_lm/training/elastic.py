@@ -73,8 +73,7 @@ def on_nodes(
             return fitting, size // per_node
         devices = size // per_node * per_node  # only full nodes are used
     raise ConfigError(
-        f"no mesh that {config.mesh} can shrink to fills whole nodes of {per_node} devices, "
-        "out of "
+        f"no mesh that {config.mesh} can shrink to fills whole nodes of {per_node} devices, out of "
         f"{nodes}"
     )
 
@@ -91,8 +90,7 @@ def fitted(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> Tra
     sizes = config.mesh.sizes()
     if wrong := [axis for axis, size in sizes.items() if size == -1 and axis not in _SHRINK]:
         raise ConfigError(
-            f"mesh.{wrong[0]}=-1 would change with the number of devices, which only data and "
-            "fsdp "
+            f"mesh.{wrong[0]}=-1 would change with the number of devices, which only data and fsdp "
             "may do; give it a size"
         )
     reason = ""

@@ -309,8 +309,7 @@ class Between:
             self._save(last=last or stopping)
         if stopping and not last:
             self._monitor.note(
-                f"stopped by {self._stop.cause} after step {n}; the same command continues "
-                "from "
+                f"stopped by {self._stop.cause} after step {n}; the same command continues from "
                 "there"
             )
             run.preempted = True

@@ -74,7 +74,6 @@ class _ComparedProgram:
             found,
             (
                 "sort the sets over which the model's code iterates, or set PYTHONHASHSEED=0 on "
-                "all "
-                "hosts"
+                "all hosts"
             ),
         )

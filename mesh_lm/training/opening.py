@@ -28,8 +28,7 @@ def opening(config: TrainConfig, layout: ModelLayout, data: Dataset) -> list[str
     epochs = config.train.steps * config.tokens_per_step / data.train_tokens
     lines = [
         f"{count(n_params)} parameters, {config.tokens_per_step:,} tokens a step, rules "
-        f"{config.rules.name}, "
-        f"{jax.device_count()} {device.device_kind} ({config.mesh})",
+        f"{config.rules.name}, {jax.device_count()} {device.device_kind} ({config.mesh})",
         f"corpus {data.name}: {data.train_tokens:,} training tokens, {epochs:.2f} epochs"
         + (
             ": the same text again and again; more of it, or fewer steps, would teach a model more"

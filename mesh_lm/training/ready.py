@@ -106,11 +106,10 @@ def _data(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
     if not (data.path or data.blend):
         yield (
             "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of "
-            "such files), or data.blend to what "
-            "`mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code (docs/data.md; from the "
-            "Hugging Face Hub: docs/prepare.md). To "
-            "try a config, data.path=stdlib gives it 10 MB of Python source code, enough for a few "
-            "steps of a large model"
+            "such files), or data.blend to what `mesh-lm prepare` wrote, such as "
+            "0.7,data/web,0.3,data/code (docs/data.md; from the Hugging Face Hub: "
+            "docs/prepare.md). To try a config, data.path=stdlib gives it 10 MB of Python source "
+            "code, enough for a few steps of a large model"
         )
     try:
         prefixes = blend.parse(data.blend)[0] if data.blend else []
@@ -158,8 +157,8 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
     if not is_utf_8(path):
         raise ConfigError(
             f"output={output}: names of this locale are in {sys.getfilesystemencoding()}, and "
-            "checkpoints are written to names in UTF-8; "
-            "set the environment variable PYTHONUTF8=1, or name the output in ASCII letters"
+            "checkpoints are written to names in UTF-8; set the environment variable PYTHONUTF8=1, "
+            "or name the output in ASCII letters"
         )
     try:
         while not where.exists():
@@ -177,8 +176,7 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
     if with_room and disk.free < (needed := _state_bytes(config)) and disk.total:
         raise ConfigError(
             f"output={output}: its disk has {_size(disk.free)} left, and one checkpoint of this "
-            f"model needs {_size(needed)} or more; "
-            "make room there, or set another output"
+            f"model needs {_size(needed)} or more; make room there, or set another output"
         ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

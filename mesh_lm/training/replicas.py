@@ -46,8 +46,7 @@ def require_equal(state: Mapping[str, Any]) -> None:
             [line for line, _ in found],
         )
         raise ReplicasDiffer(
-            f"{problem}\nthis state was not saved: continue from the newest checkpoint, "
-            "without "
+            f"{problem}\nthis state was not saved: continue from the newest checkpoint, without "
             "that device if it is named again"
         )
 

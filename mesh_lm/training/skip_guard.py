@@ -77,11 +77,10 @@ class SkipGuard:
         if self.rewinds == self._config.rewinds:
             raise TooManySkips(
                 f"{steps}, the last one with {why}; that is "
-                f"health.skip_limit={self._config.skip_limit}, and the run has used "
-                f"{self.rewinds} of health.rewinds={self._config.rewinds}. The weights are still "
-                f"those before step {first}: inspect the "
-                "batches from there on, lower optimizer.learning_rate, or set "
-                f"health.rewinds={self.rewinds + 1} to skip those batches"
+                f"health.skip_limit={self._config.skip_limit}, and the run has used {self.rewinds} "
+                f"of health.rewinds={self._config.rewinds}. The weights are still those before "
+                f"step {first}: inspect the batches from there on, lower optimizer.learning_rate, "
+                f"or set health.rewinds={self.rewinds + 1} to skip those batches"
             )
         self.rewinds += 1
         action = (

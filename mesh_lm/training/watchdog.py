@@ -72,8 +72,7 @@ class Watchdog:
             print(
                 (
                     f"{self._prefix}error: no progress for {idle:.0f} s (limit {limit:.0f}): "
-                    f"{where}; "
-                    f"{why}. The stacks of all threads:"
+                    f"{where}; {why}. The stacks of all threads:"
                 ),
                 file=sys.stderr,
                 flush=True,

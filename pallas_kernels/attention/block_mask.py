@@ -35,8 +35,7 @@ class BlockMask:
         visible = np.array(self.visible, order="C")
         if visible.dtype != bool or visible.ndim != 3 or 0 in visible.shape:
             raise ValueError(
-                "BlockMask.visible must be bool [heads or 1, blocks of queries, blocks of "
-                "keys], "
+                "BlockMask.visible must be bool [heads or 1, blocks of queries, blocks of keys], "
                 f"got {visible.dtype} {list(visible.shape)}"
             )
         if (
@@ -66,8 +65,7 @@ class BlockMask:
         faults = []
         if tuple(have) != want:
             faults.append(
-                f"block_mask has {have[0]} x {have[1]} blocks of {self.size}; {S} queries and "
-                f"{T} "
+                f"block_mask has {have[0]} x {have[1]} blocks of {self.size}; {S} queries and {T} "
                 f"keys need {want[0]} x {want[1]}"
             )
         if heads not in (1, N):

@@ -179,8 +179,7 @@ def _feature_faults(causal: Any, scale: Any, window: Any, softcap: Any, q_offset
             faults.append(f"{name} must be a positive Python number, got {value}")
     if window is not None and not (isinstance(window, int | np.integer) and window >= 1):
         faults.append(
-            "window must be a whole number of at least 1 (1: a query sees its own key only), "
-            "got "
+            "window must be a whole number of at least 1 (1: a query sees its own key only), got "
             f"{window}"
         )
     if window is not None and not causal:
@@ -219,8 +218,7 @@ def _side_faults(
         faults.append("kv_segment_ids needs segment_ids, those of the queries")
     if segment_ids is not None and kv_segment_ids is None and S != T:
         faults.append(
-            f"segment_ids alone serve keys and queries of one sequence; with {S} queries and "
-            f"{T} "
+            f"segment_ids alone serve keys and queries of one sequence; with {S} queries and {T} "
             "keys give kv_segment_ids too"
         )
     if sinks is not None and (sinks.shape != (N,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):

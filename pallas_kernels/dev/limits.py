@@ -73,9 +73,8 @@ def _registers(kernel: KernelResources) -> Iterator[str]:
     if sum(budget) > kernel.registers * groups:
         yield (
             f"register budget: warpgroups that set {', '.join(map(str, budget))} registers a "
-            f"thread need {WARPGROUP * sum(budget):,}, and "
-            f"the block is launched with {WARPGROUP * groups * kernel.registers:,}, so setmaxnreg "
-            "would hang"
+            f"thread need {WARPGROUP * sum(budget):,}, and the block is launched with "
+            f"{WARPGROUP * groups * kernel.registers:,}, so setmaxnreg would hang"
         )
     for n in fewer + more:
         if n % 8 or not 24 <= n <= 256:

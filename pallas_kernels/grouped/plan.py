@@ -53,8 +53,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.columns not in (64, 128, 192, 256) or self.blocks < 1:
             raise ValueError(
-                "a tile has 64, 128, 192 or 256 columns, and there is a block, not "
-                f"{self.columns} "
+                f"a tile has 64, 128, 192 or 256 columns, and there is a block, not {self.columns} "
                 f"and {self.blocks}"
             )
         if self.height * self.columns not in range(1, MOST + 1) or self.height not in (

@@ -52,8 +52,7 @@ def judge(kind: Kind, check: Check | None = None) -> Verdict:
         if check is None:
             if jax.default_backend() != "gpu":
                 raise RuntimeError(
-                    f"JAX uses the platform {jax.default_backend()} in a process of its own, "
-                    "not a "
+                    f"JAX uses the platform {jax.default_backend()} in a process of its own, not a "
                     "GPU"
                 )
             faults = importlib.import_module(FAMILIES[kind.family]).faults(kind.values, phase)

@@ -67,8 +67,7 @@ def trusted(kind: Kind, store: Store | None = None, trial: Trial | None = None) 
                 "untested",
                 (
                     "a run of several processes tests kernels at its start only, and did not "
-                    "foresee "
-                    "this kind"
+                    "foresee this kind"
                 ),
             )
         else:

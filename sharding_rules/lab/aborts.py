@@ -28,25 +28,22 @@ _CAUSES = (
         "abort-lookup",
         r"partition_group_list|ExpandDeviceGroups",
         "XLA cannot partition a lookup in a sharded table, or the gradient of one, in a region "
-        "that is manual over other mesh axes "
-        "(jax.shard_map with axis_names): embedding[tokens], and a cross entropy that picks the "
-        "label's logit",
+        "that is manual over other mesh axes (jax.shard_map with axis_names): embedding[tokens], "
+        "and a cross entropy that picks the label's logit",
         "replicate the table first (jax.lax.with_sharding_constraint), or look it up inside "
-        "jax.shard_map: each device takes the rows that "
-        "it holds, zeros for the others, and a psum over the axis that shards the rows adds them up",
+        "jax.shard_map: each device takes the rows that it holds, zeros for the others, and a psum "
+        "over the axis that shards the rows adds them up",
     ),
     _Cause(
         "abort-manual",
         r"IsManual|manual_subgroup|ManualSubgroup",
         (
             "XLA cannot partition an operation in a region that is manual over some of the mesh "
-            "axes "
-            "(jax.shard_map with axis_names)"
+            "axes (jax.shard_map with axis_names)"
         ),
         (
             "constrain the operands of the operation (jax.lax.with_sharding_constraint), or make "
-            "the "
-            "region manual over all mesh axes"
+            "the region manual over all mesh axes"
         ),
     ),
     _Cause(

@@ -65,8 +65,7 @@ def assert_exposed(report: Report, *, step: float | None = None, **shares: float
                 if one.exposed
             )
             over.append(
-                f"{name}: {waits[name] / line.step:.1%} of the step exposed, {limit:.1%} "
-                "allowed; "
+                f"{name}: {waits[name] / line.step:.1%} of the step exposed, {limit:.1%} allowed; "
                 f"most of it for{lines}"
             )
     if over:

@@ -152,8 +152,7 @@ class _Search:
                 break
         if self.left:
             self.say(
-                f"the search ends: {self.left} more changes and pairs are estimated to be "
-                "dearer, "
+                f"the search ends: {self.left} more changes and pairs are estimated to be dearer, "
                 "or not to fit, or were not tried"
             )
 

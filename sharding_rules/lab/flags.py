@@ -35,8 +35,8 @@ class FlagSet:
 _SCHEDULER = Flag(
     True,
     "Off where XLA's SoL estimator does not support the GPU (an A100) or the program: none of "
-    "gpt_175b's bytes then go beside a matmul, "
-    "29 % with it. On an H100 the estimator turns it on anyway, and the program stays the same.",
+    "gpt_175b's bytes then go beside a matmul, 29 % with it. On an H100 the estimator turns it on "
+    "anyway, and the program stays the same.",
 )
 FLAG_SETS: dict[str, FlagSet] = {
     "default": FlagSet("XLA as it comes", {}),
@@ -46,8 +46,7 @@ FLAG_SETS: dict[str, FlagSet] = {
     "overlap_two": FlagSet(
         (
             "Two collectives at once, for a mesh that uses NVLink (tensor) and the network (fsdp) "
-            "in "
-            "the same layer; not vetted on a GPU"
+            "in the same layer; not vetted on a GPU"
         ),
         {
             "xla_gpu_enable_latency_hiding_scheduler": _SCHEDULER,
@@ -55,8 +54,7 @@ FLAG_SETS: dict[str, FlagSet] = {
                 2,
                 (
                     "A gather over the network does not keep NVLink idle. 47 % of gpt_175b's bytes "
-                    "go "
-                    "beside a matmul, else 28 % (H100)."
+                    "go beside a matmul, else 28 % (H100)."
                 ),
             ),
         },
@@ -71,14 +69,12 @@ FLAG_SETS: dict[str, FlagSet] = {
             "xla_gpu_memory_limit_slop_factor": Flag(
                 110,
                 "As in the set pipeline. Where layers keep their weights (megatron_70b, 64 of 80 "
-                "GiB), XLA's own 95 makes the predicted "
-                "step 3.0 s instead of 1.6.",
+                "GiB), XLA's own 95 makes the predicted step 3.0 s instead of 1.6.",
             ),
             "xla_gpu_reduce_scatter_combine_threshold_bytes": Flag(
                 1,
                 "XLA would combine the gradients of the head, known first, with those of the "
-                "embedding, known last, and send both at the "
-                "end.",
+                "embedding, known last, and send both at the end.",
             ),
         },
     ),
@@ -90,16 +86,14 @@ FLAG_SETS: dict[str, FlagSet] = {
                 8,
                 (
                     "Both sends of a tick go beside a slot. With 1, XLA's own, neither does; nor "
-                    "with "
-                    "4 where stages gather and scatter."
+                    "with 4 where stages gather and scatter."
                 ),
             ),
             "xla_gpu_memory_limit_slop_factor": Flag(
                 110,
                 "XLA's own 95 has the scheduler save memory above 61 of an H100's 80 GiB, and the "
-                "sends wait: 462B's predicted step is "
-                "19.5 s with it, 18.3 s with this, for 0.1 GiB. From 114 on it is more than a GPU "
-                "has.",
+                "sends wait: 462B's predicted step is 19.5 s with it, 18.3 s with this, for 0.1 "
+                "GiB. From 114 on it is more than a GPU has.",
             ),
         },
     ),
@@ -111,9 +105,8 @@ FLAG_SETS["layers_bfloat16"] = FlagSet(
         "xla_gpu_experimental_parallel_collective_overlap_limit": Flag(
             3,
             "A layer's gather and its sums are then as long as each other, and tensor "
-            "parallelism's collectives need a place beside both. "
-            "With 2, XLA lets neither begin before the last of these: megatron_462b's predicted "
-            "step is 13.9 s, 11.1 s with 3.",
+            "parallelism's collectives need a place beside both. With 2, XLA lets neither begin "
+            "before the last of these: megatron_462b's predicted step is 13.9 s, 11.1 s with 3.",
         ),
     },
 )
@@ -124,9 +117,8 @@ FLAG_SETS["pipeline_pairs"] = FlagSet(
         "xla_gpu_reduce_scatter_combine_threshold_bytes": Flag(
             1,
             "XLA's own 30 MiB combines the scatter of one layer with that of the other, and "
-            "nothing hides the two: gpt_175b with 48 "
-            "microbatches is predicted to take 6.62 s with it, 6.37 s with this. Larger arrays "
-            "stay apart anyway (24 microbatches).",
+            "nothing hides the two: gpt_175b with 48 microbatches is predicted to take 6.62 s with "
+            "it, 6.37 s with this. Larger arrays stay apart anyway (24 microbatches).",
         ),
     },
 )

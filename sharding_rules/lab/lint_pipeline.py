@@ -43,8 +43,8 @@ def exposed_hops(context: LintContext) -> Iterator[Finding]:
             )
             neutral = (
                 "XLA's flags of the set pipeline (sharding_rules.lab.flags); where the peak is "
-                "above XLA's limit, 76 % of the memory, "
-                "it saves memory instead: raise xla_gpu_memory_limit_slop_factor"
+                "above XLA's limit, 76 % of the memory, it saves memory instead: raise "
+                "xla_gpu_memory_limit_slop_factor"
             )
             fix = context.vocabulary.fix("exposed-hop", neutral)
             yield Finding("exposed-hop", int(one.times * one.wire), one.where, text, fix, "notice")

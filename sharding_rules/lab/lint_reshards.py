@@ -194,8 +194,7 @@ def _unexplained_gather(context: LintContext, piece: Piece) -> tuple[str, str] |
         return (
             (
                 f"{names_of(weights)} is gathered over {piece.along}, along which {row} shards it "
-                "for "
-                "good"
+                "for good"
             ),
             fix,
         )

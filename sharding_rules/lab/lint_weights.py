@@ -97,8 +97,8 @@ def gathered_twice(context: LintContext) -> Iterator[Finding]:
         )
         source = max(pieces, key=lambda piece: piece.one.times).one.where.source
         fix = (
-            "cast the weight, pin it as it is used, use that: shard.weight(w.astype(x.dtype), "
-            f"...) before {source or 'its matmul'}"
+            "cast the weight, pin it as it is used, use that: shard.weight(w.astype(x.dtype), ...) "
+            f"before {source or 'its matmul'}"
         )
         finding = Finding(
             "gathered-twice",

@@ -354,12 +354,10 @@ def _schedule(report: Report, found: Sequence[Piece], parts: dict[str, str]) -> 
     )
     lead = (
         f"<p>The schedule replayed with estimates, XLA's and the data sheets', {PREDICTED}: "
-        f"{duration(line.step)} a step, compute {duration(line.compute)}, "
-        f"network {duration(line.network)}, of which {duration(line.exposed)} are exposed: compute "
-        "waits for them "
-        f"({swatch('--wait')}).{waits} Below, one trip of each piece at its own scale: compute "
-        "above the axis, matmuls tall; "
-        f"the network below it.</p>"
+        f"{duration(line.step)} a step, compute {duration(line.compute)}, network "
+        f"{duration(line.network)}, of which {duration(line.exposed)} are exposed: compute waits "
+        f"for them ({swatch('--wait')}).{waits} Below, one trip of each piece at its own scale: "
+        "compute above the axis, matmuls tall; the network below it.</p>"
     )
     chart = f"<figure>{stack(shares, whole, label='the step, piece by piece', height=18)}</figure>"
     panels = []

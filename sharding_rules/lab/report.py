@@ -60,8 +60,7 @@ class Slot:
     def __post_init__(self) -> None:
         if len(set(map(len, self.stages))) != 1 or set("".join(self.stages)) - {"0", "1"}:
             raise LabError(
-                f"slot {self.scope!r} needs for each stage a text of equal length, of 0 and 1, "
-                "not "
+                f"slot {self.scope!r} needs for each stage a text of equal length, of 0 and 1, not "
                 f"{self.stages}"
             )
 

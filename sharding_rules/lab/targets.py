@@ -231,9 +231,8 @@ def _describe(request: TopologyRequest) -> tuple[Any, ...]:
     except RuntimeError as error:
         raise LabError(
             f"JAX's plugin for CUDA does not start: {error}; on a machine with an NVIDIA GPU it "
-            "needs CUDA's libraries even where it only "
-            "compiles. Set JAX_PLATFORMS=cpu in the environment to leave the GPU alone, or run: "
-            "pip install 'jax[cuda13]'"
+            "needs CUDA's libraries even where it only compiles. Set JAX_PLATFORMS=cpu in the "
+            "environment to leave the GPU alone, or run: pip install 'jax[cuda13]'"
         ) from error
 
 

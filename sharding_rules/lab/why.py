@@ -48,8 +48,7 @@ def why(report: Report, other: Report) -> str:
         )
     head = (
         f"{names[0]} takes {slow.timeline.step / fast.timeline.step:.2f} x as long as {names[1]}, "
-        f"{duration(slow.timeline.step)} for "
-        f"{duration(fast.timeline.step)} a step ({PREDICTED})"
+        f"{duration(slow.timeline.step)} for {duration(fast.timeline.step)} a step ({PREDICTED})"
     )
     parts = [
         (_compute(slow, fast), slow.timeline.compute - fast.timeline.compute),

@@ -62,8 +62,7 @@ def test_every_test_is_in_one_part(full_run) -> None:
 
 def test_outcomes_are_counted(full_run, tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(
-        "<testsuites><testsuite><testcase/><testcase><failure/></testcase><testcase><error/></testcase>"
-        "<testcase><skipped/></testcase><testcase><properties/></testcase></testsuite></testsuites>",
+        "<testsuites><testsuite><testcase/><testcase><failure/></testcase><testcase><error/></testcase><testcase><skipped/></testcase><testcase><properties/></testcase></testsuite></testsuites>",
         encoding="utf-8",
     )
     assert full_run.counted(tmp_path / "report.xml") == {"passed": 2, "failed": 2, "skipped": 1}

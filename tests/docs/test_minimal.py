@@ -41,8 +41,8 @@ def test_one_string_changes_the_strategy_and_nothing_else() -> None:
     first, losses = run()
     up, moments = first.split(", its moments are ")
     assert up == (
-        "fsdp+megatron on data=2 x fsdp=2 x tensor=2: up ('embed', 'mlp') (64, 256) is "
-        "P('fsdp', 'tensor')"
+        "fsdp+megatron on data=2 x fsdp=2 x tensor=2: up ('embed', 'mlp') (64, 256) is P('fsdp', "
+        "'tensor')"
     )
     assert moments == "P('fsdp', 'tensor')"
     assert len(losses) == 9 and losses[-1] < 0.6 * losses[0]

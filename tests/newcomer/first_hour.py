@@ -130,8 +130,7 @@ def an_export_that_cannot_be(reader: Newcomer) -> None:
     says = [
         (
             "no supported class of transformers can express this model; LlamaForCausalLM needs\n  "
-            "- "
-            "model.softcap=0.0, not 30.0\n"
+            "- model.softcap=0.0, not 30.0\n"
         )
     ]
     reader.is_refused(
@@ -176,8 +175,7 @@ def what_there_is(reader: Newcomer) -> None:
     says = [
         (
             "a config is a .py file with get_config(), or the config.json of a run; `mesh-lm "
-            "configs` "
-            "lists"
+            "configs` lists"
         )
     ]
     reader.is_refused(

@@ -271,8 +271,8 @@ def test_mosaic_serves_nothing_unasked() -> None:
     hopper = describe_stacked_matmul(x, w, row, platform="gpu", capability=(9, 0))
     assert choose_stacked_matmul(hopper) == Choice("xla", {"mosaic": EXPERIMENTAL})
     assert EXPERIMENTAL == (
-        "it is experimental until a GPU measures 0.95 of cuBLAS's rate; "
-        "implementation='mosaic' asks for it"
+        "it is experimental until a GPU measures 0.95 of cuBLAS's rate; implementation='mosaic' "
+        "asks for it"
     )
     text = str(
         jax.make_jaxpr(lambda *a: stacked_matmul(*a, platform="gpu", capability=(9, 0)))(x, w, row)
@@ -313,17 +313,15 @@ def test_every_fault_is_named() -> None:
         stacked_matmul(x, w, np.zeros(2))  # pyright: ignore
     assert str(error.value) == (
         "stacked_matmul: x [T, K] and weights [R, K, N] must have the same K, got x (4, 3) and "
-        "weights (2, 5, 6); "
-        "x and weights must have one dtype of bfloat16, float16, float32, got float32 and float16; "
-        "cast one to the other's; "
-        "row must be one integer, got float64[2]"
+        "weights (2, 5, 6); x and weights must have one dtype of bfloat16, float16, float32, got "
+        "float32 and float16; cast one to the other's; row must be one integer, got float64[2]"
     )
     with pytest.raises(ValueError) as error:
         add_weight_gradient(sums, 1.5, x, x)  # pyright: ignore
     assert str(error.value) == (
         "add_weight_gradient: sums [R, K, N], x [T, K] and dy [T, N] must have the same T, K and "
-        "N, got sums (2, 5, 6), x (4, 3) and "
-        "dy (4, 3); sums must be float32, got float16; row must be one integer, got float32[]"
+        "N, got sums (2, 5, 6), x (4, 3) and dy (4, 3); sums must be float32, got float16; row "
+        "must be one integer, got float32[]"
     )
     with pytest.raises(
         ValueError, match=r"sums must be \[R, K, N\], x \[T, K\] and dy \[T, N\], got sums \(5, 6\)"

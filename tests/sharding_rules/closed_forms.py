@@ -174,8 +174,7 @@ def expected(model: Decoder, strategy: Strategy, sequences: int, microbatches: i
     size, P = _sizes(model, strategy, sequences), strategy.pipeline
     if model.layers % (P * strategy.virtual):
         raise ValueError(
-            f"no closed form for {model.layers} layers on {P} x {strategy.virtual} virtual "
-            "stages: "
+            f"no closed form for {model.layers} layers on {P} x {strategy.virtual} virtual stages: "
             "they differ"
         )
     chunks = -(-sequences * model.seq // (model.loss_chunk * strategy.sequence * strategy.ulysses))

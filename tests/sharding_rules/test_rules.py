@@ -48,8 +48,7 @@ def test_an_experiment_is_a_changed_row() -> None:
             (),
             (
                 "layers.mlp.w_up('embd', 'mlp'): no params rule for logical axis 'embd'; did you "
-                "mean "
-                "'embed'?"
+                "mean 'embed'?"
             ),
         ),
         (
@@ -57,8 +56,7 @@ def test_an_experiment_is_a_changed_row() -> None:
             (),
             (
                 "layers.mlp.w_up('mlp', 'heads'): mesh axis 'tensor' shards both 'mlp' and "
-                "'heads'; "
-                "set one of them to None in rules.params"
+                "'heads'; set one of them to None in rules.params"
             ),
         ),
         (
@@ -170,8 +168,7 @@ def test_moments_have_one_form(name: str) -> None:
         preset(name)
     assert str(caught.value) == (
         f"{first} and {last}: {stage} shards a dimension of each matrix's moments over 'data', and "
-        "zero3 keeps them in flat vectors, "
-        f"which need no such dimension; leave {stage} out"
+        f"zero3 keeps them in flat vectors, which need no such dimension; leave {stage} out"
     )
 
 
@@ -249,8 +246,7 @@ def test_a_mesh_resolves_or_says_what_would(sizes: dict[str, int], n_devices: in
             MeshConfig(data=-1, fsdp=-1, tensor=-1),
             (
                 "only one mesh axis can be -1, not data and fsdp and tensor; give each of the "
-                "others a "
-                "size"
+                "others a size"
             ),
         ),
         (
@@ -430,13 +426,11 @@ def test_scopes_that_the_model_does_not_have() -> None:
     assert unknown_scopes(rules, {"moe", "dense"}) == [
         (
             "rules have the scope 'encoder' (encoder/mlp), which the model does not have; the "
-            "model "
-            "has 'dense', 'moe'"
+            "model has 'dense', 'moe'"
         ),
         (
             "rules have the scope 'mo' (mo/embed, mo/mlp), which the model does not have; did you "
-            "mean "
-            "'moe'?"
+            "mean 'moe'?"
         ),
     ]
     assert unknown_scopes(SCOPED, {"moe"}) == []
@@ -474,8 +468,8 @@ def test_declared_mesh_axes() -> None:
     with pytest.raises(ShardingRuleError) as caught:
         product(rules, PRESETS["ddp"].replace("other", axes={"y": "manual"}))
     assert str(caught.value) == (
-        "megatron (changed) (changed) and other declare the mesh axis 'y' as auto and as "
-        "manual; rename one of them"
+        "megatron (changed) (changed) and other declare the mesh axis 'y' as auto and as manual; "
+        "rename one of them"
     )
 
 

@@ -24,8 +24,7 @@ SHARD = Shard(preset("fsdp+megatron"), make_mesh(MeshConfig(fsdp=2, tensor=4)))
             ("batch", "seq", "mlp"),
             (
                 "activation('batch', 'seq', 'mlp'): dimension 2 ('mlp', size 6) does not divide "
-                "over "
-                "'tensor' (4 ways)"
+                "over 'tensor' (4 ways)"
             ),
         ),
         (
@@ -38,8 +37,7 @@ SHARD = Shard(preset("fsdp+megatron"), make_mesh(MeshConfig(fsdp=2, tensor=4)))
             ("batch", "seq", "mpl"),
             (
                 "activation('batch', 'seq', 'mpl'): no activations rule for logical axis 'mpl'; "
-                "did "
-                "you mean 'mlp'?"
+                "did you mean 'mlp'?"
             ),
         ),
     ],

@@ -121,8 +121,7 @@ def make(
             ]
             if not names:
                 raise ConfigError(
-                    f"--input={given} has no files, or only hidden or empty ones; give one "
-                    "with "
+                    f"--input={given} has no files, or only hidden or empty ones; give one with "
                     "text"
                 )
             formats.require_all_readable(
@@ -132,8 +131,7 @@ def make(
                 planner.add(path / name)
         elif not path.is_file():
             raise ConfigError(
-                f"--input={given}: no such file or directory; give {formats.SUFFIXES} files, "
-                "or "
+                f"--input={given}: no such file or directory; give {formats.SUFFIXES} files, or "
                 "directories"
             )
         elif path.stat().st_size == 0:
@@ -142,8 +140,7 @@ def make(
             formats.require_readable(path)
             raise ConfigError(
                 f"--input={given}: files of type {path.suffix or '(none)'} are not read; give "
-                f"{formats.SUFFIXES} files, "
-                "or a directory of text"
+                f"{formats.SUFFIXES} files, or a directory of text"
             )
         else:
             planner.add(path)

@@ -119,8 +119,7 @@ def prepare(
         if not totals.documents:
             unfinished.remove()
             raise ConfigError(
-                f"the inputs have no text: {len(work.files)} files, {totals.bad_lines} bad "
-                "lines, "
+                f"the inputs have no text: {len(work.files)} files, {totals.bad_lines} bad lines, "
                 "and everything else is empty"
             )
         facts = _facts(
@@ -194,8 +193,7 @@ def _encode(
     with unfinished.appending(dtype) as appender, Display(output, work.size, totals) as display:
         if totals.size:
             display.note(
-                f"continuing after {totals.size / work.size:.0%}: {totals.documents:,} "
-                "documents "
+                f"continuing after {totals.size / work.size:.0%}: {totals.documents:,} documents "
                 "are done"
             )
         shards = work.shards(totals.unit, totals.chunk)
@@ -232,8 +230,7 @@ def _results(
                 yield waiting[0][0], waiting.popleft()[1].result()
         except BrokenProcessPool as error:
             raise ConfigError(
-                "a worker process died, perhaps out of memory; finished work is kept: run the "
-                "same "
+                "a worker process died, perhaps out of memory; finished work is kept: run the same "
                 "command again with fewer --workers"
             ) from error
 
@@ -337,8 +334,7 @@ def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
             f"{prefix}{suffix}" for suffix in (".bin", ".idx", ".digests", ".json", ".tokenizer")
         )
         raise ConfigError(
-            f"{path} exists and was made from other inputs or settings; remove {names}, or "
-            "choose "
+            f"{path} exists and was made from other inputs or settings; remove {names}, or choose "
             "another --output"
         )
     return facts

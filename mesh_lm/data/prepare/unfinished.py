@@ -79,8 +79,7 @@ class Unfinished:
             if error.errno == errno.EWOULDBLOCK:  # other errors: a file system without locks
                 os.close(self._lock)
                 raise ConfigError(
-                    f"another process is writing {self.directory}; wait for it, or choose "
-                    "another "
+                    f"another process is writing {self.directory}; wait for it, or choose another "
                     "--output"
                 ) from error
         return self
@@ -122,8 +121,8 @@ class Unfinished:
         if changed := list(_differences(recorded, made_from)):
             raise ConfigError(
                 f"{self.directory} was started with different inputs or settings: "
-                f"{'; '.join(changed)}. Give the original "
-                f"ones to continue, or remove {self.directory} to start from scratch"
+                f"{'; '.join(changed)}. Give the original ones to continue, or remove "
+                f"{self.directory} to start from scratch"
             )
 
     @property
@@ -154,8 +153,7 @@ class Unfinished:
             return Totals()
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"cannot read {self._files['journal.jsonl']} ({error}); remove "
-                f"{self.directory} to "
+                f"cannot read {self._files['journal.jsonl']} ({error}); remove {self.directory} to "
                 "start from scratch"
             ) from error
 
@@ -221,8 +219,8 @@ class Unfinished:
         except OSError as error:
             raise ConfigError(
                 f"cannot write {error.filename or self.directory}: {error.strerror}; finished work "
-                f"is kept in {self.directory}, and the "
-                "same command resumes once the disk is writable"
+                f"is kept in {self.directory}, and the same command resumes once the disk is "
+                "writable"
             ) from error
 
 
@@ -244,8 +242,7 @@ class Appender:
             if lengths.max() >= 2**31:
                 name = shard.segments[0].path
                 raise ConfigError(
-                    f"{name} has a document of {lengths.max()} tokens; the .idx format holds "
-                    "up to "
+                    f"{name} has a document of {lengths.max()} tokens; the .idx format holds up to "
                     "2^31 - 1: split it"
                 )
         pending = 0

@@ -21,8 +21,7 @@ MIN_VOCAB = 257
 """256 bytes and the end-of-document token: enough to encode every text."""
 FORMER = (
     "warning: {} is of an older version, which split white space at the end of a text otherwise; "
-    "all other ids are the same, and it is "
-    "read as it is"
+    "all other ids are the same, and it is read as it is"
 )
 """What a log says about data or weights with one of a tokenizer's former fingerprints."""
 _UNKNOWN = "\ufffd".encode()
@@ -196,8 +195,8 @@ def smaller_than_asked(tokenizer: Tokenizer, asked: int) -> str:
         return ""
     return (
         f"the tokenizer has {tokenizer.vocab_size} entries instead of {asked}, because no other "
-        "pair of tokens occurs often enough in the "
-        f"text to become one; model.vocab_size={tokenizer.vocab_size} would be enough"
+        "pair of tokens occurs often enough in the text to become one; "
+        f"model.vocab_size={tokenizer.vocab_size} would be enough"
     )
 
 

@@ -212,8 +212,7 @@ def _find_eod(added: list[str], wanted: str | None, path: Path) -> str:
         if wanted in added:
             return wanted
         raise ConfigError(
-            f"{path} has no token {wanted!r}, which the files beside it name as eos_token; "
-            "fetch "
+            f"{path} has no token {wanted!r}, which the files beside it name as eos_token; fetch "
             "all files of one model"
         )
     for name in _EODS:
@@ -264,8 +263,7 @@ def _decoders(decoder: dict[str, Any] | None, path: Path) -> set[str]:
         if kind not in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace") and not known.get(kind):
             raise ConfigError(
                 f"{path}: a tokenizer with decoder step {kind} is not supported; byte-level ones "
-                "(GPT-2, Llama 3, Qwen) and those "
-                "converted from SentencePiece (Llama 2, Gemma) are"
+                "(GPT-2, Llama 3, Qwen) and those converted from SentencePiece (Llama 2, Gemma) are"
             )
         if kind not in ("Strip", "Metaspace") or takes_space:
             kinds.add(kind)

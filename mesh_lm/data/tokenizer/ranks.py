@@ -161,14 +161,12 @@ def _parse(data: bytes, path: Path) -> dict[bytes, int]:
             ) from error
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ConfigError(
-            f"{path} has no rank for {len(missing)} of the 256 bytes, such as {missing[0]}: it "
-            "is "
+            f"{path} has no rank for {len(missing)} of the 256 bytes, such as {missing[0]}: it is "
             "truncated; fetch it again"
         )
     if len(set(ranks.values())) < len(ranks):
         raise ConfigError(
-            f"{path} has {len(ranks)} tokens but only {len(set(ranks.values()))} ranks; fetch "
-            "it "
+            f"{path} has {len(ranks)} tokens but only {len(set(ranks.values()))} ranks; fetch it "
             "again"
         )
     return ranks

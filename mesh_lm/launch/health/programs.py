@@ -64,8 +64,7 @@ def matrix_product(
             "failed",
             (
                 f"device {missing[0]} did not finish a matrix product within {seconds:.0f} s: "
-                "reset "
-                "it, or reboot"
+                "reset it, or reboot"
             ),
         )
     if unclear := [

@@ -56,8 +56,7 @@ class Network:
                 "failed",
                 (
                     f"{', '.join(down)}, but was active before: check the cable, the switch and "
-                    "the "
-                    "driver"
+                    "the driver"
                 ),
             )
         return "ok", f"{len(self._up)} ports are active"
@@ -97,8 +96,7 @@ class Disk:
                 "unknown",
                 (
                     f"{place} has {free / 1e6:.0f} MB left, less than {FREE / 1e6:.0f} MB: free "
-                    "disk "
-                    "space"
+                    "disk space"
                 ),
             )
         return "ok", f"{place} can be written, {free / 1e9:.3g} GB are free"

@@ -70,8 +70,7 @@ def dkv(
     stages, fewer = slots(stages, tiles.rows * (H + V if with_dk else max(H, V)), held, other)
     if part == "both" and fewer < 2 <= turns:
         raise ValueError(
-            f"heads of {H} and {V} leave no shared memory for two slots of {C} queries, and "
-            "both "
+            f"heads of {H} and {V} leave no shared memory for two slots of {C} queries, and both "
             "sums hold one to the next step"
         )
     q_stages, dout_stages = (stages, fewer) if with_dk else (fewer, stages)

@@ -57,8 +57,7 @@ class Tiles:
     def __post_init__(self) -> None:
         if self.block not in (64, 128) or self.stages < 2:
             raise ValueError(
-                "a block has 64 or 128 columns and there are at least 2 stages, not "
-                f"{self.block} "
+                f"a block has 64 or 128 columns and there are at least 2 stages, not {self.block} "
                 f"and {self.stages}"
             )
 
@@ -103,8 +102,7 @@ class ForwardTiles(Tiles):
             )
         if not self.overlapped and (self.warpgroups != 2 or self.named_barriers):
             raise ValueError(
-                "warpgroups that alternate are 2, without named barriers: set overlapped=True "
-                "for "
+                "warpgroups that alternate are 2, without named barriers: set overlapped=True for "
                 "others"
             )
 

@@ -133,16 +133,14 @@ class MemoryRef:
             state = locate(self.shadow.state, transforms, self.name)
             if (state == IN_FLIGHT).any():
                 raise Fault(
-                    f"{what} reads {self.name} where a copy is still in flight: a barrier_wait "
-                    "is "
+                    f"{what} reads {self.name} where a copy is still in flight: a barrier_wait is "
                     "missing"
                 )
             if (state == EMPTY).any():
                 raise Fault(f"{what} reads {self.name} where nothing was stored")
             if fenced and (late := locate(self.shadow.unfenced, transforms, self.name)).any():
                 raise Fault(
-                    f"{what} reads {self.name}, which thread {late.max() - 1} stored to "
-                    "without a "
+                    f"{what} reads {self.name}, which thread {late.max() - 1} stored to without a "
                     "commit_smem since"
                 )
             self._check_written(transforms, actor, f"{what} reads")
@@ -186,8 +184,7 @@ class MemoryRef:
                 and locate(when, transforms, self.name).max(initial=0) > actor.clock[reader]
             ):
                 raise Fault(
-                    f"{what} overwrites {self.name}, and no barrier orders this after the read "
-                    "of "
+                    f"{what} overwrites {self.name}, and no barrier orders this after the read of "
                     f"thread {reader}: a race"
                 )
         self._check_written(transforms, actor, f"{what} overwrites")
@@ -250,8 +247,7 @@ def _indices(indexer: Any, shape: tuple[int, ...], name: str) -> list[int | slic
         start, length, stride = _span(index, name)
         if start < 0 or start + (length - 1) * stride >= size:
             raise Fault(
-                f"{name}: index {start}:{start + (length - 1) * stride + 1} is out of bounds "
-                "on "
+                f"{name}: index {start}:{start + (length - 1) * stride + 1} is out of bounds on "
                 f"axis {axis} of shape {shape}"
             )
         indices.append(
@@ -369,9 +365,8 @@ class Barrier:
         if self.completed > self.waited[thread] + 1:
             raise Fault(
                 f"waits for phase {self.waited[thread]} of {self.name}, which has completed "
-                f"{self.completed}: the thread missed one, or"
-                f" there were too many arrivals ({self.needed} make a phase). The hardware only "
-                "tells odd phases from even ones"
+                f"{self.completed}: the thread missed one, or there were too many arrivals "
+                f"({self.needed} make a phase). The hardware only tells odd phases from even ones"
             )
         return self.completed > self.waited[thread]
 

@@ -282,8 +282,7 @@ def test_who_does_not_know_the_secret_is_refused(
         said += capsys.readouterr().out
     assert (
         said.count(
-            "refused a connection for local checkpoints, the last from 127.0.0.1: it has "
-            "another "
+            "refused a connection for local checkpoints, the last from 127.0.0.1: it has another "
             "secret"
         )
         == 1

@@ -236,8 +236,7 @@ MODEL, OTHER = "is a checkpoint of another model", "is a checkpoint of another o
             "adamw",
             (
                 f"{MODEL}\n  - blocks.mlp.down.weight: [2, 8, 32, 'float32'] in the checkpoint, "
-                "[2, 8, "
-                "16, 'float32'] in"
+                "[2, 8, 16, 'float32'] in"
             ),
         ),
         (
@@ -245,8 +244,7 @@ MODEL, OTHER = "is a checkpoint of another model", "is a checkpoint of another o
             "adamw",
             (
                 f"{MODEL}\n  - blocks.attention_norm.bias: [2, 8, 'float32'] in the checkpoint, "
-                "absent "
-                "in this"
+                "absent in this"
             ),
         ),
         (

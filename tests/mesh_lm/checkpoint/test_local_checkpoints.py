@@ -470,8 +470,7 @@ def test_a_disk_that_fails_is_a_warning(
             {"local": "/dev/shm", "local_every": 20},
             (
                 "checkpoint.local_every=20 is a multiple of checkpoint.every=10, and those steps "
-                "are "
-                "saved to the output; set it below 10"
+                "are saved to the output; set it below 10"
             ),
         ),
     ],

@@ -189,8 +189,7 @@ def test_every_problem_at_once(config: str) -> None:
         "--config.optimizer.lr: no such field; did you mean --config.optimizer.learning_rate=1?",
         (
             "--config.optimizer.schedule=cosin: expected one of cosine, wsd, linear, constant; did "
-            "you "
-            "mean cosine?"
+            "you mean cosine?"
         ),
         "--config.model: a section, not a field; set its fields, as in --config.model.vocab_size",
         "--config.model.sinks=yes: expected true or false",
@@ -322,8 +321,7 @@ def test_help(
         "--optimizer.learning_rate=0.0002 Peak learning rate ",
         (
             "--launch.deterministic=false On a GPU, use only operations that give the same bits "
-            "every "
-            "time"
+            "every time"
         ),
         "--rules=ddp (changed) Sharding rules: a preset",
         "--mesh.tensor=1 Shards of each matmul (tensor parallelism); keep them inside a node ",

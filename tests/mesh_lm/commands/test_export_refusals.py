@@ -77,8 +77,7 @@ def test_a_model_of_the_users_own(run: Path) -> None:
     describe(run, **{"class": "Mine"})
     error = refused("export", "run", "--output=out")
     assert error.startswith(
-        "run is a Mine, a model of your own: no supported class of transformers can express "
-        "it, "
+        "run is a Mine, a model of your own: no supported class of transformers can express it, "
         "unless Mine is a Decoder"
     )
     Path("mine.py").write_text(
@@ -86,8 +85,7 @@ def test_a_model_of_the_users_own(run: Path) -> None:
     )
     error = refused("export", "run", "--output=out", "--config=mine.py")
     assert error.startswith(
-        "model is a Mine, which makes a model of its own: no supported class of transformers "
-        "can "
+        "model is a Mine, which makes a model of its own: no supported class of transformers can "
         "express it, only"
     )
     Path("mine.py").write_text(MINE.replace("BODY", "pass"), encoding="utf-8")
@@ -105,8 +103,7 @@ def test_an_output_with_something_in_it(run: Path) -> None:
 def test_an_import_of_something_else(run: Path) -> None:
     assert refused("import", "run", "--output=new") == (
         "--input=run is not a Hugging Face model directory (config.json and .safetensors); it is a "
-        "run's own, which needs no import: "
-        "--init_from takes it"
+        "run's own, which needs no import: --init_from takes it"
     )
     assert "hf download Qwen/Qwen3-0.6B --local-dir=Qwen/Qwen3-0.6B" in refused(
         "import", "Qwen/Qwen3-0.6B", "--output=new"

@@ -122,8 +122,7 @@ MISTAKES = [
     (["--prompt", "ab" * 24], "prompt 0 has 48 tokens, but model.seq_len=48; shorten the prompt"),
     (["--mesh=data=2,foo=3"],
      "--mesh=data=2,foo=3: 'foo=3' is not a mesh axis and its size; give some of island, pipeline, "
-     "data, fsdp, expert, sequence, tensor, "
-     "as in data=2,tensor=4"),
+     "data, fsdp, expert, sequence, tensor, as in data=2,tensor=4"),
     (["--prompts-file=no/such"],
      ("--prompts-file=no/such: cannot be read ([Errno 2] No such file or directory: 'no/such'); "
      "give a text file in UTF-8, or a .jsonl")),

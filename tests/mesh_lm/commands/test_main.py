@@ -46,9 +46,8 @@ MISTAKES = {
     "--print-completion=csh": "--print-completion=csh: expected one of bash, zsh, tcsh, fish",
     "generate --propmt=a": (
         "bad command line\n  - --propmt: no such option; did you mean --prompt?\n  - --checkpoint: "
-        "missing; "
-        "A run's output directory (its newest checkpoint), one step in its `checkpoints`, or a "
-        "Hugging Face model directory"
+        "missing; A run's output directory (its newest checkpoint), one step in its `checkpoints`, "
+        "or a Hugging Face model directory"
     ),
     "bench lodaer": "mesh-lm bench lodaer: no such benchmark; did you mean loader?; see mesh-lm bench",
     "launch --devices=4 trian.py": f"trian.py: no such script in {ROOT}; did you mean train.py?",
@@ -124,8 +123,7 @@ def test_bash_completes(tmp_path: Path) -> None:
         lines += [
             (
                 f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _tyro_mesh_lm; "
-                "echo "
-                "${COMPREPLY[*]}"
+                "echo ${COMPREPLY[*]}"
             )
         ]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)

@@ -35,35 +35,31 @@ ANSWERS = {
     ),
     "--train.epochs=3": (
         "--train.epochs: no such field; train.steps: epochs x sequences of the training text / "
-        "train.global_batch; data.max_epochs is only "
-        "a limit"
+        "train.global_batch; data.max_epochs is only a limit"
     ),
     "--min-lr=6e-5": (
         "--min-lr: no such field; here it is optimizer.final_fraction: minimum / "
-        "optimizer.learning_rate = 6e-5 / 0.008; did you mean "
-        "--optimizer.final_fraction=0.0075?"
+        "optimizer.learning_rate = 6e-5 / 0.008; did you mean --optimizer.final_fraction=0.0075?"
     ),
     "--swiglu": "--swiglu: no such field; did you mean --model.activation=swiglu?",
     "--swiglu=false": "--swiglu: no such field; here it is model.activation=swiglu",
     "--recompute-granularity=selective": (
         "--recompute-granularity: no such field; model.remat: full for full; for selective "
-        "save_names, which is not the same: it "
-        "recomputes all but matmul and attention outputs"
+        "save_names, which is not the same: it recomputes all but matmul and attention outputs"
     ),
     "--recompute-num-layers=4": (
         "--recompute-num-layers: no such field; here it is model.remat_layers for "
-        "--recompute-method=block, not with stages; uniform "
-        "recomputes every layer: model.remat=full"
+        "--recompute-method=block, not with stages; uniform recomputes every layer: "
+        "model.remat=full"
     ),
     "--window-size=128,0": (
         "--window-size: no such field; here it is model.window, one width for every layer: left + "
-        "1, as it counts the token itself "
-        "(Megatron's pair is left, right) = 128 + 1; did you mean --model.window=129?"
+        "1, as it counts the token itself (Megatron's pair is left, right) = 128 + 1; did you mean "
+        "--model.window=129?"
     ),
     "--window-size=128,128": (
         "--window-size: no such field; here it is model.window, one width for every layer: left + "
-        "1, as it counts the token itself "
-        "(Megatron's pair is left, right)"
+        "1, as it counts the token itself (Megatron's pair is left, right)"
     ),
     "--start-weight-decay=0.1": (
         "--start-weight-decay: no such field; not built: optimizer.weight_decay is the same at "
@@ -76,14 +72,13 @@ ANSWERS = {
     ),
     "--lr-decay-style=inverse-square-root": (
         "--lr-decay-style: no such field; inverse-square-root is not built; here it is "
-        "optimizer.schedule=cosine, "
-        "optimizer.schedule=linear, optimizer.schedule=constant, or optimizer.schedule=wsd, which "
-        "decays linearly"
+        "optimizer.schedule=cosine, optimizer.schedule=linear, optimizer.schedule=constant, or "
+        "optimizer.schedule=wsd, which decays linearly"
     ),
     "--lr-decay-style=WSD": (  # whose decay is exponential there
         "--lr-decay-style: no such field; here it is optimizer.schedule=cosine, "
-        "optimizer.schedule=linear, optimizer.schedule=constant, "
-        "or optimizer.schedule=wsd, which decays linearly"
+        "optimizer.schedule=linear, optimizer.schedule=constant, or optimizer.schedule=wsd, which "
+        "decays linearly"
     ),
     "--lr-decay-iters=9": "--lr-decay-iters: no such field; the schedule ends at train.steps",
     "--rampup-batch-size=4": (
@@ -96,8 +91,7 @@ ANSWERS = {
     ),
     "min_lr=6e-5": (
         "min_lr=6e-5: belongs to no option; here it is optimizer.final_fraction: minimum / "
-        "optimizer.learning_rate = 6e-5 / 0.008; did you "
-        "mean --optimizer.final_fraction=0.0075?"
+        "optimizer.learning_rate = 6e-5 / 0.008; did you mean --optimizer.final_fraction=0.0075?"
     ),
     "--model.window=None": "--model.window=None: expected int, with commas between several and nothing for none",
     "--model.segments=a": (
@@ -116,8 +110,7 @@ ANSWERS = {
     "--optimizer=adam": "--optimizer: a section, not a field; did you mean --optimizer.name=adamw?",
     "--optimizer=sgd": (
         "--optimizer: a section, not a field; sgd is not built; here it is optimizer.name: adamw "
-        "for adam, which is AdamW there; the "
-        "others are muon, lion and adafactor"
+        "for adam, which is AdamW there; the others are muon, lion and adafactor"
     ),
     "--optimizer": "--optimizer: a section, not a field; set its fields, as in --optimizer.name",
 }
@@ -134,8 +127,7 @@ WARMUP = "optimizer.warmup_steps: fraction x train.steps (x --lr-decay-iters if 
 FORMULAS = {
     "--micro-batch-size 4 --train.global_batch=512 --mesh.data=4": (
         "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp) "
-        "= 512 / (4 x 4 x 1); did you mean "
-        "--train.microbatches=32?"
+        "= 512 / (4 x 4 x 1); did you mean --train.microbatches=32?"
     ),
     # the batch by its name in Megatron-LM, which is refused as well
     "--micro-batch-size 4 --global-batch-size 512 --mesh.fsdp=8": (
@@ -144,8 +136,7 @@ FORMULAS = {
     ),
     "--eval-iters=10 --train.global_batch=64": (
         "train.eval_sequences, sequences instead of batches: iterations x train.global_batch = 10 "
-        "x 64; did you mean "
-        "--train.eval_sequences=640?"
+        "x 64; did you mean --train.eval_sequences=640?"
     ),
     "--train-samples=1000 --train.global_batch=64": (
         "train.steps: samples / train.global_batch, rounded down = 1000 / 64; did you mean "
@@ -176,8 +167,7 @@ FORMULAS = {
     ),
     "--num-layers-per-virtual-pipeline-stage=3 --mesh.pipeline=2 --model.n_layers=12": (
         "pipeline.chunks, a number of virtual stages: layers / (stages x layers of a virtual "
-        "stage) = 12 / (2 x 3); did you mean "
-        "--pipeline.chunks=2?"
+        "stage) = 12 / (2 x 3); did you mean --pipeline.chunks=2?"
     ),
     "--micro-batch-size=many": (
         "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp) "
@@ -254,8 +244,7 @@ def test_words_after_an_unknown_option_belong_to_it() -> None:
 def test_answers_that_depend_on_another_option() -> None:
     assert problems_of("--recompute-num-layers 4 --recompute-method block")[0] == (
         "--recompute-num-layers: no such field; did you mean --model.remat_layers=4, with "
-        "model.remat=full; the other layers recompute as "
-        "save_names does?"
+        "model.remat=full; the other layers recompute as save_names does?"
     )
     assert (
         "did you mean"

@@ -44,8 +44,7 @@ def test_the_screen() -> None:
         "in flight  7 5 3 1   (at most, on each stage; in inputs of a virtual stage)",
         (
             "slots      5 for inputs, 1 for gradients on each stage; 7 for residuals, where they "
-            "are "
-            "stashed"
+            "are stashed"
         ),
     ]
 

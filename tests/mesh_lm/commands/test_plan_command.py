@@ -77,8 +77,7 @@ def test_a_plan_by_its_own_command() -> None:
             ["--plan=report.pdf"],
             (
                 "report.pdf: the report is a file that ends in .html or .json; without a file it "
-                "goes "
-                "to the screen"
+                "goes to the screen"
             ),
         ),
         (["--plan", "--devices=-1"], "--devices=-1 must be at least 1"),

@@ -77,8 +77,7 @@ def test_a_damaged_block_is_refused_when_it_is_first_read(prefix: Path, tmp_path
     assert 0 < refused < len(order), "what touches other blocks is read"
     (message,) = blocks
     assert message.startswith(
-        f"{prefix}.bin is damaged: bytes {5 * BLOCK:,} to {6 * BLOCK - 1:,} are not as they "
-        "were "
+        f"{prefix}.bin is damaged: bytes {5 * BLOCK:,} to {6 * BLOCK - 1:,} are not as they were "
         f"when {prefix}.dig"
     )
     assert (

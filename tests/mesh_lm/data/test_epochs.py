@@ -48,9 +48,8 @@ def test_the_limit_is_exact(here: Path) -> None:
     assert refused(config(45, blend=("a",))) == []
     assert refused(config(46, blend=("a",))) == [
         "train.steps=46 x 80 tokens a step are 3,680 from data.blend=a: 4.1 epochs of its 900 "
-        "tokens, more than "
-        "data.max_epochs=4; give it more text, set train.steps=45 or fewer, or set "
-        "data.max_epochs=0 for no limit"
+        "tokens, more than data.max_epochs=4; give it more text, set train.steps=45 or fewer, or "
+        "set data.max_epochs=0 for no limit"
     ]
     assert refused(config(10**6, blend=("a",), max_epochs=0)) == []
     assert len(refused(config(12, blend=("a",), max_epochs=1))) == 1
@@ -63,9 +62,8 @@ def test_of_a_weighted_blend_each_prefix_has_the_limit(here: Path) -> None:
     (problem,) = refused(config(400, blend=("1", "a", "1", "b")))
     assert problem == (
         "train.steps=400 x 80 tokens a step are 32,000, of which 16,000 from a: 17.8 epochs of its "
-        "900 tokens, more than "
-        "data.max_epochs=4; give it more text, set train.steps=90 or fewer, or set "
-        "data.max_epochs=0 for no limit"
+        "900 tokens, more than data.max_epochs=4; give it more text, set train.steps=90 or fewer, "
+        "or set data.max_epochs=0 for no limit"
     )
     assert len(refused(config(10**4, blend=("1", "a", "1", "b")))) == 2
 

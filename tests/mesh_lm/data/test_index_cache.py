@@ -164,8 +164,7 @@ def test_an_index_of_an_older_version_in_a_cache_of_others_is_read(
     assert lines == [
         (
             f"{directory} has no digests (older version), and cannot be written (refused): it is "
-            "read "
-            "unverified"
+            "read unverified"
         )
     ]
     (directory / "x.npy").write_bytes(b"")

@@ -329,8 +329,7 @@ def test_nothing_held_out(data: Path, tmp_path: Path):
     )
     assert corpus.why_no_heldout == (
         "data.split=1 gives validation none of the documents (the largest prefix has 60); in a run "
-        "with a new output, set "
-        "data.split=19,1,0, or name held-out text in data.valid_blend"
+        "with a new output, set data.split=19,1,0, or name held-out text in data.valid_blend"
     )
     assert (
         not (divided := prepare(config(data, "a", split="19,1,0").data, vocab=0)).why_no_heldout

@@ -195,8 +195,8 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         whole.read(np.array([1, 0]))
     assert str(error.value) == (
-        f"{tmp_path}/x.bin, document 2: token id 70, but model.vocab_size=70 has ids 0 to 69; "
-        "set the vocab_size of this data's tokenizer, or give data of that tokenizer"
+        f"{tmp_path}/x.bin, document 2: token id 70, but model.vocab_size=70 has ids 0 to 69; set "
+        "the vocab_size of this data's tokenizer, or give data of that tokenizer"
     )
     whole.read(np.array([0]))
     with pytest.raises(ConfigError, match=r"document 2: token id 70"):

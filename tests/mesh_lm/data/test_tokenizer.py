@@ -527,8 +527,7 @@ def test_a_text_that_is_too_small_for_the_vocabulary() -> None:
     tokenizer = Tokenizer.train(["one two one two"], 400)
     said = smaller_than_asked(tokenizer, 400)
     assert said.startswith(
-        f"the tokenizer has {tokenizer.vocab_size} entries instead of 400, because no other "
-        "pair "
+        f"the tokenizer has {tokenizer.vocab_size} entries instead of 400, because no other pair "
         "of tokens occurs"
     )
     assert tokenizer.vocab_size < 300 and said.endswith(

@@ -160,8 +160,8 @@ def test_a_run_that_would_write_among_the_text(text: Path, field: str) -> None:
         require_ready(config)
     assert str(refused.value) == (
         f"this run cannot start\n  - {field}={text} is the directory of data.path=., and what the "
-        "run writes there would become text to "
-        f"train on; set {field} to another directory, which may be one below it"
+        f"run writes there would become text to train on; set {field} to another directory, which "
+        "may be one below it"
     )
 
 
@@ -176,8 +176,8 @@ def test_an_output_with_text(text: Path) -> None:
         require_ready(config)
     assert str(refused.value) == (
         "this run cannot start\n  - output=./data has text (1.txt), which data.path=. would leave "
-        "out, because a directory that the run "
-        "writes to is not text to train on; set output to another directory"
+        "out, because a directory that the run writes to is not text to train on; set output to "
+        "another directory"
     )
     write_output(text / "data", config)
     require_ready(config)

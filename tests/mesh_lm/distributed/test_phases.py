@@ -180,8 +180,8 @@ def test_goodput_over_lives(tmp_path: Path) -> None:
     )
     assert describe(found) == (
         "goodput 71.4% of 2 min 20 s, 2 starts, 10 steps repeated, 1 damaged record left out: "
-        "steps 1 min 40 s, repeated steps 20.0 s, "
-        "between restarts 5.0 s, first steps (compiling) 15.0 s"
+        "steps 1 min 40 s, repeated steps 20.0 s, between restarts 5.0 s, first steps (compiling) "
+        "15.0 s"
     )
 
 

@@ -164,8 +164,7 @@ def test_every_unsupported_field_at_once(tmp_path: Path) -> None:
             {"n_head": 5},
             (
                 "model.d_model=768 is not divisible by model.n_heads=5; set model.head_dim, or "
-                "change "
-                "one"
+                "change one"
             ),
         ),
     ],

@@ -199,8 +199,7 @@ def test_quantized_weights(dtype: str, copy: Path, monkeypatch: pytest.MonkeyPat
     (copy / file).write_bytes(len(spelled).to_bytes(8, "little") + spelled + data[end:])
     (line,) = refused(copy, monkeypatch)[1:]
     assert line.startswith(
-        f"{file}: {norm} has type {dtype}; F64, F32, F16, BF16 are read: fetch the weights "
-        "that "
+        f"{file}: {norm} has type {dtype}; F64, F32, F16, BF16 are read: fetch the weights that "
         "are not quantized"
     )
 

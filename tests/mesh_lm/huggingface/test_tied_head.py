@@ -73,8 +73,7 @@ def test_another_head_is_loaded(name: str, tmp_path: Path, capsys: pytest.Captur
     np.testing.assert_array_equal(params["embedding"][:n], tensors[HEAD][::-1])
     assert capsys.readouterr().out == (
         f"warning: {tmp_path}/config.json ties the head to the embedding, but the files have "
-        "another lm_head.weight: the head is not tied, "
-        "as in transformers\n"
+        "another lm_head.weight: the head is not tied, as in transformers\n"
     )
 
 

@@ -253,8 +253,7 @@ def test_a_tokenizer_that_transformers_lacks(
     name = {"bytes": "plain bytes", "ranks": "a tiktoken rank file"}[kind]
     assert capsys.readouterr().out == (
         f"warning: transformers cannot load the tokenizer of this export ({name}), only the model; "
-        "mesh_lm.data.tokenizer.load_tokenizer "
-        "reads it\n"
+        "mesh_lm.data.tokenizer.load_tokenizer reads it\n"
     )
     assert "transformers cannot load the tokenizer" in (out / "README.md").read_text(
         encoding="utf-8"

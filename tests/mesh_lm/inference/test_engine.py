@@ -284,8 +284,7 @@ def test_sequences_are_not_sharded() -> None:
             7,
             (
                 "prompt 0 has length 10 and 7 new tokens were requested, but model.seq_len=16; ask "
-                "for "
-                "6 at most, or shorten the prompt"
+                "for 6 at most, or shorten the prompt"
             ),
         ),
         ([[1] * 16], 1, "prompt 0 has 16 tokens, but model.seq_len=16; shorten the prompt"),

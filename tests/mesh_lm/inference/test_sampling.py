@@ -58,8 +58,7 @@ def test_fields_out_of_range() -> None:
         Sampling(-1, -2, 0)
     assert str(caught.value) == (
         "temperature=-1 must be at least 0 (0: always the likeliest token); top_k=-2 must be at "
-        "least 0 (0: all tokens); "
-        "top_p=0 must be in (0, 1] (1: all tokens)"
+        "least 0 (0: all tokens); top_p=0 must be in (0, 1] (1: all tokens)"
     )
     with pytest.raises(ConfigError, match="temperature=nan"):
         Sampling(float("nan"))

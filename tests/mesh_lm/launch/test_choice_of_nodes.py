@@ -40,8 +40,7 @@ def test_a_node_with_fewer_gpus_than_most_is_left_out(capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert (
         said.count(
-            "node 2 (host2) is unhealthy, and is left out: nvidia-smi lists 7 GPUs, but 8 on "
-            "most "
+            "node 2 (host2) is unhealthy, and is left out: nvidia-smi lists 7 GPUs, but 8 on most "
             "nodes: reboot"
         )
         == 1

@@ -88,8 +88,7 @@ def test_gpu_memory() -> None:
     assert gpus.memory() == (
         "failed",
         "GPU 5 has memory rows to remap: reset the GPU (nvidia-smi --gpu-reset -i 5), or reboot "
-        "the node; "
-        "GPU 6 could not remap a bad memory row: replace it",
+        "the node; GPU 6 could not remap a bad memory row: replace it",
     )
     smi.unknown = ("remapped_rows",)
     assert gpus.memory()[0] == "ok", "a GPU that does not remap rows"
@@ -132,8 +131,7 @@ def test_gpu_clocks() -> None:
         "failed",
         (
             "GPU 0 is slowed down because it is too hot: check the cooling; GPU 1 is slowed down "
-            "by "
-            "its power brake: check the power supply"
+            "by its power brake: check the power supply"
         ),
     )
 
@@ -168,8 +166,7 @@ def test_xids() -> None:
         "failed",
         (
             "GPU at 0000:1a:00: Xid 79 30 s ago (it has fallen off the bus): reset the GPU, or "
-            "reboot "
-            "the node"
+            "reboot the node"
         ),
     )
     assert gpus.xids([lost], 5030 + gpu.COUNTS - 1)[0] == "failed"

@@ -53,8 +53,7 @@ def test_a_killed_worker_is_restarted_with_the_others(tmp_path: Path) -> None:
             2,
             (
                 "ended with status 2: there is no such script, or it has no such option; the error "
-                "is "
-                "above"
+                "is above"
             ),
         ),
         ("exit=70", 70, "ended with status 70: an unexpected error; its traceback is above"),
@@ -63,8 +62,7 @@ def test_a_killed_worker_is_restarted_with_the_others(tmp_path: Path) -> None:
             75,
             (
                 "ended with status 75: no progress, or a disk that failed; the stacks or the error "
-                "are "
-                "above"
+                "are above"
             ),
         ),
         ("exit=99", 99, "ended with status 99: it was asked to stop, and saved"),

@@ -34,8 +34,7 @@ def beat(
             2,
             (
                 "was killed by SIGABRT: usual cause: JAX's coordination service aborted it, "
-                "because "
-                "another process had"
+                "because another process had"
             ),
         ),
         (-signal.SIGABRT, 1, "was killed by SIGABRT"),

@@ -297,8 +297,7 @@ def test_tasks_here() -> None:
             {},
             (
                 "launch.coordinator=a:1 is given without launch.processes and launch.index; a run "
-                "of "
-                "several"
+                "of several"
             ),
         ),
         (
@@ -341,8 +340,7 @@ def test_tasks_here() -> None:
             SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2"},
             (
                 "SLURM_NODEID=1, but SLURM_STEP_TASKS_PER_NODE=2 counts the tasks of 1 nodes, as "
-                "in a "
-                "step of several job components"
+                "in a step of several job components"
             ),
         ),
         (
@@ -350,8 +348,7 @@ def test_tasks_here() -> None:
             {"PMIX_RANK": "3"},
             (
                 "PMIX_RANK=3: this process was started as one of several, but no variable says of "
-                "how "
-                "many; set MESH_LM_C"
+                "how many; set MESH_LM_C"
             ),
         ),
         (
@@ -359,8 +356,7 @@ def test_tasks_here() -> None:
             {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
             (
                 "LOCAL_RANK is not set, but RANK is: torchrun gives each process an integer; unset "
-                "its "
-                "variables"
+                "its variables"
             ),
         ),
         (
@@ -374,8 +370,7 @@ def test_tasks_here() -> None:
             | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
             (
                 "SLURM_STEP_NUM_TASKS=2, but SLURM_LOCALID is not set; pass all of Slurm's "
-                "variables "
-                "on to this process, or set MESH_LM_CO"
+                "variables on to this process, or set MESH_LM_CO"
             ),
         ),
         (
@@ -393,8 +388,7 @@ def test_tasks_here() -> None:
             {"RANK": "1", "WORLD_SIZE": "4"},
             (
                 "RANK=1 and WORLD_SIZE=4: torchrun has started this process, but does not say on "
-                "which "
-                "host"
+                "which host"
             ),
         ),
         (
@@ -405,9 +399,8 @@ def test_tasks_here() -> None:
                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
             },
             "OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=4: mpirun has started this process, "
-            "but does not say on which host process 0 "
-            "is; give all processes MASTER_ADDR (of Open MPI: mpirun -x MASTER_ADDR=node1), or set "
-            "MESH_LM_COORDINATOR, MESH_LM_PROCESSES, "
+            "but does not say on which host process 0 is; give all processes MASTER_ADDR (of Open "
+            "MPI: mpirun -x MASTER_ADDR=node1), or set MESH_LM_COORDINATOR, MESH_LM_PROCESSES, "
             "MESH_LM_PROCESS_INDEX",
         ),
     ],
@@ -498,8 +491,7 @@ def test_gpus_are_counted_without_jax(tmp_path: Path) -> None:
     tool.write_text(
         (
             "#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA "
-            "H100 "
-            "80GB HBM3 (UUID: GPU-2)'\n"
+            "H100 80GB HBM3 (UUID: GPU-2)'\n"
         ),
         encoding="utf-8",
     )

@@ -22,8 +22,7 @@ def site(tmp_path: Path) -> str:
     script.write_text(
         (
             f"#!/bin/sh\nfound={tmp_path}/unhealthy-$MESH_LM_NODE\necho checking\n[ ! -e $found ] "
-            "|| ! "
-            "cat $found\n"
+            "|| ! cat $found\n"
         ),
         encoding="utf-8",
     )

@@ -475,9 +475,8 @@ def test_optimizers_of_matrices_are_refused(name: str) -> None:
         check(whole, 3)
     said = (
         f"optimizer.name={name} needs full matrices, but rules 'distributed' store its state as "
-        "flat vectors "
-        "(rules.optimizer['flat']=('pipeline', 'data')); use optimizer adamw or lion, or rules "
-        "without that row, such as zero2"
+        "flat vectors (rules.optimizer['flat']=('pipeline', 'data')); use optimizer adamw or lion, "
+        "or rules without that row, such as zero2"
     )
     assert [line for line in str(caught.value).splitlines() if "optimizer" in line] == [
         f"  - {said}"

@@ -151,6 +151,5 @@ def test_a_table_used_in_parts_along_the_batch_is_refused() -> None:
         shard.table("vocab", "embed")
     assert str(caught.value) == (
         "rules.gathered['vocab']='fsdp' has 'fsdp', which shards the batch: a table is gathered "
-        "over the axes of the batch; "
-        "leave 'fsdp' out"
+        "over the axes of the batch; leave 'fsdp' out"
     )

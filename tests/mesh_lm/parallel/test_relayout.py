@@ -79,9 +79,8 @@ def test_rows_that_are_cut_over_another_axis_are_refused() -> None:
     sharding = jax.NamedSharding(mesh_of({"pipeline": 4, "data": 2}), jax.P(("pipeline", "data")))
     message = (
         "the dimension layers is sharded over the mesh axes ['pipeline', 'data'] in 4 pipeline "
-        "stages; with uneven stages or "
-        "pipeline.chunks > 1 it can be sharded over pipeline only: use the others for another "
-        "dimension"
+        "stages; with uneven stages or pipeline.chunks > 1 it can be sharded over pipeline only: "
+        "use the others for another dimension"
     )
     with pytest.raises(ShardingRuleError, match=f"^{re.escape(message)}$"):
         relayout.canonical_sharding(sharding, (UNEVEN.padded_rows, 8), UNEVEN)

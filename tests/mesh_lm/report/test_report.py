@@ -203,8 +203,7 @@ def test_every_metric_of_the_loop_has_its_place() -> None:
     progress.step(9, metrics)
     assert file.getvalue().splitlines()[1] == (
         "step 9/9  loss 2.0000  bpb 0.9000  held-out loss 2.1000  held-out bpb 0.9500  grad 1.23  "
-        "lr 3.00e-04  160 tok/s  62.5 ms/step"
-        "  mfu 51.3%  70.0 GiB device  skipped 2  eta 0:00:00"
+        "lr 3.00e-04  160 tok/s  62.5 ms/step  mfu 51.3%  70.0 GiB device  skipped 2  eta 0:00:00"
     )
 
 

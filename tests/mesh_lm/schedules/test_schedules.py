@@ -69,16 +69,14 @@ def test_a_broken_dependency_is_found(one: Schedule, data: st.DataObject) -> Non
             {"b_0_0": 3},
             (
                 "tick 3, stage 0: 0B0 needs 1B0, which is at tick 5; a stage's output arrives one "
-                "tick "
-                "later"
+                "tick later"
             ),
         ),
         (
             {"f_1_2": 1},
             (
                 "tick 1, stage 2: 2F1 needs 1F1, which is at tick 2; a stage's output arrives one "
-                "tick "
-                "later"
+                "tick later"
             ),
         ),
         ({"b_1_3": 2, "f_1_3": 9}, "tick 2, stage 3: 3B1 needs 3F1, which is at tick 9"),
@@ -96,16 +94,14 @@ def test_a_broken_dependency_is_found(one: Schedule, data: st.DataObject) -> Non
             {"f_5_0": 50},
             (
                 "tick 50, stage 0: 0F5: no such op; there are microbatches 0 to 4, virtual stages "
-                "0 to "
-                "3, and ticks from 0"
+                "0 to 3, and ticks from 0"
             ),
         ),
         (
             {"f_0_0": -1},
             (
                 "tick -1, stage 0: 0F0: no such op; there are microbatches 0 to 4, virtual stages "
-                "0 to "
-                "3, and ticks from 0"
+                "0 to 3, and ticks from 0"
             ),
         ),
     ],
@@ -140,16 +136,14 @@ def test_an_empty_schedule_is_none() -> None:
             ("1f1b", 4, 6, 2),
             (
                 "pipeline schedule 1f1b: with chunks=2, microbatches=6 must be a multiple of "
-                "stages=4, "
-                "as 4 or 8 is"
+                "stages=4, as 4 or 8 is"
             ),
         ),
         (
             ("1f1b", 4, 3, 2),
             (
                 "pipeline schedule 1f1b: with chunks=2, microbatches=3 must be a multiple of "
-                "stages=4, "
-                "as 4 is"
+                "stages=4, as 4 is"
             ),
         ),
         (

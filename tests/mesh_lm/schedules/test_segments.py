@@ -377,8 +377,7 @@ def config_of(**changes) -> TrainConfig:
             {"segments": (SegmentConfig("dense", 2), SegmentConfig("dense", 4))},
             (
                 "model.segments: 2 segments are called 'dense'; names are unique, as in 'dense_0' "
-                "and "
-                "'dense_1'"
+                "and 'dense_1'"
             ),
         ),
         (
@@ -401,8 +400,7 @@ def config_of(**changes) -> TrainConfig:
             },
             (
                 "pipeline.stash=residuals keeps on the device what remat=offload of segment "
-                "'dense' "
-                "moves to the host; change one of them"
+                "'dense' moves to the host; change one of them"
             ),
         ),
         *(
@@ -410,8 +408,7 @@ def config_of(**changes) -> TrainConfig:
                 {"mesh": MeshConfig(pipeline=2, tensor=2, extra=("x=2",)), "rules": scoped},
                 (
                     f"mesh.pipeline=2: {pair}; XLA would permute arrays in a branch that some "
-                    "stages "
-                    "skip, and deadlock"
+                    "stages skip, and deadlock"
                 ),
             )
             for scoped, pair in (
@@ -419,8 +416,7 @@ def config_of(**changes) -> TrainConfig:
                     rules("megatron").replace(axes={"x": "auto"}, activations={"moe/mlp": "x"}),
                     (
                         "rules.activations['moe/mlp']=('x',) and "
-                        "rules.gathered['moe/mlp']=('tensor',) "
-                        "do not start with the same axes"
+                        "rules.gathered['moe/mlp']=('tensor',) do not start with the same axes"
                     ),
                 ),
                 (
@@ -428,8 +424,7 @@ def config_of(**changes) -> TrainConfig:
                         axes={"x": "auto"}, activations={"moe/seq_resid": "x"}
                     ),
                     "rules.activations['moe/seq_resid']=('x',) and "
-                    "rules.activations['seq_resid']=('tensor',) "
-                    "do not start with the same axes",
+                    "rules.activations['seq_resid']=('tensor',) do not start with the same axes",
                 ),
                 (
                     rules("megatron").replace(
@@ -460,8 +455,7 @@ def config_of(**changes) -> TrainConfig:
         (
             {"mesh": MeshConfig(pipeline=4), "pipeline": PipelineConfig(chunks=2)},
             "model.n_layers=6 is too few for the 8 virtual stages of mesh.pipeline=4 x "
-            "pipeline.chunks=2: each needs at least 1; "
-            "lower mesh.pipeline or pipeline.chunks",
+            "pipeline.chunks=2: each needs at least 1; lower mesh.pipeline or pipeline.chunks",
         ),
     ],
 )

@@ -228,46 +228,42 @@ EARLY_LATE = Stack((Segment("early", 3), Segment("late", 5, 5)))
         (
             blocks(30), 4, 2, {},
             "model.n_layers=30 does not divide into the 8 virtual stages of mesh.pipeline=4 x "
-            "pipeline.chunks=2; "
-            "model.n_layers=24 or 32 would, or set pipeline.balance=flops or pipeline.layers",
+            "pipeline.chunks=2; model.n_layers=24 or 32 would, or set pipeline.balance=flops or "
+            "pipeline.layers",
         ),
         (
             blocks(12, 2), 4, 1, {},
             "model.n_layers=12 does not divide into the 4 virtual stages of mesh.pipeline=4 x "
-            "pipeline.chunks=1 in complete periods of "
-            "segment 'blocks' (2 layers); model.n_layers=8 or 16 would, or set "
-            "pipeline.balance=flops or pipeline.layers",
+            "pipeline.chunks=1 in complete periods of segment 'blocks' (2 layers); "
+            "model.n_layers=8 or 16 would, or set pipeline.balance=flops or pipeline.layers",
         ),
         (
             EARLY_LATE, 2, 1, {},
             "model.n_layers=8 does not divide into the 2 virtual stages of mesh.pipeline=2 x "
-            "pipeline.chunks=1 in complete periods of "
-            "segment 'late' (5 layers); set pipeline.balance=flops or pipeline.layers",
+            "pipeline.chunks=1 in complete periods of segment 'late' (5 layers); set "
+            "pipeline.balance=flops or pipeline.layers",
         ),
         (
             EARLY_LATE, 3, 1, {},
             "model.n_layers=8 does not divide into the 3 virtual stages of mesh.pipeline=3 x "
-            "pipeline.chunks=1; "
-            "set pipeline.balance=flops or pipeline.layers",
+            "pipeline.chunks=1; set pipeline.balance=flops or pipeline.layers",
         ),
         (
             blocks(4), 8, 1, {},
             "model.n_layers=4 is too few for the 8 virtual stages of mesh.pipeline=8 x "
-            "pipeline.chunks=1: each needs at least 1; "
-            "lower mesh.pipeline or pipeline.chunks",
+            "pipeline.chunks=1: each needs at least 1; lower mesh.pipeline or pipeline.chunks",
         ),
         (
             blocks(6, 2), 4, 1, {"balance": "flops"},
             "model.n_layers=6 (3 complete periods) is too few for the 4 virtual stages of "
-            "mesh.pipeline=4 x pipeline.chunks=1: "
-            "each needs at least 1; lower mesh.pipeline or pipeline.chunks",
+            "mesh.pipeline=4 x pipeline.chunks=1: each needs at least 1; lower mesh.pipeline or "
+            "pipeline.chunks",
         ),
         (
             blocks(8), 2, 2, {"layers": (3, 0, 4)},
             "pipeline.layers=3,0,4 has 3 entries; it needs one for each of the 4 virtual stages of "
-            "mesh.pipeline=2 x pipeline.chunks=2, "
-            "in model order; it sums to 7, not to model.n_layers=8; it leaves a virtual stage "
-            "without layers; each needs at least 1",
+            "mesh.pipeline=2 x pipeline.chunks=2, in model order; it sums to 7, not to "
+            "model.n_layers=8; it leaves a virtual stage without layers; each needs at least 1",
         ),
         (
             EARLY_LATE, 2, 1, {"layers": (4, 4)},

@@ -188,8 +188,8 @@ def test_split_backward_passes_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         compile_table(make_schedule("zb_h1", 4, 8))
     assert str(error.value) == (
-        "pipeline schedule zb_h1 computes weight gradients separately (W); the engine runs F "
-        "and B only"
+        "pipeline schedule zb_h1 computes weight gradients separately (W); the engine runs F and B "
+        "only"
     )
 
 

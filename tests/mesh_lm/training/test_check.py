@@ -70,8 +70,7 @@ def test_all_problems_at_once() -> None:
         ),
         (
             "train.global_batch=9 is not divisible by train.microbatches=1 x mesh.data=2; it can "
-            "be 8 "
-            "or 10"
+            "be 8 or 10"
         ),
     ]
 
@@ -82,8 +81,8 @@ def test_only_meshes_that_run_are_said_to_fit(tensor: int, sizes: tuple[int, int
     first = problems(f"mesh.tensor={tensor}", "rules=megatron", "model.n_heads=4")[0]
     choices = " or ".join(f"mesh.tensor={size}" for size in sizes)
     assert first == (
-        f"mesh has {tensor} x ? devices (data=-1 x tensor={tensor}) but 8 are visible; "
-        f"{choices} would fit"
+        f"mesh has {tensor} x ? devices (data=-1 x tensor={tensor}) but 8 are visible; {choices} "
+        "would fit"
     )
 
 
@@ -101,8 +100,7 @@ def test_a_single_device_may_be_a_cpu() -> None:
     assert open_mesh == [
         (
             "mesh has 4 x ? devices (data=-1 x tensor=4) but 1 is visible; mesh.tensor=1 would "
-            "fit; "
-            f"{simulated}"
+            f"fit; {simulated}"
         )
     ]
     assert problems("mesh.data=4", devices=1) == [
@@ -120,8 +118,8 @@ def test_a_single_device_may_be_a_cpu() -> None:
         (["mesh.data=4"], "mesh has 4 devices (data=4) but 8 are visible; mesh.data=8 would fit"),
         (
             ["mesh.data=2", "mesh.tensor=4"],
-            "mesh.tensor=4, but rules 'ddp' shard no activation over tensor; "
-            "set mesh.tensor=1 or rules such as ddp+megatron or ddp+megatron_sp",
+            "mesh.tensor=4, but rules 'ddp' shard no activation over tensor; set mesh.tensor=1 or "
+            "rules such as ddp+megatron or ddp+megatron_sp",
         ),
         (
             ["mesh.data=4", "mesh.expert=2"],
@@ -139,8 +137,7 @@ def test_a_single_device_may_be_a_cpu() -> None:
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.schedule=forward"],
             (
                 "pipeline.schedule=forward has F, and the engine runs F and B: gradients need B; "
-                "use "
-                "1f1b"
+                "use 1f1b"
             ),
         ),
         (
@@ -154,8 +151,7 @@ def test_a_single_device_may_be_a_cpu() -> None:
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.stash=residuals", "model.remat=offload"],
             (
                 "pipeline.stash=residuals keeps on the device what model.remat=offload moves to "
-                "the "
-                "host; change one of them"
+                "the host; change one of them"
             ),
         ),
         (
@@ -175,8 +171,7 @@ def test_a_single_device_may_be_a_cpu() -> None:
         (
             ["mesh.data=1", "mesh.pipeline=8"],
             "model.n_layers=4 is too few for the 8 virtual stages of mesh.pipeline=8 x "
-            "pipeline.chunks=1: each needs at least 1; "
-            "lower mesh.pipeline or pipeline.chunks",
+            "pipeline.chunks=1: each needs at least 1; lower mesh.pipeline or pipeline.chunks",
         ),
         (
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.layers=3,2"],
@@ -186,8 +181,7 @@ def test_a_single_device_may_be_a_cpu() -> None:
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.chunks=2"],
             (
                 "pipeline schedule 1f1b: with chunks=2, microbatches=1 must be a multiple of "
-                "stages=2, "
-                "as 2 is"
+                "stages=2, as 2 is"
             ),
         ),
         (
@@ -198,22 +192,20 @@ def test_a_single_device_may_be_a_cpu() -> None:
             ["rules=zero1", "model.d_model=28", "model.head_dim=32"],
             (
                 "model.d_model=28 is not divisible by mesh.data=8 (rules.optimizer: embed -> "
-                "data); "
-                "mesh.data can be 1, 2, 4, 7, 14, 28"
+                "data); mesh.data can be 1, 2, 4, 7, 14, 28"
             ),
         ),
         (
             ["train.microbatches=3"],
             (
                 "train.global_batch=16 is not divisible by train.microbatches=3 x mesh.data=8; it "
-                "can "
-                "be 24"
+                "can be 24"
             ),
         ),
         (
             ["data.tokenizer_vocab=9000"],
-            "data.tokenizer_vocab=9000 makes ids outside model.vocab_size=4096; "
-            "set data.tokenizer_vocab=4096, or model.vocab_size=9000 or more",
+            "data.tokenizer_vocab=9000 makes ids outside model.vocab_size=4096; set "
+            "data.tokenizer_vocab=4096, or model.vocab_size=9000 or more",
         ),
         (
             ["model.vocab_size=200"],
@@ -243,8 +235,7 @@ def test_a_single_device_may_be_a_cpu() -> None:
             ["health.replay_every=100"],
             (
                 "health.replay_every=100 needs launch.deterministic=True: without it, two runs of "
-                "one "
-                "step may differ in bits on a GPU"
+                "one step may differ in bits on a GPU"
             ),
         ),
         (["model.vocab_multiple=0"], "model.vocab_multiple=0 must be at least 1"),
@@ -325,8 +316,8 @@ def test_flat_vectors_are_for_rules_that_are_elementwise(rows: dict[str, Any], s
             )
         assert str(caught.value).split("\n  - ")[1:] == [
             f"optimizer.name={name} needs full matrices, but rules 'x' store its state as flat "
-            f"vectors (rules.optimizer[{shown}); "
-            "use optimizer adamw or lion, or rules without that row, such as zero2"
+            f"vectors (rules.optimizer[{shown}); use optimizer adamw or lion, or rules without "
+            "that row, such as zero2"
         ]
     for name in ("adamw", "lion"):
         check(
@@ -373,8 +364,7 @@ REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, dat
             {"moe/flat": "data"},
             (
                 "rules have the scope 'moe' (moe/flat), which the model does not have; the model "
-                "has "
-                "'blocks', 'tables'"
+                "has 'blocks', 'tables'"
             ),
         ),
         (
@@ -382,8 +372,7 @@ REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, dat
             {"flat": "dat"},
             (
                 "rules.optimizer['flat']: mesh axis 'dat' is neither a standard mesh axis nor "
-                "declared "
-                "in rules.axes; did you mean 'data'?"
+                "declared in rules.axes; did you mean 'data'?"
             ),
         ),
         *(
@@ -442,15 +431,14 @@ def test_mesh_axes_that_rules_declare() -> None:
         )
     ]
     assert said(data=4, extra=("tensor_y=2",)) == [
-        "mesh.extra=tensor_y=2, but rules 'mine' shard no activation over tensor_y; "
-        "set mesh.extra=tensor_y=1 or rules such as mine+megatron_2d"
+        "mesh.extra=tensor_y=2, but rules 'mine' shard no activation over tensor_y; set "
+        "mesh.extra=tensor_y=1 or rules such as mine+megatron_2d"
     ]
     config = dataclasses.replace(fits, model=dataclasses.replace(config.model, d_ff=509))
     assert said(extra=("tensor_y=8",)) == [
         (
             "model.d_ff=509 is not divisible by mesh.extra=tensor_y=8 (rules.params: mlp -> "
-            "tensor_y); "
-            "mesh.extra=tensor_y can be 1, 509"
+            "tensor_y); mesh.extra=tensor_y can be 1, 509"
         )
     ]
 
@@ -463,18 +451,15 @@ def test_rules_of_a_part_are_checked_as_all_others() -> None:
         check(config, 8)
     assert str(caught.value).split("\n  - ")[1:] == [
         "rules.activations['blocks/head']: mesh axis 'tensr' is neither a standard mesh axis nor "
-        "declared in rules.axes; "
-        "did you mean 'tensor'?",
+        "declared in rules.axes; did you mean 'tensor'?",
         (
             "rules.params['blocks/mlp']='data': weights are replicated over data; to shard them "
-            "over "
-            "replicas use the mesh axis 'fsdp'"
+            "over replicas use the mesh axis 'fsdp'"
         ),
         "rules.activations['blocks/mlp']='data': only the batch is sharded over data; remove 'data'",
         (
             "rules.activations['blocks/embed']='tensor': all layers have one residual stream; set "
-            "it "
-            "to None, as 'embed'"
+            "it to None, as 'embed'"
         ),
     ]
     odd = dataclasses.replace(config.model, d_ff=510)
@@ -505,9 +490,8 @@ def test_fewer_kv_heads_than_tensor_ways() -> None:
     ]
     said = (
         "model.n_kv_heads=2 is not divisible by mesh.tensor=4 (rules.params: kv_heads -> tensor); "
-        "mesh.tensor can be 1, 2; "
-        "or set kv_heads to None in rules.params and {}rules.activations: each device then has all "
-        "kv heads"
+        "mesh.tensor can be 1, 2; or set kv_heads to None in rules.params and {}rules.activations: "
+        "each device then has all kv heads"
     )
     assert problems(*many, "rules=megatron") == [said.format("")]
     assert problems(*many, "rules=zero1+megatron") == [
@@ -553,8 +537,7 @@ def test_cuts_that_would_permute_arrays_in_a_pipeline() -> None:
             f"rules.gathered['mlp']=('tensor',); {wait}"
         ),
         "mesh.pipeline=2: rules.activations['mlp']=('tensor', 'fsdp') and "
-        "rules.gathered['mlp']=('fsdp', 'tensor') "
-        "do not start with the same axes; " + wait,
+        "rules.gathered['mlp']=('fsdp', 'tensor') do not start with the same axes; " + wait,
     ]
 
 
@@ -602,8 +585,7 @@ FLAT_NOT_ALONG = (
         (
             {"params": {"flat": "data"}, "optimizer": {}},
             "rules.params['flat']='data': layers gather what the optimizer keeps, and "
-            "rules.optimizer['flat']=None; "
-            "set rules.optimizer['flat'] to ('pipeline', 'data')",
+            "rules.optimizer['flat']=None; set rules.optimizer['flat'] to ('pipeline', 'data')",
         ),
         (
             {
@@ -611,28 +593,25 @@ FLAT_NOT_ALONG = (
                 "optimizer": {"flat": ("pipeline", "expert", "data")},
             },
             "rules.params['blocks/flat']=('data', 'expert'): layers gather what the optimizer "
-            "keeps, and "
-            "rules.optimizer['blocks/flat']=('pipeline', 'expert', 'data'); "
-            "set rules.optimizer['blocks/flat'] to ('pipeline', 'data', 'expert')",
+            "keeps, and rules.optimizer['blocks/flat']=('pipeline', 'expert', 'data'); set "
+            "rules.optimizer['blocks/flat'] to ('pipeline', 'data', 'expert')",
         ),
         (
             {"params": {"flat": "data"}, "optimizer": {"flat": ("pipeline", "sequence")}},
             "rules.params['flat']='data': layers gather what the optimizer keeps, and "
-            "rules.optimizer['flat']=('pipeline', 'sequence'); "
-            "set rules.optimizer['flat'] to ('pipeline', 'data')",
+            "rules.optimizer['flat']=('pipeline', 'sequence'); set rules.optimizer['flat'] to "
+            "('pipeline', 'data')",
         ),
         (
             {"optimizer": {"flat": "replica"}},
             "rules.optimizer['flat']: mesh axis 'replica' is neither a standard mesh axis nor "
-            "declared in rules.axes; known: data, expert, "
-            "fsdp, island, pipeline, sequence, tensor",
+            "declared in rules.axes; known: data, expert, fsdp, island, pipeline, sequence, tensor",
         ),
         (
             {"optimizer": {"moe/flat": "data"}},
             (
                 "rules have the scope 'moe' (moe/flat), which the model does not have; the model "
-                "has "
-                "'blocks', 'tables'"
+                "has 'blocks', 'tables'"
             ),
         ),
         (

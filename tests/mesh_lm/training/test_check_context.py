@@ -21,28 +21,25 @@ TINY = "configs/gpt_tiny.py"
     [
         (
             ["mesh.data=4", "mesh.sequence=2"],
-            "mesh.sequence=2, but rules 'ddp' shard no activation over sequence; "
-            "set mesh.sequence=1 or rules such as ddp+context_gather or ddp+ulysses",
+            "mesh.sequence=2, but rules 'ddp' shard no activation over sequence; set "
+            "mesh.sequence=1 or rules such as ddp+context_gather or ddp+ulysses",
         ),
         (
             ["mesh.sequence=8", "rules=ring", "model.seq_len=120"],
             (
                 "model.seq_len=120 is not divisible by 16: shards over mesh.sequence=8 have two "
-                "chunks "
-                "each; it can be 112 or 128"
+                "chunks each; it can be 112 or 128"
             ),
         ),
         (
             ["mesh.sequence=8", "rules=ring", "model.seq_len=100"],
             "model.seq_len=100 is not divisible by mesh.sequence=8 (rules.activations: seq -> "
-            "sequence); "
-            "mesh.sequence can be 1, 2, 4, 5, 10, 20, 25, 50, ...",
+            "sequence); mesh.sequence can be 1, 2, 4, 5, 10, 20, 25, 50, ...",
         ),
         (
             ["mesh.sequence=8", "rules=ulysses"],
             "model.n_heads=4: Ulysses cannot divide them over mesh.sequence=8; mesh.sequence can "
-            "be 1, 2, 4, or exchange by gather or "
-            "ring, which divide no heads",
+            "be 1, 2, 4, or exchange by gather or ring, which divide no heads",
         ),
         (
             [
@@ -64,8 +61,8 @@ TINY = "configs/gpt_tiny.py"
                 "model.n_kv_heads=6",
             ],
             "model.n_heads=12 with 6 kv heads, 6 on each device: Ulysses cannot divide them over "
-            "mesh.sequence=4; "
-            "mesh.sequence can be 1, 2, 3, 6, or exchange by gather or ring, which divide no heads",
+            "mesh.sequence=4; mesh.sequence can be 1, 2, 3, 6, or exchange by gather or ring, "
+            "which divide no heads",
         ),
     ],
 )
@@ -101,8 +98,8 @@ def test_heads_of_a_segment_that_ulysses_cannot_divide() -> None:
         )
     assert str(caught.value).split("\n  - ")[1:] == [
         "model.n_heads=4, 2 of segment 'early' on each device: Ulysses cannot divide them over "
-        "mesh.sequence=4; mesh.sequence can be "
-        "1, 2, or exchange by gather or ring, which divide no heads"
+        "mesh.sequence=4; mesh.sequence can be 1, 2, or exchange by gather or ring, which divide "
+        "no heads"
     ]
 
 
@@ -112,50 +109,43 @@ def test_heads_of_a_segment_that_ulysses_cannot_divide() -> None:
         (
             preset("megatron").replace("x", activations={"seq": "tensor"}),
             "rules.activations['seq']='tensor': attention needs all keys, and no rule says how "
-            "over tensor; "
-            "shard it over 'sequence', or leave 'tensor' out",
+            "over tensor; shard it over 'sequence', or leave 'tensor' out",
         ),
         (
             preset("ring").replace("x", context={"tensor": "ring"}),
             (
                 "rules.context['tensor']='ring': the mesh axis 'tensor' cannot shard sequences; "
-                "use "
-                "'sequence'"
+                "use 'sequence'"
             ),
         ),
         (
             preset("ring").replace("x", context={"mine": "ring"}),
             "rules.context['mine']='ring': the mesh axis 'mine' cannot shard sequences; use "
-            "'sequence', or declare it: "
-            "rules.axes['mine']='manual'",
+            "'sequence', or declare it: rules.axes['mine']='manual'",
         ),
         (
             preset("ring+megatron_sp").replace(
                 "x", activations={"seq_resid": ("tensor", "sequence")}
             ),
             "rules.activations['seq_resid']=('tensor', 'sequence'): begin with 'sequence', over "
-            "which attention's input is sharded, "
-            "not with ('tensor',)",
+            "which attention's input is sharded, not with ('tensor',)",
         ),
         (
             preset("ring").replace("x", activations={"seq_resid": None}),
             "rules.activations['seq_resid']=None: the residual stream is sharded like attention's "
-            "input, over 'sequence'; "
-            "add 'sequence' in front",
+            "input, over 'sequence'; add 'sequence' in front",
         ),
         (
             preset("ddp").replace("x", context={"sequence": "ring"}),
             (
                 "rules.context['sequence']='ring', but rules.activations['seq']=None is not "
-                "sharded "
-                "over 'sequence'; add it there"
+                "sharded over 'sequence'; add it there"
             ),
         ),
         (
             preset("usp").replace("x", context={"ulysses": "gather"}),
             "rules.activations['seq']=('sequence', 'ulysses'): sequence by ring, ulysses by "
-            "gather; it can be one axis by gather or ring, "
-            "then others by ulysses",
+            "gather; it can be one axis by gather or ring, then others by ulysses",
         ),
     ],
 )

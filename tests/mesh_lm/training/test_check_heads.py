@@ -49,24 +49,22 @@ def test_kv_heads_of_a_segment_without_its_heads(kv_heads: int) -> None:
         {"early/kv_heads": "tensor", "mlp": "tensor"}, segments=SEGMENTS, n_kv_heads=kv_heads
     ) == [
         "rules.activations['early/kv_heads']='tensor': the query heads of segment 'early' must be "
-        "sharded over these axes first, and "
-        f"rules.activations['heads']=None; {FIX.format('early/kv_heads')}"
+        "sharded over these axes first, and rules.activations['heads']=None; "
+        f"{FIX.format('early/kv_heads')}"
     ]
 
 
 def test_heads_of_a_segment_that_lacks_those_of_its_kv_heads() -> None:
     assert problems({"late/heads": None}, "megatron", segments=SEGMENTS) == [
         "rules.activations['kv_heads']='tensor': the query heads of segment 'late' must be sharded "
-        "over these axes first, and "
-        f"rules.activations['late/heads']=None; {FIX.format('kv_heads')}"
+        f"over these axes first, and rules.activations['late/heads']=None; {FIX.format('kv_heads')}"
     ]
 
 
 def test_rows_of_the_whole_model() -> None:
     assert problems({"kv_heads": "tensor", "mlp": "tensor"}) == [
         "rules.activations['kv_heads']='tensor': the query heads must be sharded over these axes "
-        "first, and "
-        f"rules.activations['heads']=None; {FIX.format('kv_heads')}"
+        f"first, and rules.activations['heads']=None; {FIX.format('kv_heads')}"
     ]
 
 
@@ -76,8 +74,7 @@ def test_query_heads_that_share_no_complete_kv_heads() -> None:
     rows = {"kv_heads": None, "late/heads": None}
     assert problems(rows, "megatron", 6, {"kv_heads": None}, segments=SEGMENTS, **sizes) == [
         "rules.activations['heads']='tensor': 2 query heads of segment 'early' on each device do "
-        "not share complete kv heads, of which "
-        "each serves 3; set 'heads' to fewer ways, or to None"
+        "not share complete kv heads, of which each serves 3; set 'heads' to fewer ways, or to None"
     ]
 
 

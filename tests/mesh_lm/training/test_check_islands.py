@@ -42,68 +42,62 @@ def test_what_can_run() -> None:
     [
         (
             ["optimizer.outer_steps=0"],
-            "mesh.island=2, but optimizer.outer_steps=0 never averages the islands' weights; "
-            "set optimizer.outer_steps=100, or use mesh.data for replicas that sum their gradients "
-            "in every step",
+            "mesh.island=2, but optimizer.outer_steps=0 never averages the islands' weights; set "
+            "optimizer.outer_steps=100, or use mesh.data for replicas that sum their gradients in "
+            "every step",
         ),
         (
             ["rules=ddp"],
             (
                 "mesh.island=2, but rules 'ddp' shard no activation over island; set mesh.island=1 "
-                "or "
-                "rules such as ddp+diloco"
+                "or rules such as ddp+diloco"
             ),
         ),
         (
             ["train.steps=650"],
             (
                 "train.steps=650 is not a multiple of optimizer.outer_steps=100: the last steps "
-                "would "
-                "not count; it can be 600 or 700"
+                "would not count; it can be 600 or 700"
             ),
         ),
         (
             ["train.steps=50"],
             (
                 "train.steps=50 is not a multiple of optimizer.outer_steps=100: the last steps "
-                "would "
-                "not count; it can be 100"
+                "would not count; it can be 100"
             ),
         ),
         (
             ["mesh.pipeline=2", "mesh.data=2"],
             "optimizer.outer_steps=100: an island cannot have pipeline stages yet, and "
-            "mesh.pipeline=2; "
-            "set mesh.pipeline=1, and use mesh.fsdp",
+            "mesh.pipeline=2; set mesh.pipeline=1, and use mesh.fsdp",
         ),
         (
             ["rules=diloco+distributed"],
             "optimizer.outer_steps=100: the state of islands cannot be flat vectors yet, and "
-            "rules.optimizer['flat']=('pipeline', 'data'); "
-            "use diloco with ddp, zero1, zero2, fsdp or hsdp",
+            "rules.optimizer['flat']=('pipeline', 'data'); use diloco with ddp, zero1, zero2, fsdp "
+            "or hsdp",
         ),
         (
             ["rules=diloco+zero3"],
             "optimizer.outer_steps=100: the state of islands cannot be flat vectors yet, and "
-            "rules.params['flat']='data'; "
-            "use diloco with ddp, zero1, zero2, fsdp or hsdp",
+            "rules.params['flat']='data'; use diloco with ddp, zero1, zero2, fsdp or hsdp",
         ),
         (
             ["rules=diloco+reduce_int8"],
             "optimizer.outer_steps=100: islands do not keep the error feedback of sums in int8 "
-            "yet, and rules.reduction='int8'; "
-            "use +reduce_bfloat16, or rules without +reduce_int8",
+            "yet, and rules.reduction='int8'; use +reduce_bfloat16, or rules without +reduce_int8",
         ),
         (
             ["health.rewinds=1"],
             "optimizer.outer_steps=100: islands skip steps on their own, so a run cannot roll back "
-            "as one, and health.rewinds=1; "
-            "set health.rewinds=0; a step that is not finite is skipped on its island only",
+            "as one, and health.rewinds=1; set health.rewinds=0; a step that is not finite is "
+            "skipped on its island only",
         ),
         (
             ["checkpoint.local=/dev/shm/x", "checkpoint.local_every=7"],
-            "optimizer.outer_steps=100: node-local checkpoints do not know islands yet; "
-            "leave checkpoint.local empty, and save to the output",
+            "optimizer.outer_steps=100: node-local checkpoints do not know islands yet; leave "
+            "checkpoint.local empty, and save to the output",
         ),
         (
             ["optimizer.outer_learning_rate=0"],
@@ -142,8 +136,7 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
             {"activations": {"batch": ("data", "island")}},
             (
                 "rules.activations['batch']=('data', 'island'): island is the outermost axis; set "
-                "it "
-                "to ('island', 'data')"
+                "it to ('island', 'data')"
             ),
         ),
         (

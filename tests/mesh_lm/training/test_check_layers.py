@@ -36,8 +36,8 @@ PAIRED = {
         (
             {"remat": "none", "remat_layers": 2}, {},
             "model.remat_layers=2: no policy recomputes less than remat=none of 'blocks'; set "
-            "model.remat to one of full, "
-            "save_attention, save_names, or leave model.remat_layers unset",
+            "model.remat to one of full, save_attention, save_names, or leave model.remat_layers "
+            "unset",
         ),
         (
             {"remat": "full", "remat_layers": 2}, STAGED,
@@ -59,8 +59,7 @@ PAIRED = {
         (
             {"batch_halves": True}, TENSOR | {"train": TrainLoop(global_batch=16, microbatches=4)},
             "model.batch_halves=True: a device has 1 sequences of a microbatch, an odd number; set "
-            "train.microbatches=2, or "
-            "model.batch_halves=False",
+            "train.microbatches=2, or model.batch_halves=False",
         ),
         (
             {"batch_halves": True}, TENSOR | {"train": TrainLoop(global_batch=4)},
@@ -71,8 +70,7 @@ PAIRED = {
         (
             {"batch_halves": True}, PAIRED,
             "model.batch_halves=True: pipeline.pair_layers=True hides the same collectives; set "
-            "model.batch_halves=False, or "
-            "pipeline.pair_layers=False",
+            "model.batch_halves=False, or pipeline.pair_layers=False",
         ),
     ],
     ids=str,

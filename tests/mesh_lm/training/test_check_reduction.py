@@ -45,20 +45,18 @@ def test_what_can_run(rules: str, mesh: dict) -> None:
         (
             "zero2+reduce_int8", {"data": 8},
             "rules.reduction='int8': rules.gradients['embed']='data' leaves the reduce-scatter to "
-            "XLA, which cannot round it; "
-            "use ddp, zero1 or distributed",
+            "XLA, which cannot round it; use ddp, zero1 or distributed",
         ),
         (
             "zero3+reduce_int8", {"data": 8},
             "rules.reduction='int8': rules.params['flat']='data' sums each layer's gradient in "
-            "every microbatch, without a place for what "
-            "is left out; use distributed",
+            "every microbatch, without a place for what is left out; use distributed",
         ),
         (
             "fsdp+reduce_int8", {"fsdp": 8},
             "rules.reduction='int8': XLA sums gradients over fsdp itself, in the type of the "
-            "matmul; set mesh.data=2 or more, along which "
-            "gradients are summed once a step, or leave reduce_int8 out",
+            "matmul; set mesh.data=2 or more, along which gradients are summed once a step, or "
+            "leave reduce_int8 out",
         ),
         (
             "by_node+reduce_int8", NODE,

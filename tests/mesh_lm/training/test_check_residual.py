@@ -45,36 +45,32 @@ def test_the_preset_and_its_products_are_accepted() -> None:
         (
             preset("megatron_sp+megatron_2d"),
             "rules.activations['embed']='tensor_y': the residual stream's sequence is sharded, "
-            "too, over 'tensor', and XLA would "
-            "replicate it between; use megatron_2d without megatron_sp",
+            "too, over 'tensor', and XLA would replicate it between; use megatron_2d without "
+            "megatron_sp",
         ),
         (
             TWO.replace("mine", params={"tables/embed": "tensor_y", "tables/vocab": "tensor"}),
-            "rules.activations['embed']='tensor_y': tables are used with full rows; "
-            "set rules.params['tables/embed'] to None, as preset megatron_2d does, or set it to "
-            "None",
+            "rules.activations['embed']='tensor_y': tables are used with full rows; set "
+            "rules.params['tables/embed'] to None, as preset megatron_2d does, or set it to None",
         ),
         (
             TWO.replace("mine", activations={"blocks/embed": None}),
             (
                 "rules.activations['blocks/embed']=None: all layers have one residual stream; set "
-                "it "
-                "to 'tensor_y', as 'embed'"
+                "it to 'tensor_y', as 'embed'"
             ),
         ),
         (
             preset("megatron").replace("mine", activations={"embed": "tensor"}),
             "rules.activations['embed']='tensor': the weights that read and write it have "
-            "rules.gathered['embed']=None; "
-            "shard both over one axis that shards nothing else, as preset megatron_2d does, or set "
-            "it to None",
+            "rules.gathered['embed']=None; shard both over one axis that shards nothing else, as "
+            "preset megatron_2d does, or set it to None",
         ),
         (
             TWO.replace("mine", params={"embed": None}),
             "rules.activations['embed']='tensor_y': the weights that read and write it have "
-            "rules.gathered['embed']=None; "
-            "shard both over one axis that shards nothing else, as preset megatron_2d does, or set "
-            "it to None",
+            "rules.gathered['embed']=None; shard both over one axis that shards nothing else, as "
+            "preset megatron_2d does, or set it to None",
         ),
     ],
 )
@@ -85,21 +81,19 @@ def test_what_neither_xla_nor_tables_can_follow(rules: Rules, problem: str) -> N
 def test_a_mesh_without_the_axis_and_sizes_that_do_not_divide() -> None:
     (lacking,) = said(TWO, data=4, tensor=2)
     assert lacking == (
-        "rules 'megatron_2d' declare the mesh axis 'tensor_y', which this mesh lacks; give it "
-        "a size: mesh.extra=tensor_y=2"
+        "rules 'megatron_2d' declare the mesh axis 'tensor_y', which this mesh lacks; give it a "
+        "size: mesh.extra=tensor_y=2"
     )
     odd = said(TWO, {"d_model": 126, "head_dim": 32}, data=1, tensor=2, extra=("tensor_y=4",))
     assert odd[0] == (
         "model.d_model=126 is not divisible by mesh.extra=tensor_y=4 (rules.params: embed -> "
-        "tensor_y); "
-        "mesh.extra=tensor_y can be 1, 2, 3, 6, 7, 9, 14, 18, ..."
+        "tensor_y); mesh.extra=tensor_y can be 1, 2, 3, 6, 7, 9, 14, 18, ..."
     )
     (few,) = said(TWO, {"n_kv_heads": 2})
     assert few == (
         "model.n_kv_heads=2 is not divisible by mesh.tensor=2 x mesh.extra=tensor_y=2 "
-        "(rules.activations: kv_heads -> tensor+tensor_y); "
-        "their product must divide 2; or set rules.activations['kv_heads'] to 'tensor': 1 on each "
-        "device"
+        "(rules.activations: kv_heads -> tensor+tensor_y); their product must divide 2; or set "
+        "rules.activations['kv_heads'] to 'tensor': 1 on each device"
     )
     assert not said(TWO.replace("mine", activations={"kv_heads": "tensor"}), {"n_kv_heads": 2}), (
         "the suggested fix"

@@ -120,8 +120,7 @@ def test_whole_nodes_only() -> None:
             3,
             (
                 "mesh.tensor=-1 would change with the number of devices, which only data and fsdp "
-                "may "
-                "do"
+                "may do"
             ),
         ),
         (MeshConfig(data=2, tensor=3), 4, "is not divisible by mesh.tensor=3"),

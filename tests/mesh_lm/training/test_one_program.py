@@ -101,8 +101,8 @@ def test_processes_with_different_programs_are_told_apart(two_processes: list[An
         one_program.compared("the training step", program)(x)
     assert str(raised.value) == (
         f"the processes do not agree on the program of the training step: {mine} on process 0 on "
-        f"node1, {others} on process 1 on node2; "
-        "sort the sets over which the model's code iterates, or set PYTHONHASHSEED=0 on all hosts"
+        f"node1, {others} on process 1 on node2; sort the sets over which the model's code "
+        "iterates, or set PYTHONHASHSEED=0 on all hosts"
     )
 
 

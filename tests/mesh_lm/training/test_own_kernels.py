@@ -170,8 +170,8 @@ def test_a_kernel_that_was_asked_for_by_name_and_failed_is_an_error(hopper: None
         agree(named, examine(named, judging(UNTESTED)[1]))
     assert str(error.value) == (
         "model.attention=mosaic: our attention kernel is not used, because it has not passed its "
-        "self-test on this GPU: because; "
-        "set model.attention=auto, or MESH_LM_TRUST_KERNELS=always to use it all the same"
+        "self-test on this GPU: because; set model.attention=auto, or MESH_LM_TRUST_KERNELS=always "
+        "to use it all the same"
     )
 
 
@@ -189,9 +189,8 @@ def test_a_line_says_what_serves_and_why_nothing_better_does() -> None:
     packed = dataclasses.replace(config(), data=DataConfig(documents="packed"))
     assert lines(packed, (8, 0)) == [
         "attention: xla (model.attention=auto); not mosaic, because it needs compute capability "
-        "9.0, and this GPU has 8.0; "
-        "not cudnn, because jax has no packed documents for it (only a length per row), so no "
-        "segment_ids"
+        "9.0, and this GPU has 8.0; not cudnn, because jax has no packed documents for it (only a "
+        "length per row), so no segment_ids"
     ]
 
 
@@ -205,8 +204,7 @@ def test_xla_on_hopper_is_a_warning() -> None:
     assert lines(config(attention="xla"), HOPPER) == [
         "attention: xla (model.attention=xla)",
         "warning: attention runs in plain XLA on this Hopper GPU, without a kernel "
-        "(model.attention=xla; auto takes a kernel where one can "
-        "serve the model)",
+        "(model.attention=xla; auto takes a kernel where one can serve the model)",
     ]
 
 

@@ -26,9 +26,8 @@ ROOT = Path(__file__).parents[3]
 SIZES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py") if path.stem != "gpt_tiny")
 NO_DATA = (
     "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of such "
-    "files), or data.blend to what "
-    "`mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code (docs/data.md; from the Hugging "
-    "Face Hub: docs/prepare.md)."
+    "files), or data.blend to what `mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code "
+    "(docs/data.md; from the Hugging Face Hub: docs/prepare.md)."
 )
 
 
@@ -77,8 +76,7 @@ def test_data_by_path_or_blend(here: Path) -> None:
             DataConfig(blend=("data/web", "data/code")),
             (
                 "data.blend=data/code: no such file: data/code.bin and data/code.idx; mesh-lm "
-                "prepare "
-                "--input=TEXT --output=data/code writes"
+                "prepare --input=TEXT --output=data/code writes"
             ),
         ),
         (
@@ -135,8 +133,7 @@ def test_an_output_that_cannot_be_written(here: Path) -> None:
             "text.txt",
             (
                 "output=text.txt cannot be written: Not a directory; set another output, or move "
-                "that "
-                "file away$"
+                "that file away$"
             ),
         ),
         ("gs://bucket", "output=gs://bucket must be a directory; mount a bucket as one"),

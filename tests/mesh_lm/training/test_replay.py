@@ -70,8 +70,7 @@ def test_one_bit_of_one_shard(rules: str, call: int) -> None:
         calls.train(rules, 4)
     head, line, *_ = str(error.value).splitlines()
     assert head.startswith(
-        "step 2 was made twice from the same state and batch, and the results differ; a "
-        "device, "
+        "step 2 was made twice from the same state and batch, and the results differ; a device, "
         "its memory or a link"
     )
     assert re.fullmatch(

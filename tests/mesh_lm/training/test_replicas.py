@@ -77,8 +77,7 @@ def test_copies_of_parts() -> None:
         "four: device 6 (process 0, cpu:6) differs from the 3 other replicas",
         (
             "twice: device 2 (process 0, cpu:2), device 6 (process 0, cpu:6) hold different bits, "
-            "and "
-            "no majority shows which are right"
+            "and no majority shows which are right"
         ),
     ]
 

@@ -437,24 +437,21 @@ def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> No
             {"data__tokenizer_vocab": 400},
             (
                 "was trained on corpus corpus-.*: data.tokenizer_vocab was 512, now 400; set it "
-                "back, "
-                "or use a"
+                "back, or use a"
             ),
         ),
         (
             {"data__tokenizer": "bytes"},
             (
                 "was trained on corpus corpus-.*: data.tokenizer was empty, now bytes; set it "
-                "back, or "
-                "use a new"
+                "back, or use a new"
             ),
         ),
         (
             {"seed": 1},
             (
                 "in sequences of 32, seed 0, this config reads corpus-.*: seed was 0, now 1; set "
-                "it "
-                "back"
+                "it back"
             ),
         ),
         ({"checkpoint__resume": "never"}, "already holds step 1, and checkpoint.resume=never"),

@@ -126,9 +126,8 @@ def test_a_planted_fault_is_found_in_a_process_of_its_own(
 def test_a_test_ends_with_the_run_that_started_it(tmp_path: Path) -> None:
     """A kernel that hangs must not hold the GPU of a run that was killed."""
     code = (
-        "import sys; from pallas_kernels.trust import Kind, Trial; "
-        "Trial((sys.executable, sys.argv[1], 'slow start'))(Kind.of('attention', {'pid': "
-        "sys.argv[2]}))"
+        "import sys; from pallas_kernels.trust import Kind, Trial; Trial((sys.executable, "
+        "sys.argv[1], 'slow start'))(Kind.of('attention', {'pid': sys.argv[2]}))"
     )
     run, pid = (
         subprocess.Popen([sys.executable, "-c", code, str(PLANTED), str(tmp_path / "pid")]),

@@ -418,8 +418,8 @@ def test_gradients_in_another_type_than_asked_for() -> None:
         LAWFUL[6].where,
     )
     assert found.text == (
-        "gradients of blocks.up are summed in bf16 over fsdp; rules.reduction='float32' asks "
-        "for float32"
+        "gradients of blocks.up are summed in bf16 over fsdp; rules.reduction='float32' asks for "
+        "float32"
     )
     assert found.bytes == LAWFUL[6].times * LAWFUL[6].wire
     asked_for = report(collectives=(*LAWFUL[:6], *WIDE, LAWFUL[7]))
@@ -449,8 +449,8 @@ def test_gradients_that_are_summed_once_a_step() -> None:
     wide = only(lint(report(), BFLOAT16, AXES))
     assert (wide.check, wide.severity) == ("reduction-dtype", "error")
     assert wide.text == (
-        "gradients of matrices are summed in f32 over data; rules.reduction='bfloat16' asks "
-        "for bfloat16"
+        "gradients of matrices are summed in f32 over data; rules.reduction='bfloat16' asks for "
+        "bfloat16"
     )
     vectors = L * D
     assert wide.bytes == pytest.approx(LAWFUL[7].wire * (1 - vectors / 4000000), abs=1)
@@ -481,8 +481,8 @@ def test_gradients_in_int8() -> None:
             "error",
         ) and "reduction='int8'" in told.fix
         assert told.text == (
-            f"gradients are summed in s8 over data; rules.reduction={rules.reduction!r} asks "
-            f"for {type}"
+            f"gradients are summed in s8 over data; rules.reduction={rules.reduction!r} asks for "
+            f"{type}"
         )
     wide = only(lint(report(), int8, AXES))
     assert (

@@ -70,9 +70,8 @@ def test_beside_a_gpu_it_says_what_to_set(tmp_path: Path) -> None:
     *_, said = asked(after=seen, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="").stderr.splitlines()
     assert said == (
         "sharding_rules.lab.report.LabError: JAX's plugin for CUDA does not start: Unable to load "
-        "cuDNN. Is it installed?; on a machine "
-        "with an NVIDIA GPU it needs CUDA's libraries even where it only compiles. Set "
-        "JAX_PLATFORMS=cpu in the environment to leave the "
-        "GPU alone, or run: pip install 'jax[cuda13]'"
+        "cuDNN. Is it installed?; on a machine with an NVIDIA GPU it needs CUDA's libraries even "
+        "where it only compiles. Set JAX_PLATFORMS=cpu in the environment to leave the GPU alone, "
+        "or run: pip install 'jax[cuda13]'"
     )
     assert asked(after=seen, JAX_PLATFORMS="cpu").stdout == "NVIDIA H100 80GB HBM3 cpu cpu\n"

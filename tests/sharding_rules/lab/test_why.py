@@ -40,8 +40,8 @@ def test_more_matmuls() -> None:
     slower = with_step(compute=1.5, flops=flops)
     said = (
         "changed takes 1.25 x as long as gpt_175b, 7.51 s for 6.01 s a step (predicted, never "
-        "measured): it computes 1.5 s longer, with "
-        "90.0 TFLOP more in recompute (100 % of the difference)"
+        "measured): it computes 1.5 s longer, with 90.0 TFLOP more in recompute (100 % of the "
+        "difference)"
     )
     assert why(slower, BASE) == why(BASE, slower) == said
     assert "for as many FLOPs" in why(with_step(compute=1.5), BASE)

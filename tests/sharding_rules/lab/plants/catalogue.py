@@ -47,8 +47,7 @@ PLANTS = (
         "head in a transposed layout",
         (
             "The head is stored [D, V], its dimensions are still named (vocab, embed), and it is "
-            "used "
-            "transposed."
+            "used transposed."
         ),
         trainer.GROUPED,
         trainer.head_in_a_transposed_layout,
@@ -114,8 +113,7 @@ PLANTS = (
         "master gathered in f32",
         (
             "The distributed optimizer gathers the new weights in float32 and casts them where "
-            "they "
-            "are used."
+            "they are used."
         ),
         trainer.DISTRIBUTED,
         trainer.master_gathered_in_f32,
@@ -154,8 +152,7 @@ PLANTS = (
         "residual stream not sharded",
         (
             "Blocks add to a residual stream that the rules of sequence parallelism would shard "
-            "along "
-            "the sequence."
+            "along the sequence."
         ),
         trainer.HSDP,
         trainer.residual_stream_not_sharded,
