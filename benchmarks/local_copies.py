@@ -29,8 +29,8 @@ from mesh_lm.checkpoint.node_local import NodeLocalCheckpoints
 from mesh_lm.config import CheckpointConfig, LaunchConfig, TrainConfig
 from mesh_lm.data.batches import Batches
 from mesh_lm.data.corpus import prepare
-from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import LOOPBACK
+from mesh_lm.network.secret import Secret
+from mesh_lm.network.wire import LOOPBACK
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.engine import batch_sharding
 from mesh_lm.state.digest import digests

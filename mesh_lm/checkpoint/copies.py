@@ -32,11 +32,11 @@ from mesh_lm.checkpoint.transfer import (
 )
 from mesh_lm.config import LaunchConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.channel import Refused
-from mesh_lm.launch.environment import ELASTIC
-from mesh_lm.launch.process_slot import ProcessSlot, host_and_port
-from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import LOOPBACK, is_loopback, listen
+from mesh_lm.network.channel import Refused
+from mesh_lm.network.environment import ELASTIC
+from mesh_lm.network.process_slot import ProcessSlot, host_and_port
+from mesh_lm.network.secret import Secret
+from mesh_lm.network.wire import LOOPBACK, is_loopback, listen
 
 _CONNECT = 10.0
 """Seconds to wait for a connection."""

@@ -25,7 +25,7 @@ import jax
 
 from mesh_lm import distributed, strict_json
 from mesh_lm.errors import ConfigError, ReplacedError, StorageError
-from mesh_lm.launch.environment import GENERATION
+from mesh_lm.network.environment import GENERATION
 
 RENEW, STALE = 5.0, 30.0
 """Seconds between renewals, and seconds without one after which a holder on another machine has

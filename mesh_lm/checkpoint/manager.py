@@ -40,7 +40,7 @@ from mesh_lm.checkpoint.reader import (
 from mesh_lm.config import TrainConfig, as_dict
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError, StorageError
-from mesh_lm.launch.environment import BEGUN
+from mesh_lm.network.environment import BEGUN
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State

@@ -1,7 +1,7 @@
 """The transfer of one process's files of a local step between two processes of a job, over an
 authenticated connection.
 
-Both ends prove that they know the job's secret, as launchers do (`mesh_lm.launch.channel`). Then
+Both ends prove that they know the job's secret, as launchers do (`mesh_lm.network.channel`). Then
 one message says how long the files are, the bytes follow as they are, and a last message has their
 SHA-256. Files appear under their place in one rename, once that is right. Every wait for the other
 end is limited, and neither end holds more than a MiB of the files in memory.
@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from mesh_lm.launch.channel import Channel, Refused
-from mesh_lm.launch.protocol import Check, boolean, items, require, text, whole
-from mesh_lm.launch.secret import Secret
+from mesh_lm.network.channel import Channel, Refused
+from mesh_lm.network.protocol import Check, boolean, items, require, text, whole
+from mesh_lm.network.secret import Secret
 
 FILES = ("state.raw", "description.json")
 """The files of a step; where the last one is, the step is complete."""

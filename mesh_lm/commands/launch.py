@@ -25,8 +25,8 @@ from mesh_lm.launch import EXIT_CANNOT, EXIT_STALLED, EXIT_UNEXPECTED, templates
 from mesh_lm.launch.agent import Agent
 from mesh_lm.launch.controller import Controller
 from mesh_lm.launch.job import Job, Options
-from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import LOOPBACK, listen
+from mesh_lm.network.secret import Secret
+from mesh_lm.network.wire import LOOPBACK, listen
 
 Request = tuple[Options, list[str]]
 _ABOUT = (

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.process_slot import may_use_gpus, visible_gpus
+from mesh_lm.network.process_slot import may_use_gpus, visible_gpus
 from sharding_rules.lab import flags
 from sharding_rules.lab.targets import MEMORY_FRACTION
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mesh_lm.distributed.phases import Phases
-from mesh_lm.launch.environment import HEARTBEAT
+from mesh_lm.network.environment import HEARTBEAT
 
 _EVERY = 1.0
 _ORPHANED = 71

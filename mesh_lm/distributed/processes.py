@@ -37,10 +37,10 @@ from mesh_lm.launch import (
     EXIT_STALLED,
     EXIT_UNEXPECTED,
 )
-from mesh_lm.launch.environment import ELASTIC
-from mesh_lm.launch.process_slot import ProcessSlot
-from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import is_loopback
+from mesh_lm.network.environment import ELASTIC
+from mesh_lm.network.process_slot import ProcessSlot
+from mesh_lm.network.secret import Secret
+from mesh_lm.network.wire import is_loopback
 from sharding_rules import ShardingRuleError
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ errors.
 JAX itself aborts without a Python error if a process never connects, and hangs if they run
 different programs. Here process 0 listens at the coordinator's address, receives from each of the
 others what it runs, compares, and sends all of them the outcome. Both ends prove first that they
-know the job's secret (`mesh_lm.launch.channel`).
+know the job's secret (`mesh_lm.network.channel`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import jax
 
 from mesh_lm.distributed import gpu
 from mesh_lm.errors import ConfigError, listed
-from mesh_lm.launch import protocol
 from mesh_lm.launch.messages import QUIET, number_ranges
-from mesh_lm.launch.process_slot import ProcessSlot
-from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import LOOPBACK, Peer, is_loopback, listen
+from mesh_lm.network import protocol
+from mesh_lm.network.process_slot import ProcessSlot
+from mesh_lm.network.secret import Secret
+from mesh_lm.network.wire import LOOPBACK, Peer, is_loopback, listen
 
 Description = dict[str, Any]
 """What must be the same on every process, as nested dicts of JSON values."""

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.launch import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from mesh_lm.launch.environment import HEARTBEAT
+from mesh_lm.network.environment import HEARTBEAT
 
 _UNWIND = 2.0
 """Seconds that the main thread has to end by itself, which it cannot while XLA compiles."""

@@ -22,7 +22,6 @@ from mesh_lm.launch import (
     EXIT_STALLED,
     EXIT_USAGE,
     messages,
-    protocol,
 )
 from mesh_lm.launch.generation import (
     AT_ONCE,
@@ -37,8 +36,9 @@ from mesh_lm.launch.generation import (
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.nodes import Node, Nodes
 from mesh_lm.launch.restarts import Restarts
-from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import Peer
+from mesh_lm.network import protocol
+from mesh_lm.network.secret import Secret
+from mesh_lm.network.wire import Peer
 
 _TICK = 0.05
 _HELLO = 5.0

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.process_slot import (
+from mesh_lm.network.process_slot import (
     gpus_here,
     host_and_port,
     is_slurm_step,

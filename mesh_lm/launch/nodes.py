@@ -14,7 +14,7 @@ from typing import Any
 from mesh_lm.launch import messages
 from mesh_lm.launch.generation import log
 from mesh_lm.launch.job import Job
-from mesh_lm.launch.wire import LOOPBACK, Peer, free_port
+from mesh_lm.network.wire import LOOPBACK, Peer, free_port
 
 _ANSWER = 90.0
 """Seconds within which an agent must report its checks, which have a time limit of their own. A

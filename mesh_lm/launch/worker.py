@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from mesh_lm import strict_json
-from mesh_lm.launch import protocol
-from mesh_lm.launch.environment import HEARTBEAT
+from mesh_lm.network import protocol
+from mesh_lm.network.environment import HEARTBEAT
 
 # Linux kills the program when the thread that started it ends, for any reason. The program itself
 # needs no support for it.

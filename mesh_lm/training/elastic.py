@@ -16,8 +16,8 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.environment import ELASTIC, LEAST
 from mesh_lm.launch.job import VARIABLES
+from mesh_lm.network.environment import ELASTIC, LEAST
 from mesh_lm.optim import Rule
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, MeshError, axes_of

@@ -17,9 +17,9 @@ from mesh_lm import distributed
 from mesh_lm.config import TrainConfig
 from mesh_lm.distributed import gpu
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.process_slot import ProcessSlot
 from mesh_lm.model import DecoderConfig
 from mesh_lm.model.context import Call, calls
+from mesh_lm.network.process_slot import ProcessSlot
 from pallas_kernels import AttentionProblem, Choice, choose_attention, describe_attention
 from pallas_kernels.trust import VARIABLE, Kind, Store, Verdict, assess, policy, settle, worst
 from pallas_kernels.trust.verdict import warning

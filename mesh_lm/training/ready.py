@@ -18,8 +18,8 @@ from mesh_lm.data import blend, sources
 from mesh_lm.data.epochs import epochs_problems
 from mesh_lm.data.indexed import bin_path, idx_path
 from mesh_lm.errors import ConfigError, StorageError, listed, storage_failed
-from mesh_lm.launch.environment import HEARTBEAT
-from mesh_lm.launch.process_slot import ProcessSlot
+from mesh_lm.network.environment import HEARTBEAT
+from mesh_lm.network.process_slot import ProcessSlot
 from mesh_lm.output import is_utf_8
 from mesh_lm.report.weights_and_biases import require_login
 

@@ -17,9 +17,9 @@ from mesh_lm.distributed import rendezvous
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch import controller, generation, health, job, messages, nodes
 from mesh_lm.launch.health import finding, gpu, programs, system
-from mesh_lm.launch.process_slot import VARIABLES, ProcessSlot
-from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import free_port
+from mesh_lm.network.process_slot import VARIABLES, ProcessSlot
+from mesh_lm.network.secret import Secret
+from mesh_lm.network.wire import free_port
 from mesh_lm.training.elastic import on_nodes
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fault.job import STEPS, Job, arguments, certificates
 
-from mesh_lm.launch.wire import free_port
+from mesh_lm.network.wire import free_port
 
 pytestmark = pytest.mark.fault
 

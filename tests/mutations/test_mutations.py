@@ -19,7 +19,7 @@ PACKAGES = {
     "mesh_lm/optim": 14, "mesh_lm/training": 6,
     "mesh_lm/state": 6, "mesh_lm/checkpoint": 14, "mesh_lm/data": 10, "mesh_lm/data/tokenizer": 1,
     "mesh_lm/data/prepare": 1,
-    "mesh_lm/inference": 4, "mesh_lm/huggingface": 2, "mesh_lm/launch": 9,
+    "mesh_lm/inference": 4, "mesh_lm/huggingface": 2, "mesh_lm/launch": 1, "mesh_lm/network": 10,
     "mesh_lm/launch/health": 6, "sharding_rules": 8,
     "sharding_rules/lab": 5, "pallas_kernels/grouped": 1, "pallas_kernels/stacked": 2,
     "pallas_kernels/attention": 4,

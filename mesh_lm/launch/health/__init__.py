@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from mesh_lm.launch.environment import SECRET, SECRET_FILE
 from mesh_lm.launch.health import gpu, programs, system
 from mesh_lm.launch.health.finding import Check
 from mesh_lm.launch.health.finding import Examination as Examination
 from mesh_lm.launch.job import VARIABLES, Job
-from mesh_lm.launch.process_slot import may_use_gpus, visible_gpus
+from mesh_lm.network.environment import SECRET, SECRET_FILE
+from mesh_lm.network.process_slot import may_use_gpus, visible_gpus
 
 
 class Checks(dict[str, Check]):

@@ -17,9 +17,9 @@ from mesh_lm.checkpoint import copies, transfer
 from mesh_lm.checkpoint.copies import Sender, Server, own_address, receivers
 from mesh_lm.checkpoint.node_local import _holders
 from mesh_lm.checkpoint.transfer import FILES, Conversation, TransferFailed
-from mesh_lm.launch.channel import Channel, Refused
-from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import LOOPBACK
+from mesh_lm.network.channel import Channel, Refused
+from mesh_lm.network.secret import Secret
+from mesh_lm.network.wire import LOOPBACK
 
 SIZE = 3 * 2**20 + 17
 """Bytes of a state: more than three pieces."""

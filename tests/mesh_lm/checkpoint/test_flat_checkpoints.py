@@ -25,7 +25,7 @@ from mesh_lm.checkpoint import Checkpoints, find
 from mesh_lm.commands.checkpoint import main
 from mesh_lm.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.wire import free_port
+from mesh_lm.network.wire import free_port
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import COUNTERS, MASTER, State, abstract_state

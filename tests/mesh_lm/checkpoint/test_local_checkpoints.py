@@ -20,9 +20,9 @@ from mesh_lm.checkpoint import Checkpoints, SavedCheckpoint
 from mesh_lm.checkpoint.copies import Server
 from mesh_lm.config import CheckpointConfig, ModelConfig, PipelineConfig, TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import LOOPBACK
 from mesh_lm.model import DecoderConfig
+from mesh_lm.network.secret import Secret
+from mesh_lm.network.wire import LOOPBACK
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, abstract_state

@@ -13,7 +13,7 @@ import pytest
 from mesh_lm.config import HealthConfig
 from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
-from mesh_lm.launch.environment import HEARTBEAT
+from mesh_lm.network.environment import HEARTBEAT
 from mesh_lm.training.goodput import Goodput, describe, total
 from mesh_lm.training.watchdog import Watchdog
 

@@ -16,7 +16,7 @@ import pytest
 from processes import PATIENCE, ROOT, ended, environment, wait_for
 from slurm import cluster, why_not
 
-from mesh_lm.launch.wire import free_port
+from mesh_lm.network.wire import free_port
 
 WORKER = Path(__file__).with_name("worker.py")
 FIELDS = {

@@ -16,9 +16,9 @@ import mesh_lm
 from mesh_lm.distributed import gpu, rendezvous
 from mesh_lm.distributed.rendezvous import RendezvousFailed, describe, meet
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.process_slot import ProcessSlot
-from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import free_port
+from mesh_lm.network.process_slot import ProcessSlot
+from mesh_lm.network.secret import Secret
+from mesh_lm.network.wire import free_port
 
 SECRET = Secret.new()
 RUN = {"config": {"seed": 0, "train": {"steps": 5}}, "code": {"mesh_lm/training/step.py": "0123"}}

@@ -14,7 +14,7 @@ from typing import Any
 
 from processes import ended, wait_for
 
-from mesh_lm.launch.wire import free_port
+from mesh_lm.network.wire import free_port
 
 ROOT = Path(__file__).parents[3]
 DUMMY = Path(__file__).with_name("dummy.py")

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from processes import PATIENCE
 
-from mesh_lm.launch import agent, controller, nodes, wire
+from mesh_lm.launch import agent, controller, nodes
 from mesh_lm.launch.job import Job
-from mesh_lm.launch.secret import Secret
 from mesh_lm.launch.worker import Worker
+from mesh_lm.network import wire
+from mesh_lm.network.secret import Secret
 
 SECRET = Secret.new()
 

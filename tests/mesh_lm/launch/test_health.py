@@ -18,7 +18,7 @@ from mesh_lm.launch import agent
 from mesh_lm.launch.health import Examination, checks, gpu, matrix_product, programs, system
 from mesh_lm.launch.health.finding import Finding
 from mesh_lm.launch.job import Job
-from mesh_lm.launch.secret import Secret
+from mesh_lm.network.secret import Secret
 
 UUIDS = [f"GPU-{i}a0b1c2d-0000-4000-8000-00000000000{i}" for i in range(8)]
 BUSES = [f"00000000:{i}A:00.0" for i in range(8)]

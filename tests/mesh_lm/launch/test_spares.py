@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import ended
 
-from mesh_lm.launch import environment
+from mesh_lm.network import environment
 from tests.mesh_lm.launch.launchers import dies, life, lives, nodes
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processes import ended
 
-from mesh_lm.launch.wire import free_port
+from mesh_lm.network.wire import free_port
 
 WORKER = Path(__file__).with_name("two_processes.py")
 

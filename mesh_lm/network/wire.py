@@ -9,8 +9,8 @@ import socket
 import time
 from typing import Any
 
-from mesh_lm.launch.channel import Channel, Refused
-from mesh_lm.launch.secret import Secret
+from mesh_lm.network.channel import Channel, Refused
+from mesh_lm.network.secret import Secret
 
 _PIECE = 2**16
 _PIECES = 16

@@ -14,7 +14,7 @@ GENERATION = "MESH_LM_GENERATION"
 BEGUN = "MESH_LM_BEGUN"
 """How many of the earlier starts came as far as the run's checkpoints."""
 SECRET = "MESH_LM_SECRET"
-"""The secret of the job (`mesh_lm.launch.secret`). Workers get one of their own, derived from it
+"""The secret of the job (`mesh_lm.network.secret`). Workers get one of their own, derived from it
 for each start."""
 SECRET_FILE = "MESH_LM_SECRET_FILE"
 """A file that holds it, readable by its owner only."""

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from mesh_lm import strict_json
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch import protocol, secret
-from mesh_lm.launch.channel import Channel, Refused
-from mesh_lm.launch.secret import Secret
-from mesh_lm.launch.wire import LOOPBACK, Peer, is_loopback, listen
+from mesh_lm.network import protocol, secret
+from mesh_lm.network.channel import Channel, Refused
+from mesh_lm.network.secret import Secret
+from mesh_lm.network.wire import LOOPBACK, Peer, is_loopback, listen
 
 SECRET = Secret.new()
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.environment import SECRET, SECRET_FILE
+from mesh_lm.network.environment import SECRET, SECRET_FILE
 
 OWN_FILE = "~/.config/mesh_lm/secret"
 """Where hosts look that were not given a secret. The first start makes it, and hosts that share the

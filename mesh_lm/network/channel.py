@@ -17,7 +17,7 @@ import secrets
 from typing import Any
 
 from mesh_lm import strict_json
-from mesh_lm.launch.secret import Secret
+from mesh_lm.network.secret import Secret
 
 _GREETING = b"mesh_lm 1 "
 _REFUSED = b"refused"

@@ -9,7 +9,13 @@ from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import LaunchConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch.job import Job
-from mesh_lm.launch.process_slot import ProcessSlot, first_host, gpus_here, tasks_here, visible_gpus
+from mesh_lm.network.process_slot import (
+    ProcessSlot,
+    first_host,
+    gpus_here,
+    tasks_here,
+    visible_gpus,
+)
 
 VARIABLES = {
     "MESH_LM_COORDINATOR": "node1:99",
