@@ -25,10 +25,10 @@ from record import Row
 from worker import emit, reported, serve
 
 from mesh_lm.distributed import gpu
-from mesh_lm.optim.unflatten import unflatten_matrices
 from mesh_lm.parallel.engine import region
 from mesh_lm.state import weights_of
 from mesh_lm.state.disk_form import complete_weights
+from mesh_lm.state.unflatten import unflatten_matrices
 from sharding_rules.lab.targets import TARGETS
 
 TOLERANCE = 1e-5

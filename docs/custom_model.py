@@ -27,7 +27,7 @@ from mesh_lm.model import Batch, Context, Sums, positions_of
 from mesh_lm.model.dropout import Dropout
 from mesh_lm.model.embedding import lookup
 from mesh_lm.model.loss import cross_entropy
-from mesh_lm.model.stack import hidden_states
+from mesh_lm.parallel.stack import hidden_states
 from mesh_lm.schedules.segments import Segment, Stack
 from sharding_rules import MeshConfig, Shard, preset
 

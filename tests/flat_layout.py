@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from support import in_memory_order, in_model_order, initial, shard_on
 
-from mesh_lm.optim.flat import FlatVector
+from mesh_lm.parallel.flat import FlatVector
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import COUNTERS, MASTER, State
 from sharding_rules import Rules, axes_of

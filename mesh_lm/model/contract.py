@@ -2,8 +2,8 @@
 and a layer for each of its segments.
 
 A model is embed -> segments -> loss. The trainer runs the layers of each segment
-(`mesh_lm.model.stack`), on one device or in pipeline stages, and adds up the sums that they and the
-loss return. So a model has no scan of its own, and none of its sums is lost.
+(`mesh_lm.parallel.stack`), on one device or in pipeline stages, and adds up the sums that they and
+the loss return. So a model has no scan of its own, and none of its sums is lost.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from mesh_lm.model.embedding import add_positions, lookup
 from mesh_lm.model.kinds import kind
 from mesh_lm.model.layers import Norm, Weights
 from mesh_lm.model.loss import cross_entropy, label_scores
-from mesh_lm.model.stack import hidden_states
+from mesh_lm.parallel.stack import hidden_states
 from sharding_rules import TABLES, Shard
 
 

@@ -32,7 +32,7 @@ class ArraySpec:
     form: Literal["weight", "flat"] = "weight"
     """weight: an array with the dimensions of a parameter, or some of them. flat: the matrices of a
     layer, concatenated into one padded vector that is sharded over the replicas
-    (`mesh_lm.optim.flat`)."""
+    (`mesh_lm.parallel.flat`)."""
 
     @property
     def stacked(self) -> bool:

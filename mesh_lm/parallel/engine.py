@@ -27,15 +27,15 @@ from mesh_lm.config import PipelineConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.stack import RETURNED, forward, used_outside
 from mesh_lm.optim.contract import is_matrix
-from mesh_lm.optim.flat import FlatLayout
-from mesh_lm.optim.reductions import two_level_sum
 from mesh_lm.parallel import feedback, gathered, layer_pairs, ring, stage_transfers
+from mesh_lm.parallel.flat import FlatLayout
 from mesh_lm.parallel.layer_collectives import local_spec
 from mesh_lm.parallel.layer_pairs import PairedProgram
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
+from mesh_lm.parallel.reductions import two_level_sum
 from mesh_lm.parallel.ring import Columns
+from mesh_lm.parallel.stack import RETURNED, forward, used_outside
 from mesh_lm.parallel.stage import StageProgram
 from mesh_lm.parallel.stage_transfers import StageTransfers
 from mesh_lm.schedules import custom

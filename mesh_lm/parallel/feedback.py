@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_lm.optim.contract import ArraySpec, is_matrix
-from mesh_lm.optim.reductions import int8_sum
 from mesh_lm.parallel.layout import ModelLayout, Params
+from mesh_lm.parallel.reductions import int8_sum
 from sharding_rules import axes_of
 
 

@@ -1,7 +1,7 @@
 """Segments whose layers gather their weights: ZeRO-3 with communication beside the layers' compute.
 
-Each device has a shard of a flat vector per layer (`mesh_lm.optim.flat`), the fp32 master. In the
-forward pass, the weights of layer l + 1 are gathered during layer l. In the backward pass, the
+Each device has a shard of a flat vector per layer (`mesh_lm.parallel.flat`), the fp32 master. In
+the forward pass, the weights of layer l + 1 are gathered during layer l. In the backward pass, the
 weights of layer l - 1 are gathered and the gradient of layer l + 1 is summed over the replicas
 during layer l. A layer has one collective each way, because more than a few at once would not be
 overlapped.
@@ -21,13 +21,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from mesh_lm.model import Context, Model, Sums, stack
+from mesh_lm.model import Context, Model, Sums
 from mesh_lm.model.contract import layer_output
-from mesh_lm.model.remat import remat
-from mesh_lm.model.residuals import depends_on_first, restored, saved
-from mesh_lm.optim.flat import FlatLayout
+from mesh_lm.parallel import stack
+from mesh_lm.parallel.flat import FlatLayout
 from mesh_lm.parallel.layer_collectives import LayerCollectives, row_of, with_row
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
+from mesh_lm.parallel.remat import remat
+from mesh_lm.parallel.residuals import depends_on_first, restored, saved
 from mesh_lm.schedules.segments import LayerRun, Remat, Segment
 
 
@@ -56,7 +57,7 @@ def run_segment(
     first: int = 0,
     sinks: stack.Sinks | None = None,
 ) -> tuple[jax.Array, Any, Sums]:
-    """`mesh_lm.model.stack.run_segment` in the engine, where layers gather those weights that
+    """`mesh_lm.parallel.stack.run_segment` in the engine, where layers gather those weights that
     `vectors` hold.
 
     The gradient of a vector is this replica's shard of the sum over the replicas.

@@ -1,5 +1,5 @@
 """The two collectives of a layer whose matrices are flat vectors over the replicas
-(`mesh_lm.optim.flat`): gather and sum.
+(`mesh_lm.parallel.flat`): gather and sum.
 
 They are used layer by layer (`mesh_lm.parallel.gathered`) and by pipeline stages
 (`mesh_lm.parallel.stage_transfers`), inside the engine's region, which is manual over the replicas.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from mesh_lm.optim.flat import FlatVector
+from mesh_lm.parallel.flat import FlatVector
 from mesh_lm.parallel.layout import ModelLayout, Params
 
 

@@ -24,8 +24,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from mesh_lm.model import Context, Model, Sums
-from mesh_lm.model.residuals import depends_on_first, restored, saved
-from mesh_lm.model.stack import (
+from mesh_lm.parallel import ring
+from mesh_lm.parallel.layout import Params, segment_of
+from mesh_lm.parallel.residuals import depends_on_first, restored, saved
+from mesh_lm.parallel.ring import Carry, Columns
+from mesh_lm.parallel.stack import (
     RETURNED,
     Sinks,
     add_sums,
@@ -35,9 +38,6 @@ from mesh_lm.model.stack import (
     segment_scope,
     totals,
 )
-from mesh_lm.parallel import ring
-from mesh_lm.parallel.layout import Params, segment_of
-from mesh_lm.parallel.ring import Carry, Columns
 from mesh_lm.parallel.stage import StageProgram, Work
 from mesh_lm.parallel.stage_transfers import StageTransfers
 from mesh_lm.schedules.segments import Segment

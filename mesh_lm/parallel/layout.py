@@ -25,7 +25,7 @@ from mesh_lm.model import Model
 from mesh_lm.model.buffer import Buffer
 from mesh_lm.model.contract import require_model
 from mesh_lm.optim.contract import ArraySpec, Params
-from mesh_lm.optim.flat import FlatLayout
+from mesh_lm.parallel.flat import FlatLayout
 from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.schedules.segments import Segment, Stack
 from mesh_lm.schedules.stages import StackLayout, divide

@@ -21,8 +21,9 @@ from jax import lax
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Context, Model, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.residuals import depends_on_first, restored, saved
-from mesh_lm.model.stack import (
+from mesh_lm.parallel.layout import ModelLayout, Params
+from mesh_lm.parallel.residuals import depends_on_first, restored, saved
+from mesh_lm.parallel.stack import (
     RETURNED,
     RowRange,
     Sinks,
@@ -31,7 +32,6 @@ from mesh_lm.model.stack import (
     run_segment,
     segment_scope,
 )
-from mesh_lm.parallel.layout import ModelLayout, Params
 
 
 class Work(NamedTuple):
@@ -248,7 +248,7 @@ class StageProgram:
 
     def _sinks(self) -> Params:
         """Zeros that receive the gradients of this stage's layers (see
-        `mesh_lm.model.stack.Sinks`).
+        `mesh_lm.parallel.stack.Sinks`).
         """
         return {
             name: jnp.zeros(x.shape, jnp.float32)

@@ -43,7 +43,7 @@ class Segment:
     """The number of layers in a repeating pattern, such as one of windows. A pipeline stage holds
     complete patterns."""
     remat: Remat = "none"
-    """What the backward pass of a layer recomputes (`mesh_lm.model.remat`)."""
+    """What the backward pass of a layer recomputes (`mesh_lm.parallel.remat`)."""
     cost: float = 1.0
     """Matmul FLOPs of one token in one layer. Any other unit works: only ratios matter."""
     unroll: bool = False
@@ -56,7 +56,7 @@ class Segment:
     until their backward passes."""
 
     batch_halves: bool = False
-    """Whether a layer runs on two halves of its sequences (`mesh_lm.model.halves`)."""
+    """Whether a layer runs on two halves of its sequences (`mesh_lm.parallel.halves`)."""
 
     def runs(self) -> list[LayerRun]:
         """Its layers, in order, as runs of layers that are treated alike."""

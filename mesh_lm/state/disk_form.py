@@ -21,13 +21,13 @@ import jax
 import numpy as np
 
 from mesh_lm.optim import Optimizer
-from mesh_lm.optim.flat import FlatVector, Matrix
-from mesh_lm.optim.unflatten import extract_matrix, insert_matrix, shard_over_replicas, zero_vector
+from mesh_lm.parallel.flat import FlatVector, Matrix
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.schedules.stages import StackLayout
 from mesh_lm.state import COUNTERS, MASTER, State, abstract_state, parts
 from mesh_lm.state.digest import digest, digests, hexadecimal
+from mesh_lm.state.unflatten import extract_matrix, insert_matrix, shard_over_replicas, zero_vector
 
 _HOST = "pinned_host"
 

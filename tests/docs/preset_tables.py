@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mesh_lm.optim.flat import FLAT
+from mesh_lm.parallel.flat import FLAT
 from sharding_rules import PRESETS, Rules, axes_of
 from sharding_rules.rules import Column, Kind
 from tests.docs.markdown import table

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support import LLAMA, assert_same_gradients, gradients, reference, shard_on
 
-from mesh_lm.optim.flat import FLAT
+from mesh_lm.parallel.flat import FLAT
 from mesh_lm.training.check import check
 from sharding_rules import PRESETS, MeshConfig, axes_of, preset
 

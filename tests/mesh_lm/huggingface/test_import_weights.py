@@ -15,8 +15,8 @@ from mesh_lm import huggingface
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
 from mesh_lm.model import token_batch
-from mesh_lm.model.stack import forward
 from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.parallel.stack import forward
 
 COMPILE_BUDGET = 20
 

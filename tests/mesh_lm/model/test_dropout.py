@@ -8,9 +8,9 @@ import pytest
 from support import GPT, host_batch, initial, shard_on
 
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.stack import forward
 from mesh_lm.parallel import engine
 from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.parallel.stack import forward
 
 COMPILE_BUDGET = 20
 

@@ -24,9 +24,9 @@ from support import (
 from mesh_lm.config import load
 from mesh_lm.model import DecoderConfig, token_batch
 from mesh_lm.model.loss import cross_entropy
-from mesh_lm.model.stack import forward
 from mesh_lm.parallel.engine import value_and_grad
 from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.parallel.stack import forward
 from sharding_rules import ShardingRuleError, preset
 
 COMPILE_BUDGET = 60

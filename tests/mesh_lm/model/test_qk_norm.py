@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support import LLAMA, assert_same_gradients, gradients, reference, shard_on
 
-from mesh_lm.model.stack import forward
 from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.parallel.stack import forward
 
 COMPILE_BUDGET = 15
 CONFIG = dataclasses.replace(

@@ -11,7 +11,7 @@ from support import GPT, LLAMA, assert_same_gradients, gradients, reference, sha
 
 from mesh_lm.config import PipelineConfig
 from mesh_lm.model import Context, DecoderConfig
-from mesh_lm.model.halves import in_halves
+from mesh_lm.parallel.halves import in_halves
 
 COMPILE_BUDGET = 60
 

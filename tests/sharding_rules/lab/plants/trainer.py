@@ -18,9 +18,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_lm.config import LaunchConfig, PipelineConfig, TrainConfig, TrainLoop
-from mesh_lm.model import DecoderConfig, decoder, dense, layers, mlp, stack
-from mesh_lm.optim import flat
-from mesh_lm.parallel import ring
+from mesh_lm.model import DecoderConfig, decoder, dense, layers, mlp
+from mesh_lm.parallel import flat, ring, stack
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning import program
 from sharding_rules import MeshConfig, Rules, Shard, preset

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mesh_lm.optim.contract import Params
-from mesh_lm.optim.flat import FlatLayout, FlatVector, Matrix
+from mesh_lm.parallel.flat import FlatLayout, FlatVector, Matrix
 from sharding_rules import axes_of
 
 _INNER = "_inner"

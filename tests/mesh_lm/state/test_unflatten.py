@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from mesh_lm.config import load
-from mesh_lm.optim import Optimizer, unflatten
-from mesh_lm.optim.flat import FlatVector
+from mesh_lm.optim import Optimizer
 from mesh_lm.parallel import relayout
+from mesh_lm.parallel.flat import FlatVector
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning.program import Program
+from mesh_lm.state import unflatten
 from mesh_lm.state.disk_form import DiskArray, entries
 from tests.support import GPT, shard_on
 

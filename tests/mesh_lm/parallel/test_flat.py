@@ -30,13 +30,14 @@ from support import (
 from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
-from mesh_lm.optim import ArraySpec, Optimizer, flat, is_matrix
-from mesh_lm.optim.flat import FlatLayout
-from mesh_lm.optim.unflatten import shard_over_replicas
+from mesh_lm.optim import ArraySpec, Optimizer, is_matrix
+from mesh_lm.parallel import flat
+from mesh_lm.parallel.flat import FlatLayout
 from mesh_lm.parallel.layout import ModelLayout, segment_of
 from mesh_lm.state import MASTER, State
 from mesh_lm.state.disk_form import from_disk, to_disk
 from mesh_lm.state.initial import fresh_state, init_state
+from mesh_lm.state.unflatten import shard_over_replicas
 from mesh_lm.training.check import check
 from mesh_lm.training.step import train_step
 from sharding_rules import MeshConfig, preset

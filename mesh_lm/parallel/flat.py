@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_lm.optim.contract import ArraySpec, Params, is_matrix
-from mesh_lm.optim.reductions import int8_reduce_scatter
+from mesh_lm.parallel.reductions import int8_reduce_scatter
 from sharding_rules import Rules, axes_of
 from sharding_rules.rules import FLAT
 

@@ -18,8 +18,8 @@ from jax import lax
 
 from mesh_lm.model.contract import Batch, Context, Layer, Model, Sums, layer_output, require_sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.model.halves import in_halves
-from mesh_lm.model.remat import remat
+from mesh_lm.parallel.halves import in_halves
+from mesh_lm.parallel.remat import remat
 from mesh_lm.schedules.segments import LayerRun, Segment
 from sharding_rules import Shard
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import P
 from jax.extend.core import jaxprs_in_params
 
-from mesh_lm.optim import reductions
+from mesh_lm.parallel import reductions
 
 COMPILE_BUDGET = 16
 N = 8
