@@ -17,7 +17,7 @@ from extend_context import called
 from record import Record, Row, options
 
 from mesh_lm.config import load
-from mesh_lm.planning.islands import wire_bytes
+from mesh_lm.planning.diloco import wire_bytes
 
 STEPS, EVERY, ISLANDS = 300, 10, 2
 APART = [

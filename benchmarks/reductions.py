@@ -21,7 +21,7 @@ import jax
 import reductions_page
 from record import Record, Row, options
 
-from mesh_lm.planning.islands import wire_bytes
+from mesh_lm.planning.diloco import wire_bytes
 
 TARGET, DEVICES = "h100", 1024
 ONE, TWO, OUTER = "One replica in a node", "Two replicas in a node", "An outer step every H steps"

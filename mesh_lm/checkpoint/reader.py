@@ -23,8 +23,8 @@ from mesh_lm.output import is_utf_8
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.state import FEEDBACK, State, initial_statistics
 from mesh_lm.state.digest import combined, digests, leaf_name
+from mesh_lm.state.diloco import WEIGHTS
 from mesh_lm.state.disk_form import from_disk, stored
-from mesh_lm.state.islands import WEIGHTS
 
 FORMAT = 3
 """Format 1 had neither digests nor the leaf `recent`; up to format 2 the parts were always params,

@@ -21,7 +21,8 @@ from mesh_lm.commands.plan_options import SCREEN as SCREEN
 from mesh_lm.commands.plan_options import Plan as Plan
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning import attention, islands, stages, state_bytes
+from mesh_lm.planning import attention, stages, state_bytes
+from mesh_lm.planning import diloco as islands
 from mesh_lm.planning.changes import candidates
 from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import Program, compile_config, devices_for, flags_of

@@ -11,4 +11,3 @@ from mesh_lm.optim.optimizer import RULES as RULES
 from mesh_lm.optim.optimizer import Optimizer as Optimizer
 from mesh_lm.optim.optimizer import make_rule as make_rule
 from mesh_lm.optim.optimizer import own_rule as own_rule
-from mesh_lm.optim.outer import outer_update as outer_update

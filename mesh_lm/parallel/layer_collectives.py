@@ -1,7 +1,7 @@
 """The two collectives of a layer whose matrices are flat vectors over the replicas
 (`mesh_lm.parallel.flat`): gather and sum.
 
-They are used layer by layer (`mesh_lm.parallel.gathered`) and by pipeline stages
+They are used layer by layer (`mesh_lm.parallel.zero3`) and by pipeline stages
 (`mesh_lm.parallel.stage_transfers`), inside the engine's region, which is manual over the replicas.
 XLA would replicate what they return over the axes that it handles, so they run on local shards.
 """

@@ -32,10 +32,10 @@ from mesh_lm.parallel.stack import (
     RETURNED,
     Sinks,
     add_sums,
-    as_layers_take_it,
     batch_first,
     one_period,
     segment_scope,
+    to_layer_order,
     totals,
 )
 from mesh_lm.parallel.stage import StageProgram, Work
@@ -217,10 +217,8 @@ class PairedProgram(StageProgram):
         (x, dy), by_layer = ends, {}
         d_floats = jax.tree.map(jnp.zeros_like, passes[1].floats)
         for each in stretches(self.periods):
-            x, up = as_layers_take_it(
-                passes[0].model, self.segments[each.forward], x, passes[0].ctx
-            )
-            dy, down = as_layers_take_it(
+            x, up = to_layer_order(passes[0].model, self.segments[each.forward], x, passes[0].ctx)
+            dy, down = to_layer_order(
                 passes[1].model, self.segments[each.backward], dy, passes[1].ctx
             )
             as_taken = passes[0]._replace(ctx=up), passes[1]._replace(ctx=down)
@@ -317,7 +315,7 @@ class PairedProgram(StageProgram):
 
         def residuals(name: str, x: jax.Array, work: Work, period: jax.Array) -> list[jax.Array]:
             one = self.new_pass(work)
-            x, ctx = as_layers_take_it(one.model, self.segments[name], x, one.ctx)
+            x, ctx = to_layer_order(one.model, self.segments[name], x, one.ctx)
             return jax.tree.leaves(self._vjp(one._replace(ctx=ctx), name, period, x)[1])
 
         found = {}

@@ -24,7 +24,7 @@ from mesh_lm.planning.attention import with_compilable_attention
 from mesh_lm.planning.vocabulary import INSTALL, VOCABULARY
 from mesh_lm.state import StatePart, abstract_state, parts
 from mesh_lm.training.check import check
-from mesh_lm.training.islands import outer_step
+from mesh_lm.training.diloco import outer_step
 from mesh_lm.training.step import train_step
 from sharding_rules import Shard
 from sharding_rules.lab import LabError, Report, compile_module, compile_report, lower_for

@@ -52,7 +52,7 @@ class Segment:
     """The number of first layers to which `remat` applies; the others have the policy that is
     `LIGHTER`. None: all."""
     kept_layers: int = 0
-    """The number of last layers that keep the weights they gather (`mesh_lm.parallel.gathered`)
+    """The number of last layers that keep the weights they gather (`mesh_lm.parallel.zero3`)
     until their backward passes."""
 
     batch_halves: bool = False

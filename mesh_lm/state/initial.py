@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.state import State, counters, parts, state_shardings
+from mesh_lm.state.diloco import WEIGHTS, n_islands
 from mesh_lm.state.disk_form import entries, with_used
-from mesh_lm.state.islands import WEIGHTS, n_islands
 
 
 def init_state(layout: ModelLayout, optimizer: Optimizer, seed: int) -> State:

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from mesh_lm.optim import ArraySpec, Optimizer
 from mesh_lm.parallel.feedback import feedback_of
 from mesh_lm.parallel.layout import MISFIT, ModelLayout, Params
-from mesh_lm.state import islands, loss_statistics
+from mesh_lm.state import diloco as islands
+from mesh_lm.state import loss_statistics
 from sharding_rules import ShardingRuleError
 from sharding_rules.rules import Kind
 
@@ -58,7 +59,7 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
     params: what the layers use, but for the matrices that each layer gathers. master: fp32 flat
     vectors of the parameters in `ModelLayout.flat`, from which `params` are computed. buffers:
     parameters without gradients. Then the optimizer's slots, and the error feedback of sums in
-    int8. With an outer step each island has its own weights and slots (`mesh_lm.state.islands`).
+    int8. With an outer step each island has its own weights and slots (`mesh_lm.state.diloco`).
     """
     flat, leaves, buffers, n = (
         layout.flat,

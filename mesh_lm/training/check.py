@@ -18,8 +18,8 @@ from mesh_lm.parallel.layout import divided
 from mesh_lm.schedules.segments import LIGHTER
 from mesh_lm.training.check_context import context_problems
 from mesh_lm.training.check_data import data_problems
+from mesh_lm.training.check_diloco import island_problems
 from mesh_lm.training.check_heads import head_problems
-from mesh_lm.training.check_islands import island_problems
 from mesh_lm.training.check_recovery import recovery_problems
 from mesh_lm.training.check_reduction import reduction_problems
 from mesh_lm.training.check_residual import residual_problems
@@ -345,7 +345,7 @@ def _flat(config: TrainConfig) -> Iterator[str]:
 
 def _gathered(config: TrainConfig, row: str) -> Iterator[str]:
     """Settings with which layers cannot gather their own matrices from flat vectors
-    (`mesh_lm.parallel.gathered`).
+    (`mesh_lm.parallel.zero3`).
     """
     rules, optimizer = config.rules, config.rules.column("optimizer")
     where, axes = f"rules.params[{row!r}]={rules.params[row]!r}", axes_of(rules.params[row])

@@ -36,8 +36,8 @@ from mesh_lm.state.disk_form import complete_weights
 from mesh_lm.state.initial import fresh_state, init_state
 from mesh_lm.training import elastic, own_kernels
 from mesh_lm.training.check import check
+from mesh_lm.training.diloco import outer_step
 from mesh_lm.training.evaluation import mean_loss, sample
-from mesh_lm.training.islands import outer_step
 from mesh_lm.training.monitor import Monitor
 from mesh_lm.training.one_program import compared
 from mesh_lm.training.ready import require_ready

@@ -1,10 +1,9 @@
-"""One optimizer step: gradients from the microbatch engine (`mesh_lm.parallel.engine`), one
-update.
-"""
+"""One optimizer step: gradients by the engine (`mesh_lm.parallel.engine`), then one update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from mesh_lm.config import ModelConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch
 from mesh_lm.optim import Optimizer, Params
+from mesh_lm.optim.contract import Slots
 from mesh_lm.parallel.engine import region_with_feedback
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import (
@@ -22,19 +22,35 @@ from mesh_lm.state import (
     State,
     loss_statistics,
     masters,
-    parts,
     state_shardings,
     weights_of,
 )
-from mesh_lm.state.islands import MOMENTUM, WEIGHTS, n_islands
-from mesh_lm.training import islands
+from mesh_lm.state.diloco import n_islands
+from mesh_lm.training import diloco
 
-Step = Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
+Metrics = dict[str, jax.Array]
+Step = Callable[[State, Batch], tuple[State, Metrics]]
+
+# "step" in ASCII. Initialisation folds the number of each parameter into the seed's key; this tag
+# is larger than any of them.
+_STEP_TAG = 0x73746570
 
 
-# "step": larger than the number of any parameter, which initialisation passes to fold_in with the
-# same key
-_STEPS = 0x73746570
+class Update(NamedTuple):
+    """The part of the state that a skipped step leaves as it was."""
+
+    weights: Params
+    """Float32: flat vectors, and parameters that are not flat, sharded like the slots."""
+    slots: Slots
+    """The optimizer's, such as the moments of Adam."""
+    buffers: Params
+    """Parameters without gradients; empty for most models."""
+    recent: jax.Array
+    """Float32 [2, 3]: statistics of recent losses and gradient norms
+    (`mesh_lm.state.loss_statistics`)."""
+    feedback: Params
+    """What sums of gradients in int8 have left out (`mesh_lm.parallel.feedback`); empty without
+    such sums."""
 
 
 def train_step(
@@ -47,108 +63,119 @@ def train_step(
     `outlier` is 0. Raises ConfigError if the model has buffers and its config does not define how
     they are updated.
     """
-    if layout.buffers and type(layout.config).updated is ModelConfig.updated:
-        which = (
-            f"it makes the next values of the model's buffers {', '.join(sorted(layout.buffers))}"
-        )
-        raise ConfigError(
-            f"{type(layout.config).__name__}.updated is missing: {which} "
-            "(mesh_lm.config.ModelConfig)"
-        )
-    if layout.buffers and n_islands(layout, optimizer):
-        which = (
-            f"the model has buffers ({', '.join(sorted(layout.buffers))}), which islands cannot "
-            "average"
-        )
-        raise ConfigError(
-            f"optimizer.outer_steps={optimizer.config.outer_steps}: {which}; set "
-            "optimizer.outer_steps=0"
-        )
-    declared, flat, leaves = parts(layout, optimizer), layout.flat, masters(layout)
-    slots = [
-        part
-        for part in declared
-        if part not in ("params", MASTER, "buffers", FEEDBACK, WEIGHTS, MOMENTUM)
-    ]
-    plain = [name for name in leaves if name not in flat.leaves]
+    _require_updatable_buffers(layout, optimizer)
+    flat = layout.flat
+    weight_specs = masters(layout)
+    slot_names = list(optimizer.slots(weight_specs))
+    unflattened = [name for name in weight_specs if name not in flat.leaves]
 
-    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        # 1. Gradients of objective / weight, float32, summed over the global batch.
         key = step_key(seed, state["step"])
-        run, left_before = region_with_feedback(layout, batch, flat), state.get(FEEDBACK, {})
-        (sums, arrays), grads, left_out = run(
-            weights_of(layout, state), dict(batch), key, left_before
-        )
+        gradients = region_with_feedback(layout, batch, flat)
+        feedback = state.get(FEEDBACK, {})
+        params = weights_of(layout, state)
+        (sums, layer_sums), grads, new_feedback = gradients(params, dict(batch), key, feedback)
+
         with jax.named_scope("optimizer"):
-            grads |= layout.constrain({name: grads[name] for name in plain}, "gradients")
-            norm = optax.tree.norm(grads)
-            now = loss_statistics.observe(sums["loss"] / sums["weight"], norm)
-            good = jnp.isfinite(now).all() & jnp.isfinite(sums["objective"])
+            unflattened_grads = {name: grads[name] for name in unflattened}
+            grads |= layout.constrain(unflattened_grads, "gradients")
+            grad_norm = optax.tree.norm(grads)
+
+            # 2. A step that is not finite, or an outlier, is not accepted.
+            observed = loss_statistics.observe(sums["loss"] / sums["weight"], grad_norm)
+            accepted = jnp.isfinite(observed).all() & jnp.isfinite(sums["objective"])
             if outlier:
-                good &= ~loss_statistics.is_outlier(state["recent"], now, outlier)
-            # The update uses the moments' sharding, so that ZeRO gathers each new weight once.
-            held = layout.constrain(
-                {name: state["params"][name] for name in plain}, "optimizer"
-            ) | state.get(MASTER, {})
-            old = (
-                held,
-                {slot: state[slot] for slot in slots},
-                state.get("buffers", {}),
-                state["recent"],
-                left_before,
+                accepted &= ~loss_statistics.is_outlier(state["recent"], observed, outlier)
+
+            # 3. The update. It uses the moments' sharding, so that ZeRO gathers each new weight
+            # once.
+            weights = layout.constrain(
+                {name: state["params"][name] for name in unflattened}, "optimizer"
             )
-            count = state["step"] - state["skipped"]
-            new = optimizer.update(grads, norm, old[1], held, state["step"], count, leaves=leaves)
-            buffers = _updated(layout.config, old[2], {**sums, **arrays}) if old[2] else {}
-            new = *new, buffers, loss_statistics.update(state["recent"], now), left_out
-            held, new_slots, buffers, lately, left_out = jax.tree.map(
-                lambda a, b: jnp.where(good, a, b), new, old
+            weights |= state.get(MASTER, {})
+            slots = {name: state[name] for name in slot_names}
+            buffers = state.get("buffers", {})
+            old = Update(weights, slots, buffers, state["recent"], feedback)
+
+            n_updates = state["step"] - state["skipped"]
+            weights, slots = optimizer.update(
+                grads, grad_norm, slots, weights, state["step"], n_updates, leaves=weight_specs
             )
-            master = {name: held[name] for name in flat.leaves}
-            params = {name: held[name] for name in plain} | flat.compute_params(master)
-        counters = {
+            if buffers:
+                buffers = _updated_buffers(layout.config, buffers, {**sums, **layer_sums})
+            recent = loss_statistics.update(state["recent"], observed)
+            new = Update(weights, slots, buffers, recent, new_feedback)
+
+            update = jax.tree.map(lambda n, o: jnp.where(accepted, n, o), new, old)
+
+            # 4. What the layers read: flat vectors are all-gathered, the others are as they are.
+            master = {name: update.weights[name] for name in flat.leaves}
+            params = {name: update.weights[name] for name in unflattened}
+            params |= flat.compute_params(master)
+
+        new_state = {
             "step": state["step"] + 1,
-            "skipped": state["skipped"] + ~good,
-            "recent": lately,
+            "skipped": state["skipped"] + ~accepted,
+            "recent": update.recent,
+            "params": params,
+            **update.slots,
         }
-        after = {**counters, "params": params, **new_slots}
-        after |= ({MASTER: master} if master else {}) | ({"buffers": buffers} if buffers else {})
-        after |= {FEEDBACK: left_out} if left_out else {}
-        means = {
-            name: value / sums["weight"]
-            for name, value in sums.items()
+        # The state has an entry only for what this run uses (`mesh_lm.state.parts`).
+        optional = {MASTER: master, "buffers": update.buffers, FEEDBACK: update.feedback}
+        new_state |= {name: part for name, part in optional.items() if part}
+
+        metrics = {
+            name: x / sums["weight"]
+            for name, x in sums.items()
             if name not in ("weight", "objective")
         }
-        rate = optimizer.learning_rate(state["step"])
-        return after, {
-            **means,
-            "grad_norm": norm,
-            "learning_rate": rate,
-            "skipped": after["skipped"],
-            "labels": sums["weight"],
-        }
+        metrics["grad_norm"] = grad_norm
+        metrics["learning_rate"] = optimizer.learning_rate(state["step"])
+        metrics["skipped"] = new_state["skipped"]
+        metrics["labels"] = sums["weight"]
+        return new_state, metrics
 
-    run = islands.on_each(step, layout) if n_islands(layout, optimizer) else step
+    run = diloco.on_each_island(step, layout) if n_islands(layout, optimizer) else step
+    # The old state is donated, because two would not fit.
     return jax.jit(run, donate_argnums=0, out_shardings=(state_shardings(layout, optimizer), None))
 
 
-def _updated(config: ModelConfig, buffers: Params, sums: Params) -> Params:
+def step_key(seed: int, step: jax.Array | int) -> jax.Array:
+    """Returns the key of a step's dropout, which is not that of any parameter's initial values."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEP_TAG), step)
+
+
+def _require_updatable_buffers(layout: ModelLayout, optimizer: Optimizer) -> None:
+    """Raises ConfigError if the model has buffers that a step cannot update."""
+    if not layout.buffers:
+        return
+    names = ", ".join(sorted(layout.buffers))
+    if type(layout.config).updated is ModelConfig.updated:
+        raise ConfigError(
+            f"{type(layout.config).__name__}.updated is missing: it makes the next values of the "
+            f"model's buffers {names} (mesh_lm.config.ModelConfig)"
+        )
+    if n_islands(layout, optimizer):
+        raise ConfigError(
+            f"optimizer.outer_steps={optimizer.config.outer_steps}: the model has buffers "
+            f"({names}), which islands cannot average; set optimizer.outer_steps=0"
+        )
+
+
+def _updated_buffers(config: ModelConfig, buffers: Params, sums: Params) -> Params:
     """Returns the buffers after a step. Raises ConfigError if their names, shapes or types
     change.
     """
-    new, which = config.updated(buffers, sums), f"{type(config).__name__}.updated returns"
-    for name in sorted({*buffers, *new}):
-        if name not in new:
-            raise ConfigError(f"{which} no {name!r}, a buffer of the model")
+    updated = config.updated(buffers, sums)
+    function = f"{type(config).__name__}.updated"
+    for name in sorted({*buffers, *updated}):
+        if name not in updated:
+            raise ConfigError(f"{function} returns no {name!r}, a buffer of the model")
         if name not in buffers:
-            raise ConfigError(f"{which} {name!r}, which is not a buffer of the model")
-        now, before = (f"{x.dtype} {x.shape}" for x in (new[name], buffers[name]))
-        if now != before:
-            raise ConfigError(f"{which} {name!r} as {now}, but the buffer is {before}")
-    return new
-
-
-def step_key(seed: int, step: jax.Array | int) -> jax.Array:
-    """Returns the key of a step's dropout. Initialisation folds each parameter's number into the
-    seed's key, so a step folds in a tag.
-    """
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEPS), step)
+            raise ConfigError(f"{function} returns {name!r}, which is not a buffer of the model")
+        old = f"{buffers[name].dtype} {buffers[name].shape}"
+        new = f"{updated[name].dtype} {updated[name].shape}"
+        if new != old:
+            raise ConfigError(f"{function} returns {name!r} as {new}, but the buffer is {old}")
+    return updated

@@ -10,7 +10,7 @@ from fault.hosts import sent_bytes, throttle
 from fault.job import Job, arguments
 
 from mesh_lm.commands.command_line import parse
-from mesh_lm.planning.islands import wire_bytes
+from mesh_lm.planning.diloco import wire_bytes
 from mesh_lm.training.check import check
 
 pytestmark = pytest.mark.fault

@@ -10,7 +10,7 @@ import pytest
 
 from mesh_lm.config import OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
-from mesh_lm.planning.islands import report_facts, wire_bytes
+from mesh_lm.planning.diloco import report_facts, wire_bytes
 from mesh_lm.planning.program import Program
 from sharding_rules import MeshConfig, preset
 

@@ -14,7 +14,7 @@ from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State
 from mesh_lm.state.initial import init_state
-from mesh_lm.training.islands import outer_step
+from mesh_lm.training.diloco import outer_step
 from mesh_lm.training.step import train_step
 
 COMPILE_BUDGET = 60
