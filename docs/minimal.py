@@ -2,9 +2,8 @@
 its own source, on eight CPU devices.
 
 One string chooses the strategy; no line below changes with it, and neither do the losses:
-    python docs/minimal.py # fsdp+megatron: weights are sharded over fsdp and tensor, the batch over
-    data and fsdp python docs/minimal.py zero1 # weights are replicated, the batch and the moments
-    are sharded over data
+    python docs/minimal.py        # fsdp+megatron: weights over fsdp and tensor, batch over data and fsdp
+    python docs/minimal.py zero1  # weights are replicated; batch and moments over data
 """
 
 import sys

@@ -266,7 +266,7 @@ def test_slots_are_what_comes_back(tree: dict[str, tuple[bool, str, list[str]]],
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_short(name: str) -> None:
     file = Path(__file__).parents[3] / (RULES[name].partition(":")[0].replace(".", "/") + ".py")
-    assert file.read_text(encoding="utf-8").count("\n") <= 80
+    assert file.read_text(encoding="utf-8").count("\n") <= 120
 
 
 # On any mesh.
