@@ -2,7 +2,7 @@
 its own source, on eight CPU devices.
 
 One string chooses the strategy; no line below changes with it, and neither do the losses:
-    python docs/minimal.py        # fsdp+megatron: weights over fsdp and tensor, batch over data and fsdp
+    python docs/minimal.py        # fsdp+megatron: weights over fsdp, tensor; batch over data, fsdp
     python docs/minimal.py zero1  # weights are replicated; batch and moments over data
 """
 

@@ -27,16 +27,16 @@ from mesh_lm.config import PipelineConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.parallel import feedback, layer_pairs, ring, stage_transfers, zero3
+from mesh_lm.parallel import feedback, paired_tick, stage_transfers, tick, zero3
 from mesh_lm.parallel.flat import FlatLayout
 from mesh_lm.parallel.gradient_reduction import cast_to_float32, psum, reduce_gradients, reduce_sums
 from mesh_lm.parallel.gradient_reduction import manual_axes as manual_axes
-from mesh_lm.parallel.layer_pairs import PairedProgram
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
-from mesh_lm.parallel.ring import Columns
+from mesh_lm.parallel.paired_tick import PairedProgram
 from mesh_lm.parallel.stack import RETURNED, forward, used_outside
 from mesh_lm.parallel.stage import StageProgram
 from mesh_lm.parallel.stage_transfers import StageTransfers
+from mesh_lm.parallel.tick import Columns
 from mesh_lm.schedules import custom
 from mesh_lm.schedules.schedule import Schedule
 from mesh_lm.schedules.table import Table, compile_table
@@ -202,10 +202,10 @@ def _run_pipeline(
     params = params | transfers.first_weights()
     if layout.pipeline.pair_layers:
         paired = PairedProgram(layout, params, batch, _unstacked(stage), key=key, weight=weight)
-        sums, grads = layer_pairs.gradients(paired, table, _unstacked(columns), transfers)
+        sums, grads = paired_tick.gradients(paired, table, _unstacked(columns), transfers)
     else:
         program = StageProgram(layout, params, batch, _unstacked(stage), key=key, weight=weight)
-        sums, grads = ring.gradients(program, table, _unstacked(columns), transfers)
+        sums, grads = tick.gradients(program, table, _unstacked(columns), transfers)
     return _reduce(layout, flat, sums, grads, old_feedback)
 
 
@@ -319,7 +319,7 @@ def _evaluate_pipeline(
     transfers = StageTransfers(layout, vectors, table, _unstacked(stage))
     weights = params | transfers.all_weights()
     program = StageProgram(layout, weights, batch, _unstacked(stage))
-    return psum(ring.sums(program, table, _unstacked(columns)), axes, layout)
+    return psum(tick.sums(program, table, _unstacked(columns)), axes, layout)
 
 
 # Schedules.

@@ -23,7 +23,7 @@ from sharding_rules import axes_of
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-    """What is left out of one parameter's gradient, as an array of the state."""
+    """The array of the state for one parameter's gradient."""
 
     array: ArraySpec
     """[layers, replicas, ...] of a stacked parameter, [replicas, ...] of another."""
@@ -38,73 +38,74 @@ class Feedback:
 
 
 def replica_axes(layout: ModelLayout, name: str) -> tuple[str, ...]:
-    """The mesh axes over which the engine sums the gradient of a parameter, in the order of the
-    mesh; without those of size 1.
+    """Returns the mesh axes over which the engine sums the gradient of a parameter, in the order of
+    the mesh; without those of size 1.
     """
-    mesh, own = (
-        layout.shard.mesh,
-        {a for entry in layout.shardings("params")[name].spec for a in axes_of(entry)},
-    )
-    return tuple(
-        a
-        for a in mesh.axis_names
-        if a in layout.shard.rules.manual_axes() - own and mesh.shape[a] > 1
-    )
+    mesh = layout.shard.mesh
+    spec = layout.shardings("params")[name].spec
+    sharded_axes = {axis for entry in spec for axis in axes_of(entry)}
+    summed_axes = layout.shard.rules.manual_axes() - sharded_axes
+    return tuple(axis for axis in mesh.axis_names if axis in summed_axes and mesh.shape[axis] > 1)
 
 
 def feedback_of(layout: ModelLayout) -> dict[str, Feedback]:
-    """The error feedback of the matrices, by the names of the parameters; empty unless their
-    gradients are summed in int8.
+    """Returns the error feedback of the matrices, by the names of the parameters; empty unless
+    their gradients are summed in int8.
     """
-    out: dict[str, Feedback] = {}
     if layout.shard.rules.reduction != "int8":
-        return out
+        return {}
+    mesh = layout.shard.mesh
     shardings = layout.shardings("params")
+    feedback: dict[str, Feedback] = {}
     for name, leaf in layout.leaves.items():
         axes = replica_axes(layout, name)
         if name in layout.buffers or not axes or not is_matrix(name, leaf.axes):
             continue
-        n, at = math.prod(layout.shard.mesh.shape[a] for a in axes), int(leaf.stacked)
-        spec = (*shardings[name].spec, *(None,) * (len(leaf.shape) - len(shardings[name].spec)))
-        where = NamedSharding(layout.shard.mesh, PartitionSpec(*spec[:at], axes, *spec[at:]))
+        n_replicas = math.prod(mesh.shape[axis] for axis in axes)
+        dim = int(leaf.stacked)
+        spec = list(shardings[name].spec)
+        spec += [None] * (len(leaf.shape) - len(spec))
         array = ArraySpec(
-            (*leaf.shape[:at], n, *leaf.shape[at:]),
+            (*leaf.shape[:dim], n_replicas, *leaf.shape[dim:]),
             jnp.dtype("float32"),
-            (*leaf.axes[:at], None, *leaf.axes[at:]),
+            (*leaf.axes[:dim], None, *leaf.axes[dim:]),
         )
-        out[name] = Feedback(array, where, axes)
-    return out
+        sharding = NamedSharding(mesh, PartitionSpec(*spec[:dim], axes, *spec[dim:]))
+        feedback[name] = Feedback(array, sharding, axes)
+    return feedback
 
 
 def summed(
-    layout: ModelLayout, name: str, feedback: Feedback, grad: jax.Array, before: jax.Array
+    layout: ModelLayout, name: str, feedback: Feedback, grad: jax.Array, left_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(a gradient summed over the replicas in int8, what this replica has left out). before: what
-    it has left out so far.
+    """Returns (a gradient summed over the replicas in int8, what this replica has left out so far),
+    inside the engine's region.
 
-    Inside the engine's region.
+    left_out: what it had left out before.
     """
 
-    def on_device(grad: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
-        total, left_out = int8_sum(
-            grad.astype(jnp.float32) + before.squeeze(feedback.dim), feedback.replica_axes
-        )
+    def on_device(grad: jax.Array, left_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+        corrected = grad.astype(jnp.float32) + left_out.squeeze(feedback.dim)
+        total, left_out = int8_sum(corrected, feedback.replica_axes)
         return total, jnp.expand_dims(left_out, feedback.dim)
 
-    spec = layout.shard.spec("params", layout.axes[name])
-    wide = local_spec(layout, feedback)
-    return layout.shard.shard_map(on_device, (spec, wide), (spec, wide))(grad, before)
+    grad_spec = layout.shard.spec("params", layout.axes[name])
+    feedback_spec = local_spec(layout, feedback)
+    specs = (grad_spec, feedback_spec)
+    return layout.shard.shard_map(on_device, specs, specs)(grad, left_out)
 
 
 def local_spec(layout: ModelLayout, feedback: Feedback) -> PartitionSpec:
-    """The spec of such an array in the engine's region: sharded over the axes that XLA handles."""
-    auto = frozenset(layout.shard.mesh.axis_names) - layout.shard.rules.manual_axes()
-    return layout.shard.restrict(feedback.sharding.spec, auto)
+    """Returns the spec of such an array in the engine's region: sharded over the axes that XLA
+    handles.
+    """
+    auto_axes = frozenset(layout.shard.mesh.axis_names) - layout.shard.rules.manual_axes()
+    return layout.shard.restrict(feedback.sharding.spec, auto_axes)
 
 
 def zeros(layout: ModelLayout) -> Params:
-    """The arrays before the first step."""
+    """Returns the arrays before the first step."""
     return {
-        name: jnp.zeros(each.array.shape, each.array.dtype)
-        for name, each in feedback_of(layout).items()
+        name: jnp.zeros(row.array.shape, row.array.dtype)
+        for name, row in feedback_of(layout).items()
     }

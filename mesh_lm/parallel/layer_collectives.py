@@ -24,70 +24,75 @@ class LayerCollectives:
     """Gathers one row of a segment's vectors, and sums the gradients of one layer."""
 
     def __init__(self, layout: ModelLayout, segment: str) -> None:
-        self.layout, self.shard, self.vectors = (
-            layout,
-            layout.shard,
-            layout.flat.gathered_by(segment),
-        )
+        self.layout = layout
+        self.shard = layout.shard
+        self.vectors = layout.flat.gathered_by(segment)
 
     def gather(self, vectors: Params, row: jax.Array, after: jax.Array) -> tuple[Params, jax.Array]:
-        """(the matrices of the layer in a row, `finished` of them). vectors: those of this segment,
-        and perhaps of others.
+        """Returns (the matrices of the layer in a row, `finished` of them).
+
+        vectors: those of this segment, and perhaps of others. after: `finished` of what must come
+        before.
         """
 
         def on_device(
             vectors: Params, row: jax.Array, after: jax.Array
         ) -> tuple[Params, jax.Array]:
-            out: Params = {}
+            matrices: Params = {}
             for vector in self.vectors:
                 shard = lax.dynamic_index_in_dim(vectors[vector.name], row, keepdims=False)
-                out |= vector.all_gather_row(self.ordered(shard, after))
-                after = self._finished(out[vector.matrices[0].name], after)
-            return out, after
+                # One all-gather for each vector, over the replicas.
+                matrices |= vector.all_gather_row(self.ordered(shard, after))
+                after = self._finished(matrices[vector.matrices[0].name], after)
+            return matrices, after
 
         specs = {vector.name: local_spec(self.layout, vector) for vector in self.vectors}
         run = self.shard.shard_map(
             on_device, (specs, PartitionSpec(), PartitionSpec()), (self.specs, PartitionSpec())
         )
-        used, after = run({name: vectors[name] for name in specs}, row, after)
-        return {name: w.astype(self.types[name]) for name, w in used.items()}, after
+        matrices, after = run({name: vectors[name] for name in specs}, row, after)
+        return {name: w.astype(self.types[name]) for name, w in matrices.items()}, after
 
     def reduce(self, grads: Params, after: jax.Array) -> tuple[Params, jax.Array]:
-        """(this replica's shards of a layer's gradients, summed over the replicas, `finished` of
-        them).
+        """Returns (this replica's shards of a layer's gradients, summed over the replicas,
+        `finished` of them).
         """
         dtype = jnp.bfloat16 if self.shard.rules.reduction == "bfloat16" else jnp.float32
 
         def on_device(grads: Params, after: jax.Array) -> tuple[Params, jax.Array]:
-            out: Params = {}
+            shards: Params = {}
             for vector in self.vectors:
-                own = {m.name: self.ordered(grads[m.name], after) for m in vector.matrices}
-                out[vector.name] = vector.reduce_scatter_row(own, dtype)
-                after = self._finished(out[vector.name], after)
-            return out, after
+                vector_grads = {m.name: self.ordered(grads[m.name], after) for m in vector.matrices}
+                # One reduce-scatter for each vector, over the replicas.
+                shards[vector.name] = vector.reduce_scatter_row(vector_grads, dtype)
+                after = self._finished(shards[vector.name], after)
+            return shards, after
 
-        specs = {
+        row_specs = {
             vector.name: PartitionSpec(*local_spec(self.layout, vector)[1:])
             for vector in self.vectors
         }
-        return self.shard.shard_map(
-            on_device, (self.specs, PartitionSpec()), (specs, PartitionSpec())
-        )(grads, after)
+        run = self.shard.shard_map(
+            on_device, (self.specs, PartitionSpec()), (row_specs, PartitionSpec())
+        )
+        return run(grads, after)
 
     # XLA:CPU starts independent collectives in any order, so that devices may wait for one another:
     # there, each waits for those before it.
 
     def finished(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """On CPUs, a number that exists once x does, which is sharded by `spec`."""
+        """Returns, on CPUs, a number that exists once x does, which is sharded by `spec`."""
         if not self.on_cpu:
             return jnp.float32(0)
-        return self.shard.shard_map(
+        run = self.shard.shard_map(
             lambda x: self._finished(x, jnp.float32(0)), spec, PartitionSpec()
-        )(x)
+        )
+        return run(x)
 
     def ordered(self, x: jax.Array, after: jax.Array) -> jax.Array:
-        """x, on CPUs not before `after` exists. It keeps its bits if what comes before is finite;
-        if it is not, the step is skipped.
+        """Returns x, on CPUs not before `after` exists.
+
+        It keeps its bits if what comes before is finite; if it is not, the step is skipped.
         """
         return x * (1 + 0 * after).astype(x.dtype) if self.on_cpu else x
 
@@ -101,12 +106,12 @@ class LayerCollectives:
 
     # Shapes and shardings.
 
-    def of_matrices(self, tree: Params) -> Params:
-        """Matrices of one layer, or their gradients, sharded as the layer uses them."""
+    def constrain_matrices(self, tree: Params) -> Params:
+        """Returns matrices of one layer, or their gradients, sharded as the layer uses them."""
         return {name: lax.with_sharding_constraint(x, self.specs[name]) for name, x in tree.items()}
 
-    def of_stacked(self, tree: Params) -> Params:
-        """The same for stacks of them, [rows, ...]."""
+    def constrain_stacked(self, tree: Params) -> Params:
+        """Returns stacks of them, [rows, ...], sharded the same way."""
         return {
             name: lax.with_sharding_constraint(x, PartitionSpec(None, *self.specs[name]))
             for name, x in tree.items()
@@ -115,47 +120,47 @@ class LayerCollectives:
     @cached_property
     def types(self) -> dict[str, Any]:
         """The types in which the layers get their matrices."""
-        return {m.name: v.dtype for v in self.vectors for m in v.matrices}
+        return {matrix.name: v.dtype for v in self.vectors for matrix in v.matrices}
 
     @cached_property
     def specs(self) -> dict[str, PartitionSpec]:
         """The specs of one layer's matrices over the axes that XLA handles."""
-        auto = frozenset(self.shard.mesh.axis_names) - self.shard.rules.manual_axes()
-        return {
-            name: self.shard.restrict(PartitionSpec(*self.layout.flat.specs[name][1:]), auto)
-            for name in self.types
-        }
+        auto_axes = frozenset(self.shard.mesh.axis_names) - self.shard.rules.manual_axes()
+        specs: dict[str, PartitionSpec] = {}
+        for name in self.types:
+            layer_spec = PartitionSpec(*self.layout.flat.specs[name][1:])
+            specs[name] = self.shard.restrict(layer_spec, auto_axes)
+        return specs
 
     @cached_property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The matrices of one layer."""
-        by_hand = self.shard.rules.manual_axes()
-        out = {}
+        """Shapes and types of the matrices of one layer, in the engine's region."""
+        manual_axes = self.shard.rules.manual_axes()
+        matrices = {}
         for name, dtype in self.types.items():
-            where = jax.NamedSharding(
-                self.shard.mesh, self.shard.restrict(self.layout.flat.specs[name], by_hand)
-            )
-            out[name] = jax.ShapeDtypeStruct(
-                where.shard_shape(self.layout.memory_shapes[name].shape)[1:], dtype
-            )
-        return out
+            spec = self.shard.restrict(self.layout.flat.specs[name], manual_axes)
+            sharding = jax.NamedSharding(self.shard.mesh, spec)
+            local_shape = sharding.shard_shape(self.layout.memory_shapes[name].shape)
+            matrices[name] = jax.ShapeDtypeStruct(local_shape[1:], dtype)
+        return matrices
 
 
 def local_spec(layout: ModelLayout, vector: FlatVector) -> PartitionSpec:
-    """The spec of a vector in the engine's region: sharded over the axes that XLA handles."""
-    auto = frozenset(layout.shard.mesh.axis_names) - layout.shard.rules.manual_axes()
-    return PartitionSpec(
-        *(None,) * bool(vector.rows), tuple(a for a in vector.shard_axes if a in auto) or None
-    )
+    """Returns the spec of a vector in the engine's region: sharded over the axes that XLA
+    handles.
+    """
+    auto_axes = frozenset(layout.shard.mesh.axis_names) - layout.shard.rules.manual_axes()
+    axes = tuple(axis for axis in vector.shard_axes if axis in auto_axes) or None
+    return PartitionSpec(None, axes) if vector.rows else PartitionSpec(axes)
 
 
 def row_of(tree: Any, row: jax.Array | int) -> Any:
-    """A row of each array."""
+    """Returns a row of each array."""
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, row, keepdims=False), tree)
 
 
 def with_row(stacked: Params, row: jax.Array, values: Params) -> Params:
-    """Arrays [rows, ...] with a row replaced."""
+    """Returns arrays [rows, ...] with a row replaced."""
     return {
         name: lax.dynamic_update_index_in_dim(x, values[name], row, 0)
         for name, x in stacked.items()

@@ -81,60 +81,55 @@ class StageProgram:
         """Raises ConfigError for layers whose communication would deadlock.
 
         Args:
-          params: this stage's parameters, as in memory. batch: this device's leaves [M, B, S].
+          params: this stage's parameters, as in memory.
+          batch: this device's leaves [M, B, S].
           stage: its "number" and, for each segment and chunk, the rows "moe/start" and "moe/skip"
-          and the layers "moe/first" (a number in
-            the whole model) and "moe/count" (`mesh_lm.schedules.stages`).
+            and the layers "moe/first" (a number in the whole model) and "moe/count"
+            (`mesh_lm.schedules.stages`).
           key: the step's key; None: without dropout.
           weight: the sum of label weights of the global batch, which divides the objective.
         """
-        self.layout, self.batch, self.stage, self.key, self.seed = (
-            layout,
-            batch,
-            stage,
-            key,
-            1.0 / weight,
-        )
+        self.layout = layout
+        self.batch = batch
+        self.stage = stage
+        self.key = key
+        self.inverse_weight = 1.0 / weight
         self.layers = {name: x for name, x in params.items() if name in layout.stacked}
         self.shared = {name: x for name, x in params.items() if name not in layout.stacked}
-        any_work = Work(jnp.int32(0), jnp.int32(0))
-        embed, like = jax.make_jaxpr(partial(self._embed, any_work), return_shape=True)(self.shared)
-        self.zero_input = self._pin(jnp.zeros(like.shape, like.dtype))
-        layers, (_, more) = jax.make_jaxpr(partial(self.run, any_work, None), return_shape=True)(
-            self.shared, self.zero_input
-        )
-        loss, sums = jax.make_jaxpr(partial(self._loss, any_work), return_shape=True)(
-            self.shared, self.zero_input
-        )
-        self.zero_sums: Sums = {name: jnp.float32(0) for name in {**_scalars(more), **sums}}
-        self.zero_arrays: Sums = {
-            name: jnp.zeros(s.shape, s.dtype) for name, s in _arrays(more).items()
-        }
-        self.of_layers, self.of_loss, self.of_embed = (
-            self._used_and_trained(traced.jaxpr) for traced in (layers, loss, embed)
-        )
-        _require_no_permutes_in_branches(
-            layers.jaxpr, [embed.jaxpr, loss.jaxpr], type(layout.config).__name__
-        )
-        self.saved: Any = (
-            self._saved(any_work)
-            if layout.pipeline.stash == "residuals" and key is not None
-            else []
-        )
 
-    def _used_and_trained(self, jaxpr: Any) -> Params:
-        """The shared parameters that a jaxpr uses and that have a gradient."""
-        return {
-            name: x
-            for name, x in _used(jaxpr, self.shared).items()
-            if name not in self.layout.buffers
-        }
+        # Each part is traced once, to see which shared parameters it uses and what it returns.
+        any_work = Work(jnp.int32(0), jnp.int32(0))
+        embed, x = jax.make_jaxpr(partial(self._embed, any_work), return_shape=True)(self.shared)
+        self.zero_input = self._pin(jnp.zeros(x.shape, x.dtype))
+        layers, (_, layer_sums) = jax.make_jaxpr(
+            partial(self.run, any_work, None), return_shape=True
+        )(self.shared, self.zero_input)
+        loss, loss_outputs = jax.make_jaxpr(partial(self._loss, any_work), return_shape=True)(
+            self.shared, self.zero_input
+        )
+        scalar_names = {**_scalars(layer_sums), **loss_outputs}
+        self.zero_sums: Sums = {name: jnp.float32(0) for name in scalar_names}
+        arrays = _arrays(layer_sums)
+        self.zero_arrays: Sums = {name: jnp.zeros(s.shape, s.dtype) for name, s in arrays.items()}
+        self.layer_params = self._trained_inputs(layers.jaxpr)
+        self.loss_params = self._trained_inputs(loss.jaxpr)
+        self.embed_params = self._trained_inputs(embed.jaxpr)
+        model_name = type(layout.config).__name__
+        _require_no_permutes_in_branches(layers.jaxpr, [embed.jaxpr, loss.jaxpr], model_name)
+        self.saved: Any = []
+        if layout.pipeline.stash == "residuals" and key is not None:
+            self.saved = self._saved(any_work)
+
+    def _trained_inputs(self, jaxpr: Any) -> Params:
+        """Returns the shared parameters that a jaxpr uses and that have a gradient."""
+        used = _used_params(jaxpr, self.shared)
+        return {name: x for name, x in used.items() if name not in self.layout.buffers}
 
     def with_layers(self, layers: Params) -> StageProgram:
-        """The program with other values of this stage's layers."""
-        other = copy.copy(self)
-        other.layers = layers
-        return other
+        """Returns the program with other values of this stage's layers."""
+        program = copy.copy(self)
+        program.layers = layers
+        return program
 
     # Forward.
 
@@ -142,9 +137,9 @@ class StageProgram:
     # last microbatch and the first chunk.
 
     def forward(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Any]:
-        """(the chunk's output [B, S, D], what is saved for its backward pass).
+        """Returns (the chunk's output [B, S, D], the values saved for its backward pass).
 
-        That is nothing if the backward pass recomputes the forward pass; otherwise the output, the
+        Nothing is saved if the backward pass recomputes the forward pass; otherwise the output, the
         sums and all residuals that depend on x.
 
         stashed: the output of the previous stage, which the first virtual stage ignores.
@@ -156,16 +151,16 @@ class StageProgram:
         return self._pin(out[0]), (out, saved(pull, self.saved))
 
     def evaluate(self, work: Work, stashed: jax.Array) -> tuple[jax.Array, Sums]:
-        """(the chunk's output [B, S, D], its scalar sums), without dropout."""
-        y, more = self.run(work, None, self.shared, self._input(work, stashed))
-        more = self._unless_idle(work, more)
+        """Returns (the chunk's output [B, S, D], its scalar sums), without dropout."""
+        y, layer_sums = self.run(work, None, self.shared, self._input(work, stashed))
+        layer_sums = self._unless_idle(work, layer_sums)
         with jax.named_scope("loss"):
             sums = lax.cond(
                 self._last(work),
                 lambda: self._full(self._loss(work, self.shared, y)),
                 lambda: self.zero_sums,
             )
-        return self._pin(y), jax.tree.map(jnp.add, sums, self._full(_scalars(more)))
+        return self._pin(y), jax.tree.map(jnp.add, sums, self._full(_scalars(layer_sums)))
 
     # Backward.
 
@@ -175,55 +170,61 @@ class StageProgram:
         stashed: jax.Array,
         saved: Any,
         dy: jax.Array,
-        sums_of_layers: Mapping[str, Any],
+        stacked_grads: Mapping[str, Any],
     ) -> Gradients:
-        """The gradients of a chunk, whose layers' gradients it adds to `sums_of_layers`: Refs with
-        a row for each row of parameters.
+        """Returns the gradients of a chunk, whose layers' gradients it adds to `stacked_grads`:
+        Refs with a row for each row of parameters.
 
         stashed, saved: as in the forward pass. dy: gradient of the output, [B, S, D], ignored on
         the last virtual stage.
         """
-        (y, more), pull = self._forward_vjp(work, self._input(work, stashed), saved)
-        sums, d_loss, dy = self.loss_gradient(work, y, dy)
-        wanted = dict(sums_of_layers), dict.fromkeys(self.of_layers, RETURNED), RETURNED
-        _, d_shared, dx = pull.with_refs(*wanted)((dy, self._seeds(more)))
-        d_embed = self.embed_gradient(work, dx)
-        more, shared = self._unless_idle(work, (more, self._pin_params(d_shared)))
-        sums = jax.tree.map(jnp.add, sums, self._full(_scalars(more)))
-        return Gradients(sums, _arrays(more), shared, d_loss, d_embed, self._pin(dx))
+        (y, layer_sums), pull = self._forward_vjp(work, self._input(work, stashed), saved)
+        sums, loss_grads, dy = self.loss_gradient(work, y, dy)
+        pull = pull.with_refs(
+            dict(stacked_grads), dict.fromkeys(self.layer_params, RETURNED), RETURNED
+        )
+        _, shared_grads, dx = pull((dy, self._cotangents(layer_sums)))
+        embed_grads = self.embed_gradient(work, dx)
+        layer_sums, shared_grads = self._unless_idle(
+            work, (layer_sums, self._pin_params(shared_grads))
+        )
+        sums = jax.tree.map(jnp.add, sums, self._full(_scalars(layer_sums)))
+        return Gradients(
+            sums, _arrays(layer_sums), shared_grads, loss_grads, embed_grads, self._pin(dx)
+        )
 
     def loss_gradient(
         self, work: Work, y: jax.Array, dy: jax.Array
     ) -> tuple[Sums, Params, jax.Array]:
-        """(scalar sums of the loss, gradients of its parameters, gradient of y); before the last
-        virtual stage zeros and dy.
+        """Returns (scalar sums of the loss, gradients of its parameters, gradient of y); before the
+        last virtual stage zeros and dy.
         """
         with jax.named_scope("loss"):
             return lax.cond(
                 self._last(work),
                 lambda: self._loss_and_grad(work, y),
-                lambda: (self.zero_sums, self._zeros(self.of_loss), self._pin(dy)),
+                lambda: (self.zero_sums, self._zeros(self.loss_params), self._pin(dy)),
             )
 
     def embed_gradient(self, work: Work, dx: jax.Array) -> Params:
-        """The gradients of the parameters that the embedding uses: zeros after the first virtual
-        stage. dx: of the chunk's input.
+        """Returns the gradients of the parameters that the embedding uses: zeros after the first
+        virtual stage. dx: of the chunk's input.
         """
         with jax.named_scope("embed"):
             return lax.cond(
                 self._first(work),
                 lambda: self._embed_grad(work, dx),
-                lambda: self._zeros(self.of_embed),
+                lambda: self._zeros(self.embed_params),
             )
 
     def _unless_idle(self, work: Work, tree: Any) -> Any:
-        """The tree, or zeros in an idle slot."""
+        """Returns the tree, or zeros in an idle slot."""
         return jax.tree.map(lambda x: jnp.where(work.microbatch >= 0, x, jnp.zeros_like(x)), tree)
 
     def _forward_vjp(
         self, work: Work, x: jax.Array, stashed: Any
     ) -> tuple[tuple[jax.Array, Sums], Callable]:
-        """(output, vjp function) of the forward pass, as `jax.vjp` returns them: recomputed, or
+        """Returns (output, vjp function) of the forward pass, as `jax.vjp` does: recomputed, or
         restored from what `forward` saved.
         """
         out, pull = jax.vjp(partial(self.run, work), *self._differentiated(), x)
@@ -235,19 +236,19 @@ class StageProgram:
         return out, restored(pull, self.saved, residuals)
 
     def _differentiated(self) -> tuple[Params, Params]:
-        """The arguments of `run` to differentiate besides x: sinks of the layers' parameters, and
-        the other parameters they use.
+        """Returns the arguments of `run` to differentiate besides x: sinks of the layers'
+        parameters, and the other parameters they use.
         """
-        return self._sinks(), _wide(self.of_layers)
+        return self._sinks(), _float32(self.layer_params)
 
-    def new_sums_of_layers(self) -> dict[str, Any]:
-        """Refs to the sums of the gradients of this stage's layers, at zero, with a row for each
-        row of the parameters.
+    def new_stacked_grads(self) -> dict[str, Any]:
+        """Returns Refs to the sums of the gradients of this stage's layers, at zero, with a row for
+        each row of the parameters.
         """
         return {name: jax.new_ref(zero) for name, zero in self._pin_params(self._sinks()).items()}
 
     def _sinks(self) -> Params:
-        """Zeros that receive the gradients of this stage's layers (see
+        """Returns zeros that receive the gradients of this stage's layers (see
         `mesh_lm.parallel.stack.Sinks`).
         """
         return {
@@ -257,7 +258,7 @@ class StageProgram:
         }
 
     def _saved(self, any_work: Work) -> Any:
-        """For each residual of a pass, whether it depends on x, and is saved."""
+        """Returns, for each residual of a pass, whether it depends on x, and is saved."""
 
         def residuals(x: jax.Array, work: Work) -> list[jax.Array]:
             return jax.tree.leaves(jax.vjp(partial(self.run, work), *self._differentiated(), x)[1])
@@ -265,54 +266,62 @@ class StageProgram:
         return depends_on_first(residuals, self.zero_input, any_work)
 
     def _loss_and_grad(self, work: Work, y: jax.Array) -> tuple[Sums, Params, jax.Array]:
-        sums, pull = jax.vjp(partial(self._loss, work), _wide(self.of_loss), y)
-        d_loss, dy = pull(self._seeds(sums))
-        return self._full(sums), self._pin_params(d_loss), self._pin(dy)
+        sums, pull = jax.vjp(partial(self._loss, work), _float32(self.loss_params), y)
+        loss_grads, dy = pull(self._cotangents(sums))
+        return self._full(sums), self._pin_params(loss_grads), self._pin(dy)
 
     def _embed_grad(self, work: Work, dx: jax.Array) -> Params:
-        return self._pin_params(jax.vjp(partial(self._embed, work), _wide(self.of_embed))[1](dx)[0])
+        _, pull = jax.vjp(partial(self._embed, work), _float32(self.embed_params))
+        return self._pin_params(pull(dx)[0])
 
-    # The model's methods. `used` are the shared parameters to differentiate, or all of them.
+    # The model's methods. `inputs` are the shared parameters to differentiate, or all of them.
 
     def run(
-        self, work: Work, sinks: Params | None, used: Params, x: jax.Array
+        self, work: Work, sinks: Params | None, inputs: Params, x: jax.Array
     ) -> tuple[jax.Array, Sums]:
-        """(output, sums) of the chunk's layers: those of each segment, in order, that this virtual
-        stage has.
+        """Returns (output, sums) of the chunk's layers: of each segment, in order, the layers that
+        this virtual stage has.
         """
-        params = {**self.shared, **used, **self.layers}
-        model, (batch, dropout) = self._module(params), self._microbatch(work)
-        sunk = Sinks(self._module({**params, **sinks}), work.microbatch >= 0) if sinks else None
-        ctx, total = Context(batch, dropout, model.prepare(batch)), {}
+        params = {**self.shared, **inputs, **self.layers}
+        model = self._module(params)
+        batch, dropout = self._microbatch(work)
+        bound_sinks = None
+        if sinks:
+            bound_sinks = Sinks(self._module({**params, **sinks}), work.microbatch >= 0)
+        ctx = Context(batch, dropout, model.prepare(batch))
+        total: Sums = {}
         for segment in self.layout.segments:
             with segment_scope(segment, self.layout.segments):
-                x, _, sums = run_segment(
-                    model, segment, x, ctx, *self.rows(segment.name, work), sunk
-                )
+                first_layer, rows = self.rows(segment.name, work)
+                x, _, sums = run_segment(model, segment, x, ctx, first_layer, rows, bound_sinks)
             total = add_sums(total, sums)
         return x, total
 
     def rows(self, segment: str, work: Work) -> tuple[jax.Array, RowRange]:
-        """(the number of the first layer of a segment in the current chunk, the rows of its
+        """Returns (the number of the first layer of a segment in the current chunk, the rows of its
         parameters).
         """
         stack = self.layout.stacks[segment]
-        first, start, skip, count = (
-            self.at(segment, what, work) for what in ("first", "start", "skip", "count")
-        )
-        start = start if stack.rows_per_stage > stack.rows_per_pass else 0
-        return first, RowRange(
-            start, stack.rows_per_pass, *((skip, count) if stack.has_padding else ())
-        )
+        first_layer = self.chunk_number(segment, "first", work)
+        start = self.chunk_number(segment, "start", work)
+        skip = self.chunk_number(segment, "skip", work)
+        count = self.chunk_number(segment, "count", work)
+        if stack.rows_per_stage <= stack.rows_per_pass:
+            start = 0  # a pass reads all rows
+        if not stack.has_padding:
+            return first_layer, RowRange(start, stack.rows_per_pass)
+        return first_layer, RowRange(start, stack.rows_per_pass, skip, count)
 
-    def at(self, segment: str, what: str, work: Work) -> jax.Array:
-        """One of this stage's numbers for the current chunk (see __init__)."""
+    def chunk_number(self, segment: str, name: str, work: Work) -> jax.Array:
+        """Returns one of this stage's numbers for the current chunk (see __init__)."""
         return lax.dynamic_index_in_dim(
-            self.stage[f"{segment}/{what}"], jnp.maximum(work.chunk, 0), keepdims=False
+            self.stage[f"{segment}/{name}"], jnp.maximum(work.chunk, 0), keepdims=False
         )
 
     def _input(self, work: Work, stashed: jax.Array) -> jax.Array:
-        """The chunk's input, [B, S, D]: the embedding's output, or the previous stage's output."""
+        """Returns the chunk's input, [B, S, D]: the embedding's output, or the previous stage's
+        output.
+        """
         with jax.named_scope("embed"):
             return lax.cond(
                 self._first(work),
@@ -320,32 +329,32 @@ class StageProgram:
                 lambda: self._pin(stashed),
             )
 
-    def _embed(self, work: Work, used: Params) -> jax.Array:
-        return self._module({**self.shared, **used, **self.layers}).embed(*self._microbatch(work))
+    def _embed(self, work: Work, inputs: Params) -> jax.Array:
+        model = self._module({**self.shared, **inputs, **self.layers})
+        return model.embed(*self._microbatch(work))
 
-    def _loss(self, work: Work, used: Params, y: jax.Array) -> Sums:
-        return loss_sums(
-            self._module({**self.shared, **used, **self.layers}), y, *self._microbatch(work)
-        )
+    def _loss(self, work: Work, inputs: Params, y: jax.Array) -> Sums:
+        model = self._module({**self.shared, **inputs, **self.layers})
+        return loss_sums(model, y, *self._microbatch(work))
 
     def _module(self, params: Params) -> Model:
         return self.layout.bind(params)
 
     def _microbatch(self, work: Work) -> tuple[Batch, Dropout | None]:
-        one = {
+        batch = {
             name: lax.dynamic_index_in_dim(x, work.microbatch, keepdims=False)
             for name, x in self.batch.items()
         }
-        return one, None if self.key is None else Dropout.of(
-            self.key, one["sample_ids"], one["indices"]
-        )
+        if self.key is None:
+            return batch, None
+        return batch, Dropout.of(self.key, batch["sample_ids"], batch["indices"])
 
     def _first(self, work: Work) -> jax.Array:
         return (self.stage["number"] == 0) & (work.chunk == 0)
 
     def _last(self, work: Work) -> jax.Array:
-        last = self.layout.pipeline.chunks - 1
-        return (self.stage["number"] == self.layout.n_stages - 1) & (work.chunk == last)
+        last_chunk = self.layout.pipeline.chunks - 1
+        return (self.stage["number"] == self.layout.n_stages - 1) & (work.chunk == last_chunk)
 
     def _pin(self, x: jax.Array) -> jax.Array:
         return self.layout.shard(x, "batch", "seq_resid", "embed")
@@ -360,40 +369,40 @@ class StageProgram:
         return self._pin_params({name: jnp.broadcast_to(zero, x.shape) for name, x in like.items()})
 
     def _full(self, sums: Sums) -> Sums:
-        """The sums with zeros for those of the loss or of auxiliary losses that are missing."""
+        """Returns the sums, with zeros for missing sums of the loss or of auxiliary losses."""
         return {**self.zero_sums, **sums}
 
-    def _seeds(self, sums: Sums) -> Sums:
-        """The cotangents of the sums: 1 / weight for the objective, zero for all others."""
-        return {
-            name: self.seed * jnp.ones_like(x) if name == "objective" else jnp.zeros_like(x)
-            for name, x in sums.items()
-        }
+    def _cotangents(self, sums: Sums) -> Sums:
+        """Returns the cotangents of the sums: 1 / weight for the objective, zero for all others."""
+        cotangents: Sums = {}
+        for name, x in sums.items():
+            if name == "objective":
+                cotangents[name] = self.inverse_weight * jnp.ones_like(x)
+            else:
+                cotangents[name] = jnp.zeros_like(x)
+        return cotangents
 
 
-def _wide(params: Params) -> Params:
-    """The parameters as float32, the type in which gradients are summed. Cast where used, because a
-    conditional or loop would save them.
+def _float32(params: Params) -> Params:
+    """Returns the parameters as float32, the type in which gradients are summed. Cast where used,
+    because a conditional or loop would save them.
     """
     return {name: x.astype(jnp.float32) for name, x in params.items()}
 
 
 def _scalars(sums: Mapping[str, Any]) -> Sums:
-    return {name: x for name, x in sums.items() if not x.ndim}
+    return {name: x for name, x in sums.items() if x.ndim == 0}
 
 
 def _arrays(sums: Mapping[str, Any]) -> Sums:
-    return {name: x for name, x in sums.items() if x.ndim}
+    return {name: x for name, x in sums.items() if x.ndim > 0}
 
 
-def _used(jaxpr: Any, params: Params) -> Params:
-    """The parameters that a jaxpr uses. They are its first arguments."""
-    used = {id(operand) for equation in jaxpr.eqns for operand in equation.invars}
-    return {
-        name: params[name]
-        for name, taken in zip(sorted(params), jaxpr.invars, strict=False)
-        if id(taken) in used
-    }
+def _used_params(jaxpr: Any, params: Params) -> Params:
+    """Returns the parameters that a jaxpr uses. They are its first arguments, sorted by name."""
+    operands = {id(operand) for equation in jaxpr.eqns for operand in equation.invars}
+    inputs = zip(sorted(params), jaxpr.invars, strict=False)
+    return {name: params[name] for name, x in inputs if id(x) in operands}
 
 
 def _require_no_permutes_in_branches(stage: Any, ends: Sequence[Any], model: str) -> None:
@@ -403,33 +412,38 @@ def _require_no_permutes_in_branches(stage: Any, ends: Sequence[Any], model: str
     For a collective-permute XLA:CPU waits for every device, including those of stages that are idle
     or have fewer layers.
     """
-    if "ppermute" in _primitives(stage)[1]:
-        fix = (
-            "it would deadlock on stages that do not take the branch; give all stages the same "
-            "number of layers"
+    _, in_branches = _primitives(stage)
+    if "ppermute" in in_branches:
+        raise ConfigError(
+            f"{model} permutes arrays inside a conditional: it would deadlock on stages that do "
+            "not take the branch; give all stages the same number of layers"
         )
-        raise ConfigError(f"{model} permutes arrays inside a conditional: {fix}")
     if any("ppermute" in set.union(*_primitives(end)) for end in ends):
-        fix = (
-            "only the first stage embeds and only the last computes the loss, so it would "
-            "deadlock; gather instead"
+        raise ConfigError(
+            f"{model} permutes arrays in its embed or loss: only the first stage embeds and only "
+            "the last computes the loss, so it would deadlock; gather instead"
         )
-        raise ConfigError(f"{model} permutes arrays in its embed or loss: {fix}")
 
 
 def _primitives(jaxpr: Any) -> tuple[set[str], set[str]]:
-    """(names of the primitives that always run, including those in loops; names of those that run
-    in branches).
+    """Returns (names of the primitives that always run, including those in loops; names of those
+    that run in branches).
     """
-    always, in_branches = set(), set()
+    always: set[str] = set()
+    in_branches: set[str] = set()
     for equation in jaxpr.eqns:
-        always.add(equation.primitive.name)
-        for nested, branches in map(_primitives, _inside(list(equation.params.values()))):
-            (in_branches if equation.primitive.name == "cond" else always).update(nested)
-            in_branches |= branches
+        name = equation.primitive.name
+        always.add(name)
+        for inner in _inner_jaxprs(list(equation.params.values())):
+            inner_always, inner_branches = _primitives(inner)
+            in_branches |= inner_branches
+            if name == "cond":
+                in_branches |= inner_always
+            else:
+                always |= inner_always
     return always, in_branches
 
 
-def _inside(params: Sequence[Any]) -> list[Any]:
+def _inner_jaxprs(params: Sequence[Any]) -> list[Any]:
     jaxprs = (getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(params))
     return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]

@@ -22,8 +22,8 @@ from mesh_lm.schedules.transfers import Transfers, plan_transfers
 
 
 def plan(layout: ModelLayout, table: Table) -> dict[str, Transfers]:
-    """The transfers of each segment whose layers' matrices a stage gathers, by the segment's
-    name.
+    """Returns the transfers of each segment whose layers' matrices a stage gathers, by the
+    segment's name.
     """
     return {
         name: plan_transfers(table, stack)
@@ -43,131 +43,146 @@ class StageTransfers:
         """vectors: this device's shards [rows, n]. stage: its order of rows, "moe/gathers" and
         "moe/sums", int32 [rows] each.
         """
-        self.layout, self.vectors, self.stage = layout, vectors, stage
+        self.layout = layout
+        self.vectors = vectors
+        self.stage = stage
         self.plans = plan(layout, table) if vectors else {}
         self.collectives = {segment: LayerCollectives(layout, segment) for segment in self.plans}
 
     def finished(self, x: jax.Array) -> jax.Array:
-        """`LayerCollectives.finished` of an activation [B, S, D]."""
-        each = next(iter(self.collectives.values()))
-        return each.finished(
-            x, self.layout.shard.spec("activations", ("batch", "seq_resid", "embed"))
-        )
+        """Returns `LayerCollectives.finished` of an activation [B, S, D]."""
+        collectives = next(iter(self.collectives.values()))
+        spec = self.layout.shard.spec("activations", ("batch", "seq_resid", "embed"))
+        return collectives.finished(x, spec)
 
     # Weights.
 
     def first_weights(self) -> Params:
-        """This stage's matrices [rows, ...], as the layers use them: those rows that are gathered
-        before the first tick, else zeros.
+        """Returns this stage's matrices [rows, ...], as the layers use them: the rows that are
+        gathered before the first tick, and zeros.
         """
         return self._gathered({segment: plan.before for segment, plan in self.plans.items()})
 
     def all_weights(self) -> Params:
-        """This stage's matrices, all gathered."""
+        """Returns this stage's matrices, all gathered."""
         return self._gathered(
             {segment: plan.gathers.shape[1] for segment, plan in self.plans.items()}
         )
 
-    def _gathered(self, rows: Mapping[str, int]) -> Params:
-        out: Params = {}
-        for segment, each in self.collectives.items():
-            stacked = {
-                name: jnp.zeros((self.plans[segment].gathers.shape[1], *like.shape), like.dtype)
-                for name, like in each.abstract.items()
+    def _gathered(self, n_rows: Mapping[str, int]) -> Params:
+        """Returns this stage's matrices, of which the first `n_rows` in the order of the gathers
+        are gathered.
+        """
+        weights: Params = {}
+        for segment, collectives in self.collectives.items():
+            stack_height = self.plans[segment].gathers.shape[1]
+            zeros = {
+                name: jnp.zeros((stack_height, *matrix.shape), matrix.dtype)
+                for name, matrix in collectives.abstract.items()
             }
 
             def gather(
-                weights: Params, row: jax.Array, each: LayerCollectives = each
+                weights: Params, row: jax.Array, collectives: LayerCollectives = collectives
             ) -> tuple[Params, None]:
-                return each.of_stacked(
-                    with_row(weights, row, each.gather(self.vectors, row, jnp.float32(0))[0])
-                ), None
+                # No tick runs yet that could hide it, nor anything that it must wait for.
+                matrices, _ = collectives.gather(self.vectors, row, jnp.float32(0))
+                return collectives.constrain_stacked(with_row(weights, row, matrices)), None
 
-            out |= lax.scan(
-                gather, each.of_stacked(stacked), self._order(segment, "gathers")[: rows[segment]]
-            )[0]
-        return out
+            rows = self._order(segment, "gathers")[: n_rows[segment]]
+            weights |= lax.scan(gather, collectives.constrain_stacked(zeros), rows)[0]
+        return weights
 
     def gather(self, tick: jax.Array, after: jax.Array) -> dict[str, Params]:
-        """A row of each segment's matrices, which layers may use from the next tick on
+        """Returns a row of each segment's matrices, which layers may use from the next tick on
         (`with_gathered`). after: see LayerCollectives.
         """
-        out = {}
-        for segment, each in self.collectives.items():
-            out[segment], after = each.gather(self.vectors, self._gather_row(segment, tick), after)
-        return out
+        gathered = {}
+        for segment, collectives in self.collectives.items():
+            row = self._gather_row(segment, tick)
+            gathered[segment], after = collectives.gather(self.vectors, row, after)
+        return gathered
 
     def with_gathered(
         self, weights: Params, tick: jax.Array, gathered: Mapping[str, Params]
     ) -> Params:
-        """The stage's matrices with the rows that `gather` returned in this tick."""
-        for segment, each in self.collectives.items():
-            own = {name: weights[name] for name in gathered[segment]}
-            weights = weights | each.of_stacked(
-                with_row(own, self._gather_row(segment, tick), gathered[segment])
-            )
+        """Returns the stage's matrices with the rows that `gather` returned in this tick."""
+        for segment, collectives in self.collectives.items():
+            segment_weights = {name: weights[name] for name in gathered[segment]}
+            row = self._gather_row(segment, tick)
+            segment_weights = with_row(segment_weights, row, gathered[segment])
+            weights = weights | collectives.constrain_stacked(segment_weights)
         return weights
 
     # Gradients.
 
     def zeros(self) -> Params:
-        """The sums of the gradients, like the vectors, at zero."""
+        """Returns the sums of the gradients, like the vectors, at zero."""
         return jax.tree.map(jnp.zeros_like, self.vectors)
 
-    def gradients(self, tick: jax.Array, of_layers: Params) -> dict[str, Params]:
-        """The gradients of those layers, one of each segment, that `sum` moves in this tick."""
-        return {
-            segment: row_of({n: of_layers[n] for n in each.specs}, self._sum_row(segment, tick))
-            for segment, each in self.collectives.items()
-        }
+    def gradients(self, tick: jax.Array, stacked_grads: Params) -> dict[str, Params]:
+        """Returns the gradients of the layers, one of each segment, that `sum` moves in this
+        tick.
+        """
+        row_grads = {}
+        for segment, collectives in self.collectives.items():
+            segment_grads = {name: stacked_grads[name] for name in collectives.specs}
+            row_grads[segment] = row_of(segment_grads, self._sum_row(segment, tick))
+        return row_grads
 
     def sum(self, grads: Mapping[str, Params], after: jax.Array) -> Params:
-        """A row of each vector: this replica's shards of the gradients, summed over the
+        """Returns a row of each vector: this replica's shards of the gradients, summed over the
         replicas.
         """
-        out: Params = {}
-        for segment, each in self.collectives.items():
-            shards, after = each.reduce(grads[segment], after)
-            out |= shards
-        return out
+        shards: Params = {}
+        for segment, collectives in self.collectives.items():
+            segment_shards, after = collectives.reduce(grads[segment], after)
+            shards |= segment_shards
+        return shards
 
-    def with_sums(self, totals: Params, tick: jax.Array, summed: Params) -> Params:
-        """The vectors' gradients with the rows that `sum` returned in this tick."""
-        for segment, each in self.collectives.items():
-            names = [vector.name for vector in each.vectors]
-            totals = totals | with_row(
-                {n: totals[n] for n in names},
+    def with_sums(self, vector_grads: Params, tick: jax.Array, shards: Params) -> Params:
+        """Returns the vectors' gradients with the rows that `sum` returned in this tick."""
+        for segment, collectives in self.collectives.items():
+            names = [vector.name for vector in collectives.vectors]
+            vector_grads = vector_grads | with_row(
+                {name: vector_grads[name] for name in names},
                 self._sum_row(segment, tick),
-                {n: summed[n] for n in names},
+                {name: shards[name] for name in names},
             )
-        return totals
+        return vector_grads
 
-    def last_sums(self, totals: Params, of_layers: Params) -> Params:
-        """The gradients of the vectors, with the rows that are summed after the last tick."""
-        for segment, each in self.collectives.items():
-            names, own = (
-                [vector.name for vector in each.vectors],
-                {n: of_layers[n] for n in each.specs},
-            )
+    def last_sums(self, vector_grads: Params, stacked_grads: Params) -> Params:
+        """Returns the gradients of the vectors, with the rows that are summed after the last
+        tick.
+        """
+        for segment, collectives in self.collectives.items():
+            names = [vector.name for vector in collectives.vectors]
+            segment_grads = {name: stacked_grads[name] for name in collectives.specs}
 
             def add(
-                totals: Params, row: jax.Array, each: LayerCollectives = each, own: Params = own
+                totals: Params,
+                row: jax.Array,
+                collectives: LayerCollectives = collectives,
+                segment_grads: Params = segment_grads,
             ) -> tuple[Params, None]:
-                return with_row(totals, row, each.reduce(row_of(own, row), jnp.float32(0))[0]), None
+                shards, _ = collectives.reduce(row_of(segment_grads, row), jnp.float32(0))
+                return with_row(totals, row, shards), None
 
-            last = self._order(segment, "sums")[self.plans[segment].sum_ticks :]
-            totals = totals | lax.scan(add, {n: totals[n] for n in names}, last)[0]
-        return totals
+            last_rows = self._order(segment, "sums")[self.plans[segment].sum_ticks :]
+            totals = {name: vector_grads[name] for name in names}
+            vector_grads = vector_grads | lax.scan(add, totals, last_rows)[0]
+        return vector_grads
 
     # The rows of a tick. Where one segment needs fewer ticks than another, it moves a row again.
 
-    def _order(self, segment: str, what: str) -> jax.Array:
-        return self.stage[f"{segment}/{what}"]
+    def _order(self, segment: str, direction: str) -> jax.Array:
+        """Returns the rows in the order of their "gathers" or "sums"."""
+        return self.stage[f"{segment}/{direction}"]
 
     def _gather_row(self, segment: str, tick: jax.Array) -> jax.Array:
-        order, plan = self._order(segment, "gathers"), self.plans[segment]
-        return order[jnp.minimum(plan.before + tick, len(order) - 1)]
+        order = self._order(segment, "gathers")
+        return order[jnp.minimum(self.plans[segment].before + tick, len(order) - 1)]
 
     def _sum_row(self, segment: str, tick: jax.Array) -> jax.Array:
         plan = self.plans[segment]
-        return self._order(segment, "sums")[jnp.maximum(tick - (plan.ticks - plan.sum_ticks), 0)]
+        first_tick = plan.ticks - plan.sum_ticks
+        return self._order(segment, "sums")[jnp.maximum(tick - first_tick, 0)]

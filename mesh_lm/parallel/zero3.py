@@ -261,7 +261,7 @@ class _GatheredLayers(LayerCollectives):
 
                 # The barrier makes both collectives end with this layer.
                 dx, matrix_grads, matrices, reduced = lax.optimization_barrier(
-                    (self.pinned(dx), self.of_matrices(matrix_grads), next_matrices, reduced)
+                    (self.pinned(dx), self.constrain_matrices(matrix_grads), next_matrices, reduced)
                 )
                 # In the first iteration row + 1 wraps around to 0, which the last lines of
                 # `backward` overwrite.
@@ -276,7 +276,7 @@ class _GatheredLayers(LayerCollectives):
         carry = _BackwardCarry(
             dx,
             last_matrices,
-            self.of_matrices(matrix_zeros),
+            self.constrain_matrices(matrix_zeros),
             vector_zeros,
             jax.tree.map(jnp.zeros_like, floats),
         )

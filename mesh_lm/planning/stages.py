@@ -18,7 +18,7 @@ from sharding_rules.lab.report import Slot
 
 def pipeline_slots(layout: ModelLayout, microbatches: int) -> tuple[Slot, ...]:
     """Returns when the conditionals in the engine's tick run, by named scope
-    (`mesh_lm.parallel.ring`); empty without a pipeline.
+    (`mesh_lm.parallel.tick`); empty without a pipeline.
     """
     if layout.n_stages == 1:
         return ()

@@ -13,7 +13,7 @@ _LOOKUP = (
     "vocab_size=...)"
 )
 VOCABULARY = Vocabulary(
-    forward_slot="forward_slot",  # the scopes of a pipeline's tick in mesh_lm/parallel/ring.py
+    forward_slot="forward_slot",  # the scopes of a pipeline's tick in mesh_lm/parallel/tick.py
     backward_slot="backward_slot",
     source_roots=("mesh_lm/", "pallas_kernels/"),
     manual_axes=("pipeline", "expert", "sequence"),

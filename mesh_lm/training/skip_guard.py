@@ -46,7 +46,9 @@ class SkipGuard:
         finite = math.isfinite(loss) and math.isfinite(norm)
         if self._last and n > self._last[0]:
             steps, new = n - self._last[0], skipped - self._last[1]
-        else:  # the first report after a start: how many of the earlier steps were skipped in a row is unknown
+        else:
+            # The first report after a start: how many of the earlier steps were skipped in a row is
+            # unknown.
             steps, new, self.consecutive_skips = 1, int(skipped > 0 and not finite), 0
         self._last, self.consecutive_skips = (
             (n, skipped),

@@ -23,7 +23,8 @@ from support import (
 
 from mesh_lm.config import ModelConfig, PipelineConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.parallel import engine, ring
+from mesh_lm.parallel import engine
+from mesh_lm.parallel import tick as ring
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.schedules.custom import write_csv
 from mesh_lm.schedules.schedule import make_schedule as named

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_lm.config import LaunchConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig, decoder, dense, layers, mlp
-from mesh_lm.parallel import flat, ring, stack
+from mesh_lm.parallel import flat, stack
+from mesh_lm.parallel import tick as ring
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning import program
 from sharding_rules import MeshConfig, Rules, Shard, preset

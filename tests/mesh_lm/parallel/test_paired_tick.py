@@ -15,8 +15,8 @@ from pipeline_toy import SEQUENCE, ToyConfig
 from support import GPT, LLAMA, Outcome, assert_same_gradients, gradients, reference, shard_on
 
 from mesh_lm.config import ModelConfig, PipelineConfig
-from mesh_lm.parallel import ring
-from mesh_lm.parallel.layer_pairs import Stretch, stretches
+from mesh_lm.parallel import tick as ring
+from mesh_lm.parallel.paired_tick import Stretch, stretches
 from sharding_rules import Rules
 
 COMPILE_BUDGET = 110
