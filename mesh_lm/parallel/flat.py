@@ -14,11 +14,10 @@ Checkpoints have no flat vectors: on disk a matrix is one array (`mesh_lm.state.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,18 +75,17 @@ class FlatVector:
     """Whether the layers have no copy of the matrices: each gathers its own from the master when it
     runs (ZeRO-3)."""
     node_axis: str = ""
-    """The one of the replicas' axes that is inside a node, the first of them; empty: none
-    (`Rules.node_axis`)."""
+    """The first of the replicas' axes, if its devices are in one node (`Rules.node_axis`); else
+    empty."""
 
     @property
     def levels(self) -> tuple[tuple[str, ...], ...]:
         """The replicas' axes in the order in which a sum goes through them: inside a node first,
         then across nodes.
         """
+        inside = tuple(axis for axis in self.replica_axes if axis == self.node_axis)
         across = tuple(axis for axis in self.replica_axes if axis != self.node_axis)
-        return tuple(
-            level for level in ((self.node_axis,) if self.node_axis else (), across) if level
-        )
+        return tuple(level for level in (inside, across) if level)
 
     @property
     def replicas(self) -> int:
@@ -104,16 +102,11 @@ class FlatVector:
     @property
     def array_spec(self) -> ArraySpec:
         """The vector as an array of the state."""
-        n = (
-            self.shard_size
-            * self.replicas
-            * math.prod(self.mesh.shape[axis] for axis in self.shard_axes)
-        )
-        return (
-            ArraySpec((self.rows, n), _F32, ("layers", FLAT), "flat")
-            if self.rows
-            else ArraySpec((n,), _F32, (FLAT,), "flat")
-        )
+        n_shards = math.prod(self.mesh.shape[axis] for axis in self.shard_axes)
+        n = self.shard_size * self.replicas * n_shards
+        if self.rows:
+            return ArraySpec((self.rows, n), _F32, ("layers", FLAT), "flat")
+        return ArraySpec((n,), _F32, (FLAT,), "flat")
 
     @property
     def spec(self) -> PartitionSpec:
@@ -131,63 +124,66 @@ class FlatVector:
     # The following methods run on one device, inside a region that is manual over every mesh axis.
 
     def pack(self, row: Mapping[str, jax.Array]) -> jax.Array:
-        """A device's shards of the matrices of one layer -> [shard_size * replicas],
-        zero-padded.
+        """Returns a device's shards of the matrices of one layer as a vector
+        [shard_size * replicas], zero-padded.
         """
         parts = [row[matrix.name].reshape(-1) for matrix in self.matrices]
         row_vector = jnp.concatenate(parts)
         return jnp.pad(row_vector, (0, self.shard_size * self.replicas - row_vector.size))
 
     def unpack(self, row: jax.Array) -> Params:
-        """The inverse of `pack`."""
+        """Returns the matrices of a vector: the inverse of `pack`."""
         return {m.name: row[m.offset : m.offset + m.size].reshape(m.local) for m in self.matrices}
 
     def map_rows(self, f: Callable[[Any], Any], local: Any) -> Any:
-        """f(row) for all rows that a device holds, in a loop, so that at most one extra row is in
-        memory.
+        """Returns f(row) for all rows that a device has, in a loop, so that at most one extra row
+        is in memory.
         """
-        return lax.scan(lambda _, row: (None, f(row)), None, local)[1] if self.rows else f(local)
+        if not self.rows:
+            return f(local)
+        return lax.scan(lambda _, row: (None, f(row)), None, local)[1]
 
     def reduce_scatter(self, grads: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
-        """This replica's gradients of the matrices -> its shard of the sum over the replicas,
-        float32, summed in `dtype`.
+        """Returns this replica's shard of the sum over the replicas, float32, summed in `dtype`.
+
+        grads: this replica's gradients of the matrices, and perhaps of others.
         """
-        own = {matrix.name: grads[matrix.name] for matrix in self.matrices}
-        return self.map_rows(lambda row: self.reduce_scatter_row(row, dtype), own)
+        matrix_grads = {matrix.name: grads[matrix.name] for matrix in self.matrices}
+        return self.map_rows(lambda row: self.reduce_scatter_row(row, dtype), matrix_grads)
 
     def reduce_scatter_row(self, row: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
-        """`reduce_scatter` of one layer."""
+        """Returns `reduce_scatter` of one layer."""
         vector = self.pack(row).astype(dtype)
         for level in self.levels:
             vector = lax.psum_scatter(vector, level, tiled=True)
         return vector.astype(jnp.float32)
 
     def int8_reduce_scatter(
-        self, grads: Mapping[str, jax.Array], so_far: Mapping[str, jax.Array]
+        self, grads: Mapping[str, jax.Array], old_feedback: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, Params]:
-        """(`reduce_scatter` in int8, what rounding has left out) of gradients plus what was left
-        out so far.
+        """Returns (`reduce_scatter` in int8, what rounding has left out so far).
 
-        See `mesh_lm.parallel.feedback`.
+        old_feedback: what it had left out before, which is added to the gradients. See
+        `mesh_lm.parallel.feedback`.
         """
 
-        def row(arrays: tuple[Params, Params]) -> tuple[jax.Array, Params]:
+        def reduce_row(arrays: tuple[Params, Params]) -> tuple[jax.Array, Params]:
+            row_grads, row_feedback = arrays
             vector, left_out = int8_reduce_scatter(
-                self.pack(arrays[0]) + self.pack(arrays[1]), self.replica_axes
+                self.pack(row_grads) + self.pack(row_feedback), self.replica_axes
             )
             return vector, {name: x[None] for name, x in self.unpack(left_out).items()}
 
-        own = tuple(
-            {matrix.name: each[matrix.name] for matrix in self.matrices} for each in (grads, so_far)
-        )
-        return self.map_rows(row, own)
+        matrix_grads = {matrix.name: grads[matrix.name] for matrix in self.matrices}
+        matrix_feedback = {matrix.name: old_feedback[matrix.name] for matrix in self.matrices}
+        return self.map_rows(reduce_row, (matrix_grads, matrix_feedback))
 
     def all_gather(self, shard: jax.Array) -> Params:
-        """A shard of the master -> the matrices as the layers use them."""
+        """Returns the matrices as the layers use them, from a shard of the master."""
         return self.map_rows(self.all_gather_row, shard)
 
     def all_gather_row(self, row: jax.Array) -> Params:
-        """`all_gather` of one layer."""
+        """Returns `all_gather` of one layer."""
         # The barrier keeps the cast before the all-gather: XLA would gather fp32 and then cast.
         row = lax.optimization_barrier(row.astype(self.dtype))
         for level in reversed(self.levels):
@@ -208,70 +204,46 @@ class FlatLayout:
         cls,
         rules: Rules,
         leaves: Mapping[str, ArraySpec],
-        where: Mapping[str, NamedSharding],
-        compute: Mapping[str, Any],
+        shardings: Mapping[str, NamedSharding],
+        compute_dtypes: Mapping[str, Any],
         segment_of: Callable[[str], str],
     ) -> FlatLayout:
-        """The flat layout of parameters in memory: leaves, shardings and compute types by name."""
-        groups: dict[tuple[Any, ...], list[str]] = {}
+        """Returns the flat layout of parameters in memory: leaves, shardings and compute types by
+        name.
+        """
+        groups: dict[_Group, list[str]] = {}
         for name, leaf in leaves.items():
-            replica_axes = replica_axes_of(rules, segment_of(name))
-            if not replica_axes or not is_matrix(name, leaf.axes):
-                continue
-            own_axes = {a for entry in where[name].spec for a in axes_of(entry)}
-            sizes = where[name].mesh.shape
-            replica_axes = tuple(a for a in replica_axes if sizes[a] > 1 and a not in own_axes)
-            # a shard is a part of its node's
-            replica_axes = tuple(sorted(replica_axes, key=lambda a: a != rules.node_axis))
-            manual = rules.manual_axes()
-            shard_axes = sorted(
-                (
-                    a
-                    for a in sizes
-                    if a in own_axes and sizes[a] > 1 and not (leaf.stacked and a == "pipeline")
-                ),
-                key=lambda a: a not in manual,
-            )
-            part = segment_of(name) if leaf.stacked else name
-            groups.setdefault(
-                (part, tuple(shard_axes), replica_axes, str(compute[name])), []
-            ).append(name)
-        parts = [key[0] for key in groups]
+            if replica_axes_of(rules, segment_of(name)) and is_matrix(name, leaf.axes):
+                group = _group_of(
+                    rules, name, leaf, shardings[name], compute_dtypes[name], segment_of(name)
+                )
+                groups.setdefault(group, []).append(name)
+        parts = [group.part for group in groups]
         vectors = []
-        for (part, shard_axes, replica_axes, dtype), names in groups.items():
-            leaf, sharding = leaves[names[0]], where[names[0]]
-            rows, by_layer = (
-                leaf.shape[0] if leaf.stacked else 0,
-                leaf.stacked and bool(gathered_axes_of(rules, part)),
-            )
-            local_shapes = [
-                where[n].shard_shape(leaves[n].shape)[int(leaf.stacked) :] for n in names
-            ]
-            offsets = itertools.accumulate((math.prod(local) for local in local_shapes), initial=0)
-            matrices = tuple(
-                Matrix(*each) for each in zip(names, local_shapes, offsets, strict=False)
-            )
-            vector_name = (
-                part
-                if not leaf.stacked
-                else f"{part}/{'+'.join(shard_axes) or 'whole'}"
-                + (f"/{dtype}" if parts.count(part) > 1 else "")
-            )
-            node = rules.node_axis if rules.node_axis in replica_axes else ""
+        for group, names in groups.items():
+            leaf = leaves[names[0]]
+            sharding = shardings[names[0]]
+            # One layer of a device's shard of each matrix, one after the other.
+            matrices = []
+            offset = 0
+            for name in names:
+                local = shardings[name].shard_shape(leaves[name].shape)[int(leaf.stacked) :]
+                matrices.append(Matrix(name, local, offset))
+                offset += math.prod(local)
             vectors.append(
                 FlatVector(
-                    vector_name,
-                    sharding.mesh,
-                    matrices,
-                    rows,
-                    jnp.dtype(dtype),
-                    replica_axes,
-                    shard_axes,
-                    by_layer,
-                    node,
+                    name=group.vector_name(leaf.stacked, parts.count(group.part) > 1),
+                    mesh=sharding.mesh,
+                    matrices=tuple(matrices),
+                    rows=leaf.shape[0] if leaf.stacked else 0,
+                    dtype=jnp.dtype(group.dtype),
+                    replica_axes=group.replica_axes,
+                    shard_axes=group.shard_axes,
+                    gathered_by_layer=leaf.stacked and bool(gathered_axes_of(rules, group.part)),
+                    node_axis=rules.node_axis if rules.node_axis in group.replica_axes else "",
                 )
             )
-        specs = {m.name: where[m.name].spec for v in vectors for m in v.matrices}
+        specs = {m.name: shardings[m.name].spec for v in vectors for m in v.matrices}
         return cls(tuple(vectors), specs)
 
     @cached_property
@@ -287,10 +259,9 @@ class FlatLayout:
         return frozenset(m.name for v in self.vectors if v.gathered_by_layer for m in v.matrices)
 
     def gathered_by(self, segment: str) -> list[FlatVector]:
-        """The vectors of a segment whose layers gather their own matrices."""
-        return [
-            v for v in self.vectors if v.gathered_by_layer and v.name.partition("/")[0] == segment
-        ]
+        """Returns the vectors of a segment whose layers gather their own matrices."""
+        gathered = [vector for vector in self.vectors if vector.gathered_by_layer]
+        return [vector for vector in gathered if vector.name.partition("/")[0] == segment]
 
     @cached_property
     def leaves(self) -> dict[str, ArraySpec]:
@@ -308,65 +279,113 @@ class FlatLayout:
         return {matrix.name: vector.dtype for vector in self.vectors for matrix in vector.matrices}
 
     def compute_params(self, masters: Params, every: bool = False) -> Params:
-        """The flat parameters of which the layers have a copy, from the vectors of the master: one
-        all-gather per layer.
+        """Returns the flat parameters of which the layers have a copy, from the vectors of the
+        master: one all-gather per layer.
 
-        every: also those that each layer gathers when it runs.
+        every: also the parameters that each layer gathers when it runs.
         """
         vectors = [vector for vector in self.vectors if every or not vector.gathered_by_layer]
-
-        def gathered(shards: Params) -> Params:
-            out: Params = {}
-            for vector in vectors:
-                out |= vector.all_gather(serialized_on_cpu(shards[vector.name], out, vector.mesh))
-            return out
-
         if not vectors:
             return {}
-        shards = {vector.name: vector.spec for vector in vectors}
-        mesh, specs = (
-            vectors[0].mesh,
-            {m.name: self.specs[m.name] for vector in vectors for m in vector.matrices},
+
+        def all_gather(shards: Params) -> Params:
+            params: Params = {}
+            for vector in vectors:
+                shard = serialized_on_cpu(shards[vector.name], params, vector.mesh)
+                params |= vector.all_gather(shard)
+            return params
+
+        shard_specs = {vector.name: vector.spec for vector in vectors}
+        param_specs = {m.name: self.specs[m.name] for vector in vectors for m in vector.matrices}
+        run = jax.shard_map(
+            all_gather,
+            mesh=vectors[0].mesh,
+            in_specs=(shard_specs,),
+            out_specs=param_specs,
+            check_vma=False,
         )
-        return jax.shard_map(
-            gathered, mesh=mesh, in_specs=(shards,), out_specs=specs, check_vma=False
-        )({name: masters[name] for name in shards})
+        return run({name: masters[name] for name in shard_specs})
 
     def reduce_scatter(
         self,
         grads: Mapping[str, jax.Array],
-        before: Any,
-        so_far: Mapping[str, jax.Array],
+        earlier: Any,
+        old_feedback: Mapping[str, jax.Array],
         dtype: Any,
     ) -> tuple[Params, Params]:
-        """On one device: this replica's gradients of the matrices -> (its shard of the sum, for
-        each vector; what is left out).
+        """Returns, on one device, (this replica's shard of the sum for each vector, the new error
+        feedback).
 
-        grads: gradients of other parameters among them are summed already, as `before` is. Those of
-        vectors that layers gather are not among them: the layers sum them. so_far: of matrices
-        whose gradients are summed in int8, what earlier sums have left out.
+        Args:
+          grads: this replica's gradients of the matrices, without those of vectors that layers
+            gather: the layers sum them. Gradients of other parameters among them are summed
+            already.
+          earlier: arrays whose collectives come before these.
+          old_feedback: of matrices whose gradients are summed in int8, what earlier sums have left
+            out.
         """
-        out: Params = {}
-        left_out: Params = {}
-        before = before, {name: g for name, g in grads.items() if name not in self.names}
+        shards: Params = {}
+        new_feedback: Params = {}
+        earlier = earlier, {name: g for name, g in grads.items() if name not in self.names}
         for vector in self.vectors:
             if vector.gathered_by_layer:
                 continue
-            local = {
-                m.name: serialized_on_cpu(grads[m.name], (before, out), vector.mesh)
+            matrix_grads = {
+                m.name: serialized_on_cpu(grads[m.name], (earlier, shards), vector.mesh)
                 for m in vector.matrices
             }
-            if vector.matrices[0].name in so_far:
-                out[vector.name], new = vector.int8_reduce_scatter(local, so_far)
-                left_out |= new
+            if vector.matrices[0].name in old_feedback:
+                shards[vector.name], feedback = vector.int8_reduce_scatter(
+                    matrix_grads, old_feedback
+                )
+                new_feedback |= feedback
             else:
-                out[vector.name] = vector.reduce_scatter(local, dtype)
-        return out, left_out
+                shards[vector.name] = vector.reduce_scatter(matrix_grads, dtype)
+        return shards, new_feedback
 
 
-def serialized_on_cpu(x: jax.Array, before: Any, mesh: Any) -> jax.Array:
-    """x. On CPUs it depends on all arrays in `before`, so that collectives that read it come after
-    those that make them.
+class _Group(NamedTuple):
+    """The matrices of one vector have these in common."""
+
+    part: str
+    """The segment, or the name of a parameter outside of segments."""
+    shard_axes: tuple[str, ...]
+    replica_axes: tuple[str, ...]
+    dtype: str
+
+    def vector_name(self, stacked: bool, is_one_of_several: bool) -> str:
+        """Returns the name of the vector, which is saved nowhere."""
+        if not stacked:
+            return self.part
+        name = f"{self.part}/{'+'.join(self.shard_axes) or 'whole'}"
+        return f"{name}/{self.dtype}" if is_one_of_several else name
+
+
+def _group_of(
+    rules: Rules, name: str, leaf: ArraySpec, sharding: NamedSharding, dtype: Any, segment: str
+) -> _Group:
+    """Returns the group of one matrix, whose vector is sharded over its replicas."""
+    sizes = sharding.mesh.shape
+    sharded_axes = {axis for entry in sharding.spec for axis in axes_of(entry)}
+    replica_axes = [
+        axis
+        for axis in replica_axes_of(rules, segment)
+        if sizes[axis] > 1 and axis not in sharded_axes
+    ]
+    # The axis inside a node comes first, so that a device's shard is a part of its node's.
+    replica_axes.sort(key=lambda axis: axis != rules.node_axis)
+    shard_axes = [axis for axis in sizes if axis in sharded_axes and sizes[axis] > 1]
+    if leaf.stacked and "pipeline" in shard_axes:
+        shard_axes.remove("pipeline")  # shards the rows
+    manual_axes = rules.manual_axes()
+    shard_axes.sort(key=lambda axis: axis not in manual_axes)
+    part = segment if leaf.stacked else name
+    return _Group(part, tuple(shard_axes), tuple(replica_axes), str(dtype))
+
+
+def serialized_on_cpu(x: jax.Array, earlier: Any, mesh: Any) -> jax.Array:
+    """Returns x. On CPUs it depends on all arrays in `earlier`, so that collectives that read it
+    come after those that make them.
 
     XLA:CPU starts independent collectives inside and outside of a loop in any order, so that two
     processes may confuse one with the other. Multiplied by 1 + 0 y, x keeps its bits if y is
@@ -374,12 +393,14 @@ def serialized_on_cpu(x: jax.Array, before: Any, mesh: Any) -> jax.Array:
     """
     if mesh.devices.flat[0].platform != "cpu":
         return x
-    first = [y.ravel()[0].astype(jnp.float32) for y in jax.tree.leaves(before)]
-    return x * (1 + 0 * jnp.stack(first).sum()).astype(x.dtype) if first else x
+    elements = [y.ravel()[0].astype(jnp.float32) for y in jax.tree.leaves(earlier)]
+    if not elements:
+        return x
+    return x * (1 + 0 * jnp.stack(elements).sum()).astype(x.dtype)
 
 
 def replica_axes_of(rules: Rules, segment: str) -> tuple[str, ...]:
-    """The mesh axes that shard the flat vectors of a segment, or of a parameter outside of
+    """Returns the mesh axes that shard the flat vectors of a segment, or of a parameter outside of
     segments; empty: its matrices are not flat.
     """
     row = rules.row("optimizer", f"{segment}/{FLAT}")
@@ -387,8 +408,8 @@ def replica_axes_of(rules: Rules, segment: str) -> tuple[str, ...]:
 
 
 def gathered_axes_of(rules: Rules, segment: str) -> tuple[str, ...]:
-    """The mesh axes over which each layer of a segment gathers its flat matrices; empty: the layers
-    have a copy of them.
+    """Returns the mesh axes over which each layer of a segment gathers its flat matrices; empty:
+    the layers have a copy of them.
     """
     row = rules.row("params", f"{segment}/{FLAT}")
     return axes_of(rules.params[row]) if row else ()

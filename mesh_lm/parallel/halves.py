@@ -19,43 +19,54 @@ from sharding_rules import Shard
 def in_halves(
     layer: Layer, shard: Shard, x: jax.Array, ctx: Context
 ) -> tuple[jax.Array, Any, Sums]:
-    """(output, cache, sums) of a layer; computed at once in generation, and if a device's sequences
-    are not even in number.
+    """Returns (output, cache, sums) of a layer; computed at once in generation, and if a device's
+    sequences are not even in number.
 
     A half has half of the sequences of every device, so that none moves between devices.
 
     Args:
-      layer: called once for each half; its sums are added. x: [B, S, D] or [S, B, D], as
-      `ctx.tokens` says, like the output. ctx: of `batch`, `shared` and the dropout's indices, those
-      arrays are divided whose first dimension is B.
+      layer: called once for each half; its sums are added.
+      x: [B, S, D] or [S, B, D], as `ctx.tokens` says, like the output.
+      ctx: arrays of `batch`, `shared` and the dropout's indices are divided if their first
+        dimension is B.
     """
     axis = ctx.tokens.index("batch")
-    rows, ways = x.shape[axis], shard.n_shards(shard.axes_for("batch"))
-    if ctx.cache is not None or rows % (2 * ways):
+    n_sequences = x.shape[axis]
+    n_shards = shard.n_shards(shard.axes_for("batch"))
+    if ctx.cache is not None or n_sequences % (2 * n_shards):
         return layer(x, ctx)
-    halves = []
-    for number in range(2):
-        take = partial(_half, number, ways)
-        of_rows = partial(
-            jax.tree.map,
-            lambda leaf, take=take: take(leaf) if leaf.ndim and leaf.shape[0] == rows else leaf,
+
+    def run_half(number: int) -> tuple[jax.Array, Any, Sums]:
+        take = partial(_half, number, n_shards)
+
+        def take_rows(tree: Any) -> Any:
+            return jax.tree.map(
+                lambda x: take(x) if x.ndim and x.shape[0] == n_sequences else x, tree
+            )
+
+        dropout = ctx.dropout
+        if dropout:
+            dropout = dataclasses.replace(
+                dropout, keys=take(dropout.keys), indices=take_rows(dropout.indices)
+            )
+        half_ctx = dataclasses.replace(
+            ctx, batch=take_rows(dict(ctx.batch)), dropout=dropout, shared=take_rows(ctx.shared)
         )
-        dropout = ctx.dropout and dataclasses.replace(
-            ctx.dropout, keys=take(ctx.dropout.keys), indices=of_rows(ctx.dropout.indices)
-        )
-        own = dataclasses.replace(
-            ctx, batch=of_rows(dict(ctx.batch)), dropout=dropout, shared=of_rows(ctx.shared)
-        )
-        halves.append(layer(shard(take(x, axis), *ctx.residual), own))
-    (y, _, sums), (z, _, more) = halves
-    both = [a.reshape(*a.shape[:axis], ways, -1, *a.shape[axis + 1 :]) for a in (y, z)]
-    joined = jnp.concatenate(both, axis + 1).reshape(x.shape)
-    return shard(joined, *ctx.residual), None, jax.tree.map(jnp.add, sums, more)
+        return layer(shard(take(x, axis), *ctx.residual), half_ctx)
+
+    first, _, first_sums = run_half(0)
+    second, _, second_sums = run_half(1)
+    # Back to the order of the sequences: each device's first half, then its second.
+    blocks = [
+        half.reshape(*half.shape[:axis], n_shards, -1, *half.shape[axis + 1 :])
+        for half in (first, second)
+    ]
+    joined = jnp.concatenate(blocks, axis + 1).reshape(x.shape)
+    return shard(joined, *ctx.residual), None, jax.tree.map(jnp.add, first_sums, second_sums)
 
 
-def _half(number: int, ways: int, x: jax.Array, axis: int = 0) -> jax.Array:
-    """The first or second half of each of `ways` equal blocks of a dimension."""
-    blocks = x.reshape(*x.shape[:axis], ways, 2, -1, *x.shape[axis + 1 :])
-    return lax.index_in_dim(blocks, number, axis + 1, keepdims=False).reshape(
-        *x.shape[:axis], -1, *x.shape[axis + 1 :]
-    )
+def _half(number: int, n_blocks: int, x: jax.Array, axis: int = 0) -> jax.Array:
+    """Returns the first or second half of each of `n_blocks` equal blocks of a dimension."""
+    blocks = x.reshape(*x.shape[:axis], n_blocks, 2, -1, *x.shape[axis + 1 :])
+    halves = lax.index_in_dim(blocks, number, axis + 1, keepdims=False)
+    return halves.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])

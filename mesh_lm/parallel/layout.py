@@ -12,7 +12,7 @@ module and on disk the layers are in model order. In memory each pipeline stage 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any, cast
 
@@ -61,57 +61,58 @@ class ModelLayout:
     def of(
         cls, config: ModelConfig, shard: Shard, pipeline: PipelineConfig = PipelineConfig()
     ) -> ModelLayout:
-        """The layout of a model, from a trace of its constructor; no memory is allocated.
+        """Returns the layout of a model, from a trace of its constructor; no memory is allocated.
 
         Raises ShardingRuleError for a parameter whose dimensions are not all named and for a scope
         in the rules that is not a segment. Raises ConfigError for NNX state that is neither
         nnx.Param nor Buffer, for a parameter that is not stored in float32, for a stacked parameter
         outside of segments, and for a model that the pipeline cannot divide.
         """
-        stacks, stack = divided(config, pipeline, shard.mesh.shape["pipeline"]), config.stack()
-        if problems := unknown_scopes(shard.rules, (*stack.names, TABLES)):
+        stacks = divided(config, pipeline, shard.mesh.shape["pipeline"])
+        stack = config.stack()
+        problems = unknown_scopes(shard.rules, (*stack.names, TABLES))
+        if problems:
             raise ShardingRuleError("\n  - ".join([MISFIT, *problems]))
         graph, state = nnx.split(nnx.eval_shape(lambda: _make(config, shard, jax.random.key(0))))
-        shapes, axes, buffers, compute, scopes = {}, {}, set(), {}, shard.rules.scopes()
-        for path, variable in jax.tree_util.tree_flatten_with_path(
+        shapes = {}
+        axes = {}
+        buffers = set()
+        compute_dtypes = {}
+        variables, _ = jax.tree_util.tree_flatten_with_path(
             state, is_leaf=lambda v: isinstance(v, nnx.Variable)
-        )[0]:
+        )
+        for path, variable in variables:
             name = ".".join(str(getattr(key, "key", key)) for key in path)
             if not isinstance(variable, nnx.Param | Buffer):
-                fix = (
-                    "mesh_lm trains models whose only state is nnx.Param, and "
-                    "mesh_lm.model.buffer.Buffer for what has no gradient"
+                raise ConfigError(
+                    f"model.{name} is a {type(variable).__name__}; mesh_lm trains models whose "
+                    "only state is nnx.Param, and mesh_lm.model.buffer.Buffer for what has no "
+                    "gradient"
                 )
-                raise ConfigError(f"model.{name} is a {type(variable).__name__}; {fix}")
-            buffers |= {name} if isinstance(variable, Buffer) else set()
-            shapes[name] = jax.ShapeDtypeStruct(
-                variable.get_value().shape, variable.get_value().dtype
-            )
-            compute[name] = _compute_dtype(name, variable, shapes[name].dtype)
-            named = variable.get_metadata().get("out_sharding")
-            if named is None or len(named) != len(shapes[name].shape):
+            if isinstance(variable, Buffer):
+                buffers.add(name)
+            value = variable.get_value()
+            shapes[name] = jax.ShapeDtypeStruct(value.shape, value.dtype)
+            compute_dtypes[name] = _compute_dtype(name, variable, value.dtype)
+            logical_axes = variable.get_metadata().get("out_sharding")
+            if logical_axes is None or len(logical_axes) != len(value.shape):
                 raise ShardingRuleError(
-                    f"{name} {shapes[name].shape}: its logical axes are {named}; give one name (or "
+                    f"{name} {value.shape}: its logical axes are {logical_axes}; give one name (or "
                     "None) a dimension, as in nnx.Param(value, out_sharding=('embed', 'mlp'))"
                 )
-            _check_stack(name, named, shapes[name].shape, stack)
-            scope = segment_of(name) if named[:1] == ("layers",) else TABLES
-            scope = scope if scope in scopes else ""
-            axes[name] = tuple(
-                f"{scope}/{axis}" if scope and axis not in (None, "layers") else axis
-                for axis in named
-            )
+            _check_stack(name, logical_axes, value.shape, stack)
+            axes[name] = _scoped(name, logical_axes, shard.rules.scopes())
         return cls(
-            config,
-            shard,
-            pipeline,
-            stacks,
-            shapes,
-            axes,
-            frozenset(buffers),
-            compute,
-            graph,
-            jax.tree.structure(state),
+            config=config,
+            shard=shard,
+            pipeline=pipeline,
+            stacks=stacks,
+            shapes=shapes,
+            axes=axes,
+            buffers=frozenset(buffers),
+            compute_dtypes=compute_dtypes,
+            _graph=graph,
+            _tree=jax.tree.structure(state),
         )
 
     @property
@@ -132,7 +133,7 @@ class ModelLayout:
         return all(stack.is_contiguous for stack in self.stacks.values())
 
     def stack_of(self, name: str) -> StackLayout:
-        """The layout of a stacked parameter, or of a sum with a segment's layers as leading
+        """Returns the layout of a stacked parameter, or of a sum with a segment's layers as leading
         dimension.
         """
         return self.stacks[segment_of(name)]
@@ -173,7 +174,7 @@ class ModelLayout:
         )
 
     def init(self, key: jax.Array) -> Params:
-        """Initial weights, layers in model order.
+        """Returns initial weights, layers in model order.
 
         Under jit with `canonical_shardings("params")` each device makes its own shards, and the
         bits do not depend on the mesh.
@@ -182,47 +183,45 @@ class ModelLayout:
         return dict(zip(self.shapes, jax.tree.leaves(state), strict=True))
 
     def bind(self, params: Params) -> Model:
-        """The module with these parameters and buffers."""
-        return cast(
-            Model,
-            nnx.merge(
-                self._graph, jax.tree.unflatten(self._tree, [params[name] for name in self.shapes])
-            ),
-        )
+        """Returns the module with these parameters and buffers."""
+        state = jax.tree.unflatten(self._tree, [params[name] for name in self.shapes])
+        return cast(Model, nnx.merge(self._graph, state))
 
     def shardings(self, kind: Kind) -> dict[str, jax.NamedSharding]:
-        """Shardings of the parameters, their gradients or moments. Raises ShardingRuleError with
-        every parameter that no rule fits.
+        """Returns shardings of the parameters, their gradients or moments. Raises ShardingRuleError
+        with every parameter that no rule fits.
         """
-        out, problems = {}, []
+        shardings = {}
+        problems = []
         for name, shape in self.memory_shapes.items():
             try:
-                out[name] = self.shard.sharding(kind, self.axes[name], shape.shape, name)
+                shardings[name] = self.shard.sharding(kind, self.axes[name], shape.shape, name)
             except ShardingRuleError as error:
                 problems.append(str(error))
         if problems:
             raise ShardingRuleError("\n  - ".join([MISFIT, *dict.fromkeys(problems)]))
-        return out
+        return shardings
 
     def canonical_shardings(self, kind: Kind) -> dict[str, jax.NamedSharding]:
-        """`shardings` for parameters with layers in model order, as they are initialised, saved and
-        restored.
+        """Returns `shardings` for parameters with layers in model order, as they are initialised,
+        saved and restored.
         """
         shapes = self.memory_shapes
-        where = self.shardings(kind).items()
-        return {
-            n: canonical_sharding(s, shapes[n].shape, self.stack_of(n)) if n in self.stacked else s
-            for n, s in where
-        }
+        shardings = self.shardings(kind)
+        for name in self.stacked & shardings.keys():
+            shardings[name] = canonical_sharding(
+                shardings[name], shapes[name].shape, self.stack_of(name)
+            )
+        return shardings
 
     def to_memory_order(self, tree: Params, kind: Kind) -> Params:
-        """Parameters (gradients, moments) in model order -> the order in memory. Donates its input;
-        the peak is one extra array.
+        """Returns parameters (gradients, moments) in the order in memory, from model order. Donates
+        its input; the peak is one extra array.
         """
         return self._reordered(tree, kind, to_memory)
 
     def to_model_order(self, tree: Params, kind: Kind) -> Params:
-        """The inverse of `to_memory_order`."""
+        """Returns the inverse of `to_memory_order`."""
         return self._reordered(tree, kind, to_canonical)
 
     def _reordered(
@@ -233,23 +232,28 @@ class ModelLayout:
     ) -> Params:
         if self.is_contiguous:
             return tree
-        where = self.shardings(kind)
-        return {
-            name: move(x, self.stack_of(name), where[name]) if name in self.stacked else x
-            for name, x in tree.items()
-        }
+        shardings = self.shardings(kind)
+        stacked = self.stacked
+        reordered = dict(tree)
+        for name, x in tree.items():
+            if name in stacked:
+                reordered[name] = move(x, self.stack_of(name), shardings[name])
+        return reordered
 
     def constrain(self, tree: Params, kind: Kind) -> Params:
-        """A dict of parameters, gradients or moments, constrained to its column of the rules."""
+        """Returns a dict of parameters, gradients or moments, constrained to its column of the
+        rules.
+        """
         return {name: self.shard.constrain(x, kind, self.axes[name]) for name, x in tree.items()}
 
 
 def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[str, StackLayout]:
-    """Segment -> its layers on the pipeline stages. Raises ConfigError for a wrong stack, and for
-    layers that cannot be divided so.
+    """Returns the layers of each segment on the pipeline stages. Raises ConfigError for a wrong
+    stack, and for layers that cannot be divided so.
     """
     stack = config.stack()
-    if problems := stack.problems():
+    problems = stack.problems()
+    if problems:
         raise ConfigError(
             "\n  - ".join([f"the stack of {type(config).__name__} is wrong", *problems])
         )
@@ -267,15 +271,27 @@ def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[
 
 
 def segment_of(name: str) -> str:
-    """The segment (or other attribute) of a parameter or a sum: "moe" for "moe.mlp.up.weight" and
-    for "moe/load".
+    """Returns the segment (or other attribute) of a parameter or a sum: "moe" for
+    "moe.mlp.up.weight" and for "moe/load".
     """
     return name.replace("/", ".").partition(".")[0]
 
 
+def _scoped(
+    name: str, axes: tuple[str | None, ...], scopes: Collection[str]
+) -> tuple[str | None, ...]:
+    """Returns the logical axes of a parameter, "moe/mlp" for "mlp" where the rules have rows for
+    its segment, or for the tables outside of segments.
+    """
+    scope = segment_of(name) if axes[:1] == ("layers",) else TABLES
+    if scope not in scopes:
+        return tuple(axes)
+    return tuple(axis if axis in (None, "layers") else f"{scope}/{axis}" for axis in axes)
+
+
 def _compute_dtype(name: str, variable: nnx.Variable, stored: Any) -> Any:
-    """The type that layers cast it to. Raises ConfigError for an unknown type, and for a parameter
-    that is not stored in float32.
+    """Returns the type that layers cast a parameter to. Raises ConfigError for an unknown type, and
+    for a parameter that is not stored in float32.
     """
     declared = variable.get_metadata().get("compute_dtype")
     if not isinstance(variable, Buffer) and stored != "float32":
@@ -298,20 +314,18 @@ def _check_stack(
     """Raises ConfigError unless a parameter of a segment has the logical axis "layers" first, and
     no other parameter does.
     """
-    layers = next(
-        (segment.n_layers for segment in stack.segments if segment.name == segment_of(name)), None
-    )
-    if layers is None and axes[:1] == ("layers",):
-        has = f"its config's stack() has {', '.join(map(repr, stack.names)) or 'none'}"
+    part = segment_of(name)
+    is_stacked = axes[:1] == ("layers",)
+    n_layers = {segment.name: segment.n_layers for segment in stack.segments}
+    if part not in n_layers and is_stacked:
         raise ConfigError(
-            f"model.{name} has a leading axis layers, but {segment_of(name)!r} is not a segment: "
-            f"{has}"
+            f"model.{name} has a leading axis layers, but {part!r} is not a segment: "
+            f"its config's stack() has {', '.join(map(repr, stack.names)) or 'none'}"
         )
-    if layers is not None and (axes[:1] != ("layers",) or shape[0] != layers):
-        what = f"{shape} with the logical axes {axes}"
+    if part in n_layers and not (is_stacked and shape[0] == n_layers[part]):
         raise ConfigError(
-            f"model.{name} is {what}; parameters of the segment {segment_of(name)!r} have its "
-            f"{layers} layers first"
+            f"model.{name} is {shape} with the logical axes {axes}; parameters of the segment "
+            f"{part!r} have its {n_layers[part]} layers first"
         )
 
 

@@ -20,12 +20,12 @@ _AXIS = "pipeline"
 
 
 def merged_layout(model: ModelConfig, shard: Shard) -> ModelLayout:
-    """The model on the same devices without stages: fsdp is multiplied by pipeline, and the rules
-    shard embed and batch over fsdp.
+    """Returns the layout of the model on the same devices without stages: fsdp is multiplied by
+    pipeline, and the rules shard embed and batch over fsdp.
 
-    If the weights do not divide over that many devices, data is multiplied instead: replicas that
-    hold `pipeline` times as much. Raises ShardingRuleError if the rules do not fit the model that
-    way either.
+    If the weights do not divide over that many devices, data is multiplied instead: replicas with
+    `pipeline` times as much in each. Raises ShardingRuleError if the rules do not fit the model
+    that way either.
     """
     if shard.mesh.shape[_AXIS] == 1:
         return ModelLayout.of(model, shard)
@@ -39,7 +39,8 @@ def merged_layout(model: ModelConfig, shard: Shard) -> ModelLayout:
 
 
 def without_pipeline(layout: ModelLayout, params: Params) -> tuple[ModelLayout, Params]:
-    """(`merged_layout`, the weights moved there). Donates the weights; the peak is one extra array.
+    """Returns (`merged_layout`, the weights moved there). Donates the weights; the peak is one
+    extra array.
 
     With one stage, both are returned unchanged.
     """
@@ -47,15 +48,18 @@ def without_pipeline(layout: ModelLayout, params: Params) -> tuple[ModelLayout, 
     if shard.mesh.shape[_AXIS] == 1:
         return layout, params
     target = merged_layout(layout.config, shard)
-    params, where = layout.to_model_order(params, "params"), target.shardings("params")
-    grown = next(
-        axis for axis in ("fsdp", "data") if target.shard.mesh.shape[axis] > shard.mesh.shape[axis]
-    )
-    return target, {name: _moved(x, where[name], grown) for name, x in params.items()}
+    params = layout.to_model_order(params, "params")
+    shardings = target.shardings("params")
+    old_sizes = shard.mesh.shape
+    new_sizes = target.shard.mesh.shape
+    grown = "fsdp" if new_sizes["fsdp"] > old_sizes["fsdp"] else "data"
+    return target, {name: _moved(x, shardings[name], grown) for name, x in params.items()}
 
 
 def _with_fsdp(rules: Rules) -> Rules:
-    """The rules with FSDP added; weights that they already shard over fsdp keep that dimension."""
+    """Returns the rules with FSDP added; weights that they already shard over fsdp keep that
+    dimension.
+    """
     fsdp = preset("hsdp")
     if any("fsdp" in axes_of(entry) for entry in rules.params.values()):
         fsdp = fsdp.replace(fsdp.name, params={"embed": None})
@@ -63,30 +67,30 @@ def _with_fsdp(rules: Rules) -> Rules:
 
 
 def _merged_into(axis: str, mesh: Mesh) -> Mesh:
-    """The mesh with its stages merged into another axis, as the inner part of it, so that tensor
-    keeps its neighbours.
+    """Returns the mesh with its stages merged into another axis, as the inner part of it, so that
+    tensor keeps its neighbours.
     """
     sizes = {**mesh.shape, _AXIS: 1, axis: mesh.shape[axis] * mesh.shape[_AXIS]}
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(_AXIS), mesh.axis_names.index(axis))
     return Mesh(devices.reshape(tuple(sizes.values())), mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _moved(x: jax.Array, where: jax.NamedSharding, grown: str) -> jax.Array:
-    """An array of the mesh with stages, moved to the merged mesh, whose axis `grown` was (grown,
-    pipeline): at most one all-to-all.
+def _moved(x: jax.Array, sharding: jax.NamedSharding, grown: str) -> jax.Array:
+    """Returns an array of the mesh with stages, moved to the merged mesh, whose axis `grown` was
+    (grown, pipeline): at most one all-to-all.
     """
     mesh: Mesh = x.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-    was = {axis: (axis,) for axis in mesh.axis_names} | {grown: (grown, _AXIS), _AXIS: ()}
-    same = jax.NamedSharding(
-        mesh,
-        PartitionSpec(
-            *(tuple(a for axis in axes_of(entry) for a in was[axis]) for entry in where.spec)
-        ),
-    )
-    if not x.sharding.is_equivalent_to(same, x.ndim):
-        old, x = x, jax.jit(lambda x: x, out_shardings=same)(x)
-        jax.block_until_ready(x)  # otherwise two arrays could exist twice at once
-        old.delete()
-    return jax.make_array_from_single_device_arrays(
-        x.shape, where, [part.data for part in x.addressable_shards]
-    )
+    old_axes = {axis: (axis,) for axis in mesh.axis_names}
+    old_axes |= {grown: (grown, _AXIS), _AXIS: ()}
+    # The new sharding in the axes of the old mesh.
+    entries = [
+        tuple(old for axis in axes_of(entry) for old in old_axes[axis]) for entry in sharding.spec
+    ]
+    target = jax.NamedSharding(mesh, PartitionSpec(*entries))
+    if not x.sharding.is_equivalent_to(target, x.ndim):
+        resharded = jax.jit(lambda x: x, out_shardings=target)(x)
+        jax.block_until_ready(resharded)  # otherwise two arrays could exist twice at once
+        x.delete()
+        x = resharded
+    shards = [part.data for part in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)

@@ -19,27 +19,30 @@ _LEVELS = 127
 
 
 def ring_sum(x: jax.Array, axis: str) -> jax.Array:
-    """x summed over a mesh axis by 2 (n - 1) permutes of an n-th of it: 2 (n - 1) / n of its bytes,
-    the least that an all-reduce can send.
+    """Returns x summed over a mesh axis by 2 (n - 1) permutes of an n-th of it: 2 (n - 1) / n of
+    its bytes, the least that an all-reduce can send.
 
     A reference for tests: equal to `lax.psum` but for the order of the sums.
     """
-    n, me = lax.axis_size(axis), lax.axis_index(axis)
+    n = lax.axis_size(axis)
+    device = lax.axis_index(axis)
     parts = _padded(x.reshape(-1), n).reshape(n, -1)
     to_next = [(i, (i + 1) % n) for i in range(n)]
-    sent = parts[me]  # part i starts at device i, and each device that it comes to adds its own
+    # Reduce-scatter: part i starts at device i, and each device that it comes to adds its own.
+    part = parts[device]
     for step in range(1, n):
-        sent = lax.ppermute(sent, axis, to_next) + parts[(me - step) % n]
-    parts = parts.at[(me + 1) % n].set(sent)
+        part = lax.ppermute(part, axis, to_next) + parts[(device - step) % n]
+    # All-gather: the sum of part i is now at device i - 1, and goes around once more.
+    parts = parts.at[(device + 1) % n].set(part)
     for step in range(1, n):
-        sent = lax.ppermute(sent, axis, to_next)
-        parts = parts.at[(me + 1 - step) % n].set(sent)
+        part = lax.ppermute(part, axis, to_next)
+        parts = parts.at[(device + 1 - step) % n].set(part)
     return parts.reshape(-1)[: x.size].reshape(x.shape)
 
 
 def two_level_sum(x: jax.Array, inner: str, outer: Sequence[str]) -> jax.Array:
-    """x summed over the mesh axes `inner` and `outer`: reduce-scattered along `inner`, summed along
-    `outer`, gathered along `inner`.
+    """Returns x summed over the mesh axes `inner` and `outer`: reduce-scattered along `inner`,
+    summed along `outer`, gathered along `inner`.
 
     A device sends 2 (n - 1) / n of the bytes along `inner`, and along `outer` those of its part
     alone: one n-th, for n devices of `inner`.
@@ -51,58 +54,70 @@ def two_level_sum(x: jax.Array, inner: str, outer: Sequence[str]) -> jax.Array:
 
 
 def quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(int8 [..., blocks, BLOCK], float32 scales [..., blocks, 1]) of float32 [..., k]; the last
-    block is padded with zeros.
+    """Returns (int8 [..., blocks, BLOCK], float32 scales [..., blocks, 1]) of float32 [..., k]; the
+    last block is padded with zeros.
 
     The scale of a block is its largest absolute value over 127, and each number is rounded to the
     nearest multiple, so that it is wrong by half a scale at most. A block with a number that is not
     finite comes back as NaN.
     """
-    rest = -x.shape[-1] % BLOCK
-    blocks = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rest)]).reshape(*x.shape[:-1], -1, BLOCK)
+    n_padding = -x.shape[-1] % BLOCK
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n_padding)])
+    blocks = padded.reshape(*x.shape[:-1], -1, BLOCK)
     scale = jnp.abs(blocks).max(-1, keepdims=True) / _LEVELS
     return jnp.round(blocks / jnp.where(scale > 0, scale, 1)).astype(jnp.int8), scale
 
 
 def dequantised(q: jax.Array, scale: jax.Array, k: int) -> jax.Array:
-    """The inverse of `quantised`, float32 [..., k], up to rounding."""
+    """Returns the inverse of `quantised`, float32 [..., k], up to rounding."""
     return (q * scale).reshape(*q.shape[:-2], -1)[..., :k]
 
 
 def int8_reduce_scatter(x: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
-    """(this device's part [k / n] of the sum of x [k] over mesh axes, what rounding has left out
-    [k]: x minus what was sent of it).
+    """Returns (this device's part [k / n] of the sum of x [k] over mesh axes, what rounding has
+    left out [k]: x minus what was sent of it).
 
     Each device sends the others their parts in int8, and sums in float32 what it receives: no sum
     is rounded. k must divide by n.
     """
     parts = x.reshape(lax.axis_size(axes), -1)
+    k = parts.shape[-1]
     q, scale = quantised(parts)
-    left_out = parts - dequantised(q, scale, parts.shape[-1])
+    left_out = parts - dequantised(q, scale, k)
     # The barrier keeps the cast before the exchange: XLA would exchange what it is made of.
     q, scale = lax.optimization_barrier((q, scale))
-    q, scale = (lax.all_to_all(each, axes, 0, 0, tiled=True) for each in (q, scale))
-    return dequantised(q, scale, parts.shape[-1]).sum(0), left_out.reshape(-1)
+    q = lax.all_to_all(q, axes, 0, 0, tiled=True)
+    scale = lax.all_to_all(scale, axes, 0, 0, tiled=True)
+    return dequantised(q, scale, k).sum(0), left_out.reshape(-1)
 
 
 def int8_sum(x: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
-    """(the sum of x over mesh axes, of any shape, what rounding has left out, of the same shape).
+    """Returns (the sum of x over mesh axes, of any shape; what rounding has left out, of the same
+    shape).
 
     A reduce-scatter, and an all-gather of the sums in int8. Summed over the devices, what is left
     out is exactly the sum of x minus the result: the device that rounds a sum keeps that error
     beside its own.
     """
-    n, me = lax.axis_size(axes), lax.axis_index(axes)
+    n = lax.axis_size(axes)
+    device = lax.axis_index(axes)
     part, left_out = int8_reduce_scatter(_padded(x.reshape(-1), n), axes)
     q, scale = quantised(part)
-    of_part = part - dequantised(q, scale, part.size)
-    left_out = left_out.reshape(n, -1).at[me].add(of_part)
+    part_left_out = part - dequantised(q, scale, part.size)
+    left_out = left_out.reshape(n, -1).at[device].add(part_left_out)
+    # The barrier keeps the cast before the all-gather, as above.
     q, scale = lax.optimization_barrier((q, scale))
-    q, scale = (lax.all_gather(each, axes) for each in (q, scale))
+    q = lax.all_gather(q, axes)
+    scale = lax.all_gather(scale, axes)
     total = dequantised(q, scale, part.size)
-    return tuple(each.reshape(-1)[: x.size].reshape(x.shape) for each in (total, left_out))  # pyright: ignore[reportReturnType]
+    return _unpadded(total, x), _unpadded(left_out, x)
 
 
 def _padded(x: jax.Array, n: int) -> jax.Array:
-    """A vector with zeros at its end, so that its length divides by n."""
+    """Returns a vector with zeros at its end, so that its length divides by n."""
     return jnp.pad(x, (0, -x.size % n))
+
+
+def _unpadded(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns an array of the shape of `like`, without the padding."""
+    return x.reshape(-1)[: like.size].reshape(like.shape)

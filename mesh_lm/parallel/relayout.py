@@ -27,8 +27,8 @@ _AXIS = "pipeline"
 def canonical_sharding(
     sharding: NamedSharding, shape: Sequence[int], stack: StackLayout
 ) -> NamedSharding:
-    """The sharding of the canonical form [n_layers, ...] of an array that has this sharding and
-    shape [rows, ...] in memory.
+    """Returns the sharding of the canonical form [n_layers, ...] of an array that has this sharding
+    and shape [rows, ...] in memory.
 
     If the rows are the layers in model order, it is the sharding in memory. An array without a
     dimension that divides by the number of stages is replicated on every stage, which takes P times
@@ -46,53 +46,51 @@ def canonical_sharding(
             "pipeline stages; with uneven stages or pipeline.chunks > 1 it can be sharded over "
             "pipeline only: use the others for another dimension"
         )
-    moved: list[Any] = [None, *spec[1:]]
-    if dim := _exchanged_dim(sharding, shape, stack):
-        # innermost, so that a device exchanges with those that hold the same shard of the row
-        moved[dim] = (*axes_of(spec[dim]), _AXIS)
-    return NamedSharding(sharding.mesh, PartitionSpec(*moved), memory_kind=sharding.memory_kind)
+    canonical_spec: list[Any] = [None, *spec[1:]]
+    dim = _exchanged_dim(sharding, shape, stack)
+    if dim is not None:
+        # Innermost, so that a device exchanges with those that have the same shard of the row.
+        canonical_spec[dim] = (*axes_of(spec[dim]), _AXIS)
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*canonical_spec), memory_kind=sharding.memory_kind
+    )
 
 
 def to_canonical(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> jax.Array:
-    """The array [rows, ...] with this sharding -> [n_layers, ...] with its canonical sharding, bit
-    for bit. Deletes its input.
+    """Returns the array [n_layers, ...] with its canonical sharding, from [rows, ...] with this
+    sharding, bit for bit. Deletes its input.
     """
-    return (
-        leaf
-        if stack.is_contiguous
-        else _converted(leaf, _program(stack, sharding, leaf.shape, False))
-    )
+    if stack.is_contiguous:
+        return leaf
+    return _converted(leaf, _program(stack, sharding, leaf.shape, to_memory=False))
 
 
 def to_memory(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> jax.Array:
-    """The array [n_layers, ...] with its canonical sharding -> [rows, ...] with this one; padding
-    is zero. Deletes its input.
+    """Returns the array [rows, ...] with this sharding, from [n_layers, ...] with its canonical
+    sharding; padding is zero. Deletes its input.
     """
-    return (
-        leaf
-        if stack.is_contiguous
-        else _converted(leaf, _program(stack, sharding, (stack.padded_rows, *leaf.shape[1:]), True))
-    )
+    if stack.is_contiguous:
+        return leaf
+    shape = (stack.padded_rows, *leaf.shape[1:])
+    return _converted(leaf, _program(stack, sharding, shape, to_memory=True))
 
 
 def _converted(leaf: jax.Array, program: Any) -> jax.Array:
-    """The converted array. Deletes the input, since shapes differ and donation cannot reuse it, and
-    waits, so that one array at a time exists twice.
+    """Returns the converted array. Deletes the input, since shapes differ and donation cannot reuse
+    it, and waits, so that one array at a time exists twice.
     """
-    moved = program(leaf)
+    converted = program(leaf)
     leaf.delete()
-    return jax.block_until_ready(moved)
+    return jax.block_until_ready(converted)
 
 
 @functools.cache
 def _program(
     stack: StackLayout, sharding: NamedSharding, shape: tuple[int, ...], to_memory: bool
 ) -> Any:
-    """The jitted conversion of an array that is [rows, ...] = shape in memory."""
-    dim, canonical = (
-        _exchanged_dim(sharding, shape, stack),
-        canonical_sharding(sharding, shape, stack),
-    )
+    """Returns the jitted conversion of an array that is [rows, ...] = shape in memory."""
+    dim = _exchanged_dim(sharding, shape, stack)
+    canonical = canonical_sharding(sharding, shape, stack)
     local = canonical.shard_shape((stack.n_layers, *shape[1:]))
     layers = stack.layer_of_row().reshape(stack.stages, -1).T
     # [rows of a stage, P]. Padding rows get an index past the last layer: a scatter drops them, a
@@ -102,46 +100,50 @@ def _program(
     )
 
     def collect(rows: jax.Array) -> jax.Array:
-        """A device's shard [rows of a stage, ...] -> its shard [n_layers, ...]."""
+        """Returns a device's shard [n_layers, ...], from its shard [rows of a stage, ...]."""
 
-        def put_row(held: jax.Array, step: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        def put_row(
+            canonical: jax.Array, step: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, None]:
             row, layer = step
             if dim is None:
                 exchanged = lax.all_gather(row, _AXIS)
             else:
-                parts = jnp.moveaxis(
-                    row.reshape(*local[1:dim], stack.stages, *local[dim:]), dim - 1, 0
-                )
+                # Every stage gets its part of the row of every other one.
+                parts = row.reshape(*local[1:dim], stack.stages, *local[dim:])
+                parts = jnp.moveaxis(parts, dim - 1, 0)
                 exchanged = lax.all_to_all(parts, _AXIS, 0, 0, tiled=True)
-            return held.at[layer].set(exchanged, mode="drop", unique_indices=True), None
+            return canonical.at[layer].set(exchanged, mode="drop", unique_indices=True), None
 
         return lax.scan(put_row, jnp.zeros(local, rows.dtype), (rows, jnp.asarray(layers)))[0]
 
-    def deal(held: jax.Array) -> jax.Array:
-        """The inverse of `collect`."""
+    def deal(canonical: jax.Array) -> jax.Array:
+        """Returns the inverse of `collect`."""
 
         def take_row(_: None, layer: jax.Array) -> tuple[None, jax.Array]:
             if dim is None:
-                return None, held.at[layer[lax.axis_index(_AXIS)]].get(mode="fill", fill_value=0)
-            exchanged = held.at[layer].get(mode="fill", fill_value=0)
+                stage_layer = layer[lax.axis_index(_AXIS)]
+                return None, canonical.at[stage_layer].get(mode="fill", fill_value=0)
+            exchanged = canonical.at[layer].get(mode="fill", fill_value=0)
             parts = jnp.moveaxis(lax.all_to_all(exchanged, _AXIS, 0, 0, tiled=True), 0, dim - 1)
             return None, parts.reshape(*local[1:dim], -1, *local[dim + 1 :])
 
         return lax.scan(take_row, None, jnp.asarray(layers))[1]
 
-    convert, source, target = (
-        (deal, canonical, sharding) if to_memory else (collect, sharding, canonical)
-    )
+    if to_memory:
+        convert, source, target = deal, canonical, sharding
+    else:
+        convert, source, target = collect, sharding, canonical
     # Manual over the whole mesh, so that XLA's partitioner cannot add communication.
-    moved = jax.shard_map(
+    on_devices = jax.shard_map(
         convert, mesh=sharding.mesh, in_specs=source.spec, out_specs=target.spec, check_vma=False
     )
-    return jax.jit(moved, in_shardings=source, out_shardings=target)
+    return jax.jit(on_devices, in_shardings=source, out_shardings=target)
 
 
 def _exchanged_dim(sharding: NamedSharding, shape: Sequence[int], stack: StackLayout) -> int | None:
-    """The first dimension after the rows that divides by the number of stages, if any. Earlier
-    dimensions make longer contiguous runs.
+    """Returns the first dimension after the rows that divides by the number of stages, if any.
+    Earlier dimensions make longer contiguous runs.
     """
     local = sharding.shard_shape(tuple(shape))
     return next((dim for dim in range(1, len(shape)) if local[dim] % stack.stages == 0), None)

@@ -4,7 +4,7 @@ recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -22,35 +22,38 @@ nonlinearity are recomputed."""
 
 
 def remat(policy: Remat, unrolled: bool = False) -> Callable[[Callable], Callable]:
-    """A function transformation: the backward pass of the result recomputes by this policy (see
-    `DecoderConfig.remat`).
+    """Returns a function transformation: the backward pass of the result recomputes by this policy
+    (see `DecoderConfig.remat`).
 
     unrolled: whether the forward pass is in one computation with its backward, instead of a loop of
     its own: without barriers XLA would find the recomputation equal to it, and save the activations
     after all.
     """
     checkpoint = partial(jax.checkpoint, prevent_cse=unrolled)
-    policies = jax.checkpoint_policies
     if policy == "none":
         return lambda f: f
     if policy == "full":
         return checkpoint
-    if policy in ("save_names", "save_attention"):
-        named = policies.save_only_these_names(
-            *(SAVED_NAMES if policy == "save_names" else ATTENTION_NAMES)
-        )
-
-        def keep(primitive: Any, *args: Any, **params: Any) -> bool:
-            # The residuals of cuDNN have no checkpoint names.
-            return primitive.name.startswith("dot_product_attention_fwd") or named(
-                primitive, *args, **params
-            )
-
-        return partial(checkpoint, policy=keep)
-    offload = policies.save_and_offload_only_these_names(
+    if policy == "save_names":
+        return partial(checkpoint, policy=_saves(SAVED_NAMES))
+    if policy == "save_attention":
+        return partial(checkpoint, policy=_saves(ATTENTION_NAMES))
+    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=list(SAVED_NAMES),
         offload_src="device",
         offload_dst="pinned_host",
     )
     return partial(checkpoint, policy=offload)
+
+
+def _saves(names: Collection[str]) -> Callable[..., Any]:
+    """Returns the policy that saves the activations of these names."""
+    is_named = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def policy(primitive: Any, *args: Any, **params: Any) -> bool:
+        # The residuals of cuDNN have no checkpoint names.
+        is_cudnn = primitive.name.startswith("dot_product_attention_fwd")
+        return is_cudnn or is_named(primitive, *args, **params)
+
+    return policy

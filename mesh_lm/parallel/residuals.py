@@ -14,55 +14,47 @@ import jax
 
 
 def depends_on_first(residuals_of: Callable[..., Sequence[jax.Array]], *args: Any) -> list[bool]:
-    """For each array that `residuals_of(*args)` returns, whether it depends on the first argument,
-    an array.
+    """Returns, for each array that `residuals_of(*args)` returns, whether it depends on the first
+    argument, an array.
     """
     jaxpr = jax.make_jaxpr(residuals_of)(*args).jaxpr
-    return _reached(jaxpr, [True] + [False] * (len(jaxpr.invars) - 1))
+    return _depends(jaxpr, [True] + [False] * (len(jaxpr.invars) - 1))
 
 
 def saved(pull: Any, save: Sequence[bool]) -> list[jax.Array]:
-    """The residuals of a vjp function that `save` selects."""
-    return [leaf for leaf, wanted in zip(jax.tree.leaves(pull), save, strict=True) if wanted]
+    """Returns the residuals of a vjp function that `save` selects."""
+    residuals = zip(jax.tree.leaves(pull), save, strict=True)
+    return [residual for residual, is_saved in residuals if is_saved]
 
 
 def restored(pull: Any, save: Sequence[bool], residuals: Iterable[jax.Array]) -> Any:
-    """A vjp function with `residuals`, saved from another call, in place of those that `save`
-    selects.
+    """Returns a vjp function with `residuals`, saved from another call, in place of its own that
+    `save` selects.
     """
     leaves, structure = jax.tree.flatten(pull)
-    from_forward = iter(residuals)
-    return jax.tree.unflatten(
-        structure,
-        [
-            next(from_forward) if was_saved else leaf
-            for leaf, was_saved in zip(leaves, save, strict=True)
-        ],
-    )
+    saved_residuals = iter(residuals)
+    restored_leaves = [
+        next(saved_residuals) if is_saved else leaf
+        for leaf, is_saved in zip(leaves, save, strict=True)
+    ]
+    return jax.tree.unflatten(structure, restored_leaves)
 
 
-def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """For each output of a jaxpr, whether it depends on one of the inputs that are marked."""
-    reached = {
-        id(variable) for variable, marked in zip(jaxpr.invars, inputs, strict=True) if marked
-    }
+def _depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Returns, for each output of a jaxpr, whether it depends on an input that is marked."""
+    dependent = {id(x) for x, is_marked in zip(jaxpr.invars, inputs, strict=True) if is_marked}
     for equation in jaxpr.eqns:
-        operands = [id(operand) in reached for operand in equation.invars]
+        operands = [id(operand) in dependent for operand in equation.invars]
         if not any(operands):
             continue
-        inner = (
-            equation.params.get("jaxpr")
-            if equation.primitive.name in ("jit", "pjit", "remat", "checkpoint", "closed_call")
-            else None
-        )
-        inner = getattr(inner, "jaxpr", inner)
-        if inner is not None and len(inner.invars) == len(operands):
-            outputs = _reached(inner, operands)
-        else:
-            outputs = [True] * len(equation.outvars)
-        reached.update(
-            id(variable)
-            for variable, marked in zip(equation.outvars, outputs, strict=True)
-            if marked
-        )
-    return [id(variable) in reached for variable in jaxpr.outvars]
+        outputs = [True] * len(equation.outvars)
+        # A call is looked into: not all of its results depend on all of its operands.
+        if equation.primitive.name in ("jit", "pjit", "remat", "checkpoint", "closed_call"):
+            inner = equation.params.get("jaxpr")
+            inner = getattr(inner, "jaxpr", inner)
+            if inner is not None and len(inner.invars) == len(operands):
+                outputs = _depends(inner, operands)
+        for variable, is_dependent in zip(equation.outvars, outputs, strict=True):
+            if is_dependent:
+                dependent.add(id(variable))
+    return [id(variable) in dependent for variable in jaxpr.outvars]
