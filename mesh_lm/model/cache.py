@@ -23,11 +23,14 @@ _AXES = (None, "batch", "seq", "kv_heads", "head_dim")
 
 
 def empty(config: DecoderConfig, shard: Shard, rows: int, length: int) -> Cache:
-    """An empty cache for `rows` texts of at most `length` tokens, padding included."""
+    """Returns an empty cache for `rows` texts of at most `length` tokens, padding included."""
     shape = (config.n_layers, rows, length, config.kv_heads, config.d_head)
-    dtype = jnp.result_type(*(config.within(run).dtype for run in config.runs()))  # the widest
-    pair = {name: shard(jnp.zeros(shape, dtype), *_AXES) for name in ("k", "v")}
-    return pair | {"segment_ids": shard(jnp.zeros((rows, length), jnp.int32), "batch", "seq")}
+    widest_dtype = jnp.result_type(*(config.within(run).dtype for run in config.runs()))
+    return {
+        "k": shard(jnp.zeros(shape, widest_dtype), *_AXES),
+        "v": shard(jnp.zeros(shape, widest_dtype), *_AXES),
+        "segment_ids": shard(jnp.zeros((rows, length), jnp.int32), "batch", "seq"),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,25 +45,25 @@ class Past:
 
     @classmethod
     def of(cls, ctx: Context) -> Past | None:
-        """What the layer of this context sees; None outside of generation."""
+        """Returns the view of the layer of this context; None outside of generation."""
         return cls(ctx.cache, ctx.number, ctx.start) if ctx.cache else None
 
     def put(self, k_BSKH: jax.Array, v_BSKH: jax.Array, shard: Shard) -> Past:
-        """The same with the keys and values of the new tokens written to their slots."""
-        at = (self.layer, 0, self.start, 0, 0)
-        new = {"k": k_BSKH.astype(self.cache["k"].dtype), "v": v_BSKH.astype(self.cache["v"].dtype)}
-        written = {
-            name: shard(lax.dynamic_update_slice(self.cache[name], x[None], at), *_AXES)
-            for name, x in new.items()
-        }
-        return dataclasses.replace(self, cache=self.cache | written)
+        """Returns the view after the keys and values of the new tokens are in their slots."""
+        first_slot = (self.layer, 0, self.start, 0, 0)
+
+        def written(slots: jax.Array, x: jax.Array) -> jax.Array:
+            x = x.astype(slots.dtype)[None]
+            return shard(lax.dynamic_update_slice(slots, x, first_slot), *_AXES)
+
+        k = written(self.cache["k"], k_BSKH)
+        v = written(self.cache["v"], v_BSKH)
+        return dataclasses.replace(self, cache=self.cache | {"k": k, "v": v})
 
     def keys_and_values(self) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of all slots, [B, T, K, H] each. The causal mask hides slots that are not
-        written yet.
+        """Returns keys and values of all slots, [B, T, K, H] each. The causal mask hides slots that
+        are not written yet.
         """
-        k, v = (
-            lax.dynamic_index_in_dim(self.cache[name], self.layer, keepdims=False)
-            for name in ("k", "v")
-        )
+        k = lax.dynamic_index_in_dim(self.cache["k"], self.layer, keepdims=False)
+        v = lax.dynamic_index_in_dim(self.cache["v"], self.layer, keepdims=False)
         return k, v

@@ -36,8 +36,8 @@ def attend(
     sinks: jax.Array | None,
     features: Mapping[str, Any],
 ) -> jax.Array:
-    """Causal attention [B, S, N, H] of this device's queries q [B, S, N, H] over the keys k and v
-    [B, S, K, H] of all shards.
+    """Returns causal attention [B, S, N, H] of this device's queries q [B, S, N, H] over the keys k
+    and v [B, S, K, H] of all shards.
 
     exchanges: mesh axes that shard the sequence, outermost first, and how each exchanges.
     segment_ids [B, S], sinks [N] and features as of `flash_attention`.
@@ -47,15 +47,15 @@ def attend(
     *outer, (axis, exchange) = exchanges
     if exchange == "ulysses":
         return ulysses(axis, q, k, v, segment_ids, sinks, partial(attend, outer, features=features))
-    return {"gather": gather, "ring": ring_attention}[exchange](
-        axis, q, k, v, segment_ids, sinks, features
-    )
+    if exchange == "ring":
+        return ring_attention(axis, q, k, v, segment_ids, sinks, features)
+    return gather(axis, q, k, v, segment_ids, sinks, features)
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call of the attention kernel on one device: numbers of queries, keys, heads and kv heads,
-    and what its masks are.
+    and its masks.
     """
 
     S: int
@@ -74,8 +74,8 @@ class Call:
 def calls(
     exchanges: Sequence[tuple[int, Exchange]], S: int, N: int, K: int, window: int | None
 ) -> list[Call]:
-    """The kinds of calls that `attend` makes for S tokens and N heads of one device, by the size
-    and exchange of each axis.
+    """Returns the kinds of calls that `attend` makes for S tokens and N heads of one device, by the
+    size and exchange of each axis.
     """
     if not exchanges:
         return [Call(S, S, N, K)]
@@ -85,12 +85,10 @@ def calls(
     C = S // 2
     if exchange == "gather":
         return [Call(C, n * S, N, K, offset=True)]
-    return [
-        Call(C, C, N, K, lse=True),
-        Call(
-            C, C, N, K, causal=window is not None, offset=window is not None, lse=True, sinks=False
-        ),
-    ]
+    has_window = window is not None
+    diagonal = Call(C, C, N, K, lse=True)
+    other = Call(C, C, N, K, causal=has_window, offset=has_window, lse=True, sinks=False)
+    return [diagonal, other]
 
 
 def ulysses(
@@ -102,41 +100,38 @@ def ulysses(
     sinks: jax.Array | None,
     inner: Callable[..., jax.Array],
 ) -> jax.Array:
-    """DeepSpeed-Ulysses (arXiv 2309.14509): an all-to-all gives each of n devices all tokens of N /
-    n heads, another one gives them back.
+    """Returns attention by DeepSpeed-Ulysses (arXiv 2309.14509): an all-to-all gives each of n
+    devices all tokens of N / n heads, another one gives them back.
 
     inner: attention of (q, k, v, segment_ids, sinks) over the tokens that one device then has. Kv
     heads that do not divide are repeated first, as few times as possible (`repeats`).
     """
-    n, (B, S, N, H) = lax.axis_size(axis), q.shape
+    n = lax.axis_size(axis)
+    B, S, N, H = q.shape
     copies = repeats(k.shape[2], n)
     k, v = (_repeated(x, copies) for x in (k, v))
-    heads = [x.reshape(B, S, n, -1, H) for x in (q, k, v)]
-    sizes = [x.shape[3] for x in heads]
-    # One collective for the three.
-    joined = lax.all_to_all(
-        jnp.concatenate(heads, axis=3), axis, split_axis=2, concat_axis=1, tiled=True
-    )[:, :, 0]
-    # What remat=save_names saves, so that the backward pass exchanges nothing again.
-    q, k, v = (
-        checkpoint_name(x, name)
-        for x, name in zip(
-            jnp.split(joined, (sizes[0], sizes[0] + sizes[1]), axis=2), "qkv", strict=True
-        )
-    )
+    # One all-to-all for the three: each device's heads side by side.
+    by_device = [x.reshape(B, S, n, -1, H) for x in (q, k, v)]
+    q_heads, kv_heads, _ = (x.shape[3] for x in by_device)
+    joined = jnp.concatenate(by_device, axis=3)
+    joined = lax.all_to_all(joined, axis, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
+    q, k, v = jnp.split(joined, (q_heads, q_heads + kv_heads), axis=2)
+    # remat=save_names saves these, so that the backward pass exchanges nothing again.
+    q = checkpoint_name(q, "q")
+    k = checkpoint_name(k, "k")
+    v = checkpoint_name(v, "v")
     if segment_ids is not None:
         segment_ids = lax.all_gather(segment_ids, axis, axis=1, tiled=True)
     if sinks is not None:
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * (N // n), N // n)
     y = inner(q, k, v, segment_ids, sinks)
-    return checkpoint_name(
-        lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True), "attention_out"
-    )
+    y = lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True)
+    return checkpoint_name(y, "attention_out")
 
 
 def _repeated(kv: jax.Array, copies: int) -> jax.Array:
-    """Keys or values [B, S, K, H] with each head `copies` times, side by side. The gradients of the
-    copies are summed in fp32.
+    """Returns keys or values [B, S, K, H] with each head `copies` times, side by side. The
+    gradients of the copies are summed in fp32.
     """
     if copies == 1:
         return kv
@@ -146,9 +141,9 @@ def _repeated(kv: jax.Array, copies: int) -> jax.Array:
     return jnp.repeat(kv.astype(wide), copies, axis=2).astype(kv.dtype)
 
 
-def repeats(kv_heads: int, ways: int) -> int:
-    """How often Ulysses over N ways repeats each kv head, so that every device gets as many."""
-    return math.lcm(kv_heads, ways) // kv_heads
+def repeats(kv_heads: int, n_devices: int) -> int:
+    """Returns how often Ulysses repeats each kv head, so that every device gets as many."""
+    return math.lcm(kv_heads, n_devices) // kv_heads
 
 
 def gather(
@@ -160,29 +155,34 @@ def gather(
     sinks: jax.Array | None,
     features: Mapping[str, Any],
 ) -> jax.Array:
-    """Each device gathers all keys and values; the gradients of its copies are summed and
-    scattered. All are in memory at once.
+    """Returns attention for which each device gathers all keys and values; the gradients of its
+    copies are summed and scattered. All are in memory at once.
     """
-    n, i, C = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
-    k, v = jnp.split(_in_order(lax.all_gather(jnp.concatenate([k, v], axis=2), axis)), 2, axis=2)
-    ids = None if segment_ids is None else _in_order(lax.all_gather(segment_ids, axis))
+    n = lax.axis_size(axis)
+    i = lax.axis_index(axis)
+    C = q.shape[1] // 2
+    # One all-gather for both. Its transpose is the reduce-scatter of their gradients.
+    kv = _in_order(lax.all_gather(jnp.concatenate([k, v], axis=2), axis))
+    k, v = jnp.split(kv, 2, axis=2)
+    kv_segment_ids = None
+    if segment_ids is not None:
+        kv_segment_ids = _in_order(lax.all_gather(segment_ids, axis))
 
-    def chunk(of_shard: int, number: jax.Array) -> jax.Array:
-        rows = slice(of_shard * C, (of_shard + 1) * C)
-        own: Any = (
-            {}
-            if segment_ids is None
-            else {"segment_ids": segment_ids[:, rows], "kv_segment_ids": ids}
-        )
+    def chunk(half: int, number: jax.Array) -> jax.Array:
+        """Returns attention of one of this shard's two chunks, the chunk `number` of 2 n."""
+        rows = slice(half * C, (half + 1) * C)
+        ids: dict[str, Any] = {}
+        if segment_ids is not None:
+            ids = {"segment_ids": segment_ids[:, rows], "kv_segment_ids": kv_segment_ids}
         return flash_attention(
-            q[:, rows], k, v, sinks=sinks, q_offset=number * C, **own, **features
+            q[:, rows], k, v, sinks=sinks, q_offset=number * C, **ids, **features
         )
 
     return jnp.concatenate([chunk(0, i), chunk(1, 2 * n - 1 - i)], axis=1)
 
 
 def _in_order(x: jax.Array) -> jax.Array:
-    """The gathered shards [n, B, S, ...] as [B, T, ...], tokens in their own order."""
+    """Returns the gathered shards [n, B, S, ...] as [B, T, ...], tokens in their own order."""
     n, B, S, *rest = x.shape
     halves = x.reshape(n, B, 2, S // 2, *rest)
     chunks = jnp.concatenate([halves[:, :, 0], halves[::-1, :, 1]])

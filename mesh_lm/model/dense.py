@@ -31,12 +31,13 @@ class DenseLayer(nnx.Module):
     sequence_first = True
 
     def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
-        self.shard, self.rate, self.windows = shard, config.dropout, config.windows()
-        self.attention_norm, self.attention = (
-            Norm(config, weights),
-            Attention(config, weights, shard),
-        )
-        self.mlp_norm, self.mlp = Norm(config, weights), Mlp(config, weights, shard)
+        self.shard = shard
+        self.rate = config.dropout
+        self.windows = config.windows()
+        self.attention_norm = Norm(config, weights)
+        self.attention = Attention(config, weights, shard)
+        self.mlp_norm = Norm(config, weights)
+        self.mlp = Mlp(config, weights, shard)
 
     def __call__(self, x_TD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
         """Returns the residual stream [T, D] after this layer, the layer's cache (None in
@@ -45,74 +46,65 @@ class DenseLayer(nnx.Module):
         dropout = ctx.dropout.fold(ctx.number) if ctx.dropout else None
         past = Past.of(ctx)
         with jax.named_scope("attention"):
-            h_TD = self._enter(self.attention_norm(x_TD), ctx)
-            y_TD, past = self.attention(
-                h_TD,
-                ctx.shared,
-                ctx.batch.get("segment_ids"),
-                self.windows[ctx.place],
-                past,
-                ctx.tokens,
-            )
+            # Where the rules shard the sequence of the residual stream, this gathers it.
+            h_TD = self.shard(self.attention_norm(x_TD), *ctx.tokens, "embed")
+            segment_ids = ctx.batch.get("segment_ids")
+            window = self.windows[ctx.place]
+            y_TD, past = self.attention(h_TD, ctx.shared, segment_ids, window, past, ctx.tokens)
             x_TD = checkpoint_name(self._add(x_TD, y_TD, dropout, 0, ctx), "mid_residual")
         with jax.named_scope("mlp"):
-            y_TD = self.mlp(self._enter(self.mlp_norm(x_TD), ctx), ctx.tokens)
-            return self._add(x_TD, y_TD, dropout, 1, ctx), past and past.cache, {}
-
-    def _enter(self, x_TD: jax.Array, ctx: Context) -> jax.Array:
-        return self.shard(x_TD, *ctx.tokens, "embed")
+            h_TD = self.shard(self.mlp_norm(x_TD), *ctx.tokens, "embed")
+            y_TD = self.mlp(h_TD, ctx.tokens)
+            x_TD = self._add(x_TD, y_TD, dropout, 1, ctx)
+            return x_TD, past and past.cache, {}
 
     def _add(
         self, x_TD: jax.Array, y_TD: jax.Array, dropout: Dropout | None, site: int, ctx: Context
     ) -> jax.Array:
+        """Returns the residual stream plus a block's output, after dropout."""
         y_TD = self.shard(y_TD.astype(x_TD.dtype), *ctx.residual)
-        return x_TD + (
-            dropout.fold(site)(y_TD, self.rate, ctx.tokens.index("batch"))
-            if dropout and self.rate
-            else y_TD
-        )
+        if dropout and self.rate:
+            y_TD = dropout.fold(site)(y_TD, self.rate, ctx.tokens.index("batch"))
+        return x_TD + y_TD
 
 
 Layer = DenseLayer
-"""What `mesh_lm.model.kinds.Kind` asks of this module."""
+"""The name that `mesh_lm.model.kinds.Kind` asks of this module."""
 
 
 def n_params(config: DecoderConfig) -> int:
-    """Parameters of one layer."""
-    d, h = config.d_model, config.d_head
-    norm = 2 if config.norm == "layernorm" and config.biases else 1  # vectors in one
-    total = (
-        _matmul_weights(config)
-        + norm * (2 * d + 2 * h * config.qk_norm)
-        + config.n_heads * config.sinks
-    )
+    """Returns the number of parameters of one layer."""
+    d = config.d_model
+    h = config.d_head
+    vectors_in_norm = 2 if config.norm == "layernorm" and config.biases else 1
+    total = _matmul_weights(config)
+    total += vectors_in_norm * (2 * d + 2 * h * config.qk_norm)
+    total += config.n_heads * config.sinks
     if config.biases:
-        total += (
-            h * (config.n_heads + 2 * config.kv_heads)
-            + d
-            + config.d_mlp * (2 if config.activation == "swiglu" else 1)
-            + d
-        )
+        attention = h * (config.n_heads + 2 * config.kv_heads) + d
+        mlp = config.d_mlp * (2 if config.activation == "swiglu" else 1) + d
+        total += attention + mlp
     return total
 
 
 def flops_per_token(config: DecoderConfig) -> float:
-    """FLOPs of one token in one layer, as `DecoderConfig.flops_per_token` counts them: the mean
-    over a period of windows.
+    """Returns the FLOPs of one token in one layer, as `DecoderConfig.flops_per_token` counts them:
+    the mean over a period of windows.
     """
     return 6 * _matmul_weights(config) + attention_flops_per_token(config)
 
 
 def attention_flops_per_token(config: DecoderConfig) -> float:
-    """Those of them that are attention's: scores and values of the keys that a query sees on
-    average.
+    """Returns attention's share of `flops_per_token`: scores and values of the keys that a query
+    sees on average.
     """
     S = config.seq_len
     windows = [min(window or S, S) for window in config.windows()]
-    seen = sum(w - w * (w - 1) / (2 * S) for w in windows) / len(windows)
-    return 12 * config.n_heads * config.d_head * seen
+    visible_keys = sum(w - w * (w - 1) / (2 * S) for w in windows) / len(windows)
+    return 12 * config.n_heads * config.d_head * visible_keys
 
 
 def _matmul_weights(config: DecoderConfig) -> int:
     attention = config.d_model * config.d_head * (2 * config.n_heads + 2 * config.kv_heads)
-    return attention + config.d_model * config.d_mlp * (3 if config.activation == "swiglu" else 2)
+    mlp_matrices = 3 if config.activation == "swiglu" else 2
+    return attention + config.d_model * config.d_mlp * mlp_matrices

@@ -1,5 +1,6 @@
-"""What layers are made of: parameters with named dimensions, norms, and linear layers. Sizes: B
-batch, S sequence, D embed.
+"""The parts of layers: parameters with named dimensions, norms, and linear layers.
+
+Sizes: B batch, S sequence, D embed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Weights:
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, layers: int = 0) -> None:
-        self.config, self.rngs, self.layers = config, rngs, layers
+        self.config = config
+        self.rngs = rngs
+        self.layers = layers
 
     def __call__(
         self,
@@ -35,19 +38,20 @@ class Weights:
         *,
         cast: bool = False,
     ) -> nnx.Param:
-        """A parameter: normal with standard deviation `std` (default: the config's), truncated at
-        three of them, or constant `fill`.
+        """Returns a parameter: normal with standard deviation `std` (default: the config's),
+        truncated at three of them, or constant `fill`.
 
         cast: whether it is cast to the config's compute type before it is used.
         """
         if self.layers:
-            shape, axes = (self.layers, *shape), ("layers", *axes)
+            shape = (self.layers, *shape)
+            axes = ("layers", *axes)
         if fill is not None:
             value = jnp.full(shape, fill, jnp.float32)
         else:
-            value = (self.config.init_std if std is None else std) * jax.random.truncated_normal(
-                self.rngs.params(), -3, 3, tuple(shape)
-            )
+            std = self.config.init_std if std is None else std
+            key = self.rngs.params()
+            value = std * jax.random.truncated_normal(key, -3, 3, tuple(shape))
         metadata: dict[str, Any] = {"compute_dtype": self.config.dtype} if cast else {}
         return nnx.Param(value, out_sharding=tuple(axes), **metadata)
 
@@ -66,20 +70,23 @@ class Norm(nnx.Module):
 
     def __init__(self, config: DecoderConfig, weights: Weights, width: int = 0) -> None:
         """width: size of the last dimension; 0: D, the width of the residual stream."""
-        self.config, self.residual = config, not width
-        self.scale = weights((width or config.d_model,), ("norm",), fill=1.0)
-        if config.norm == "layernorm" and config.biases:
-            self.bias = weights((width or config.d_model,), ("norm",), fill=0.0)
+        self.config = config
+        self.normalises_residual = not width
+        self.has_bias = config.norm == "layernorm" and config.biases
+        shape = (width or config.d_model,)
+        self.scale = weights(shape, ("norm",), fill=1.0)
+        if self.has_bias:
+            self.bias = weights(shape, ("norm",), fill=0.0)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last dimension of x; the statistics are computed in float32."""
-        bias = self.bias[...] if self.config.norm == "layernorm" and self.config.biases else None
+        bias = self.bias[...] if self.has_bias else None
         x = _normalise(x, self.scale[...], bias, self.config)
+        if not self.normalises_residual or self.config.dtype == "float32":
+            return x
         # Without the barrier XLA moves the cast after the following all-gather, which then moves
         # fp32.
-        return (
-            lax.optimization_barrier(x) if self.residual and self.config.dtype != "float32" else x
-        )
+        return lax.optimization_barrier(x)
 
 
 # Elementwise chains save their input only for the backward. Without this, GELU saves five arrays of
@@ -92,15 +99,18 @@ def _normalise(
     x_BSD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, config: DecoderConfig
 ) -> jax.Array:
     x = x_BSD.astype(jnp.float32)
-    x = x - x.mean(-1, keepdims=True) if config.norm == "layernorm" else x
+    if config.norm == "layernorm":
+        x = x - x.mean(-1, keepdims=True)
     x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + config.norm_eps) * scale_D
-    return (x if bias_D is None else x + bias_D).astype(config.dtype)
+    if bias_D is not None:
+        x = x + bias_D
+    return x.astype(config.dtype)
 
 
 @jax.custom_vjp
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """x + bias. The bias's gradient, a sum over all tokens, is fp32: in bf16 it was 18 % off at
-    16,384 tokens (measured).
+    """Returns x + bias. The bias's gradient, a sum over all tokens, is fp32: in bf16 it was 18 %
+    off at 16,384 tokens (measured).
     """
     return (x.astype(jnp.float32) + bias).astype(x.dtype)
 
@@ -112,8 +122,9 @@ def _add_bias_forward(x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Arr
 def _add_bias_backward(bias: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Without the barrier XLA sums in the kernel that computes dy, which takes twice as long as both
     # kernels apart (predicted for H100).
-    tokens = tuple(range(dy.ndim - bias.ndim))
-    return dy, lax.optimization_barrier(dy).astype(jnp.float32).sum(tokens).astype(bias.dtype)
+    token_dims = tuple(range(dy.ndim - bias.ndim))
+    dbias = lax.optimization_barrier(dy).astype(jnp.float32).sum(token_dims)
+    return dy, dbias.astype(bias.dtype)
 
 
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
@@ -121,8 +132,8 @@ add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered_once(y: jax.Array, shard: Shard, tokens: tuple[str, str]) -> jax.Array:
-    """y. Its gradient, sharded along the sequence, is gathered here once; XLA would gather it for
-    each of the two matmuls that read it.
+    """Returns y. Its gradient, sharded along the sequence, is gathered here once; XLA would gather
+    it for each of the two matmuls that read it.
     """
     return y
 
@@ -142,8 +153,8 @@ _gathered_once.defvjp(_forward, _backward)
 def _gradient_as_operand(
     y: jax.Array, shard: Shard, tokens: tuple[str, str], axes: tuple[str, ...]
 ) -> jax.Array:
-    """y. Its gradient is gathered here once where the weight is sharded over fewer mesh axes; XLA
-    may gather it for each of two matmuls.
+    """Returns y. Its gradient is gathered here once where the weight is sharded over fewer mesh
+    axes; XLA may gather it for each of two matmuls.
     """
     return y
 
@@ -186,25 +197,28 @@ class Linear(nnx.Module):
         `bias_axes` the embedding is the output, into the residual stream; otherwise it is
         contracted.
         """
-        self.equation, self.shard, self.axes = equation, shard, tuple(axes)
-        self.dtype, self.remat = weights.config.dtype, weights.config.remat
+        self.equation = equation
+        self.shard = shard
+        self.axes = tuple(axes)
+        self.dtype = weights.config.dtype
+        self.remat = weights.config.remat
         self.weight = weights(shape, axes, std, cast=True)
         self.into_residual = bias_axes is not None
         self.has_bias = weights.config.biases
         if self.has_bias:
-            self.bias = weights(
-                shape[:1] if bias_axes else shape[1:], bias_axes or axes[1:], fill=0.0
-            )
+            bias_shape = shape[:1] if bias_axes else shape[1:]
+            self.bias = weights(bias_shape, bias_axes or axes[1:], fill=0.0)
 
     def __call__(self, x_BS: jax.Array, tokens: tuple[str, str] = ("batch", "seq")) -> jax.Array:
-        """The product of x and the weight, as the einsum formula says, plus the bias if there is
-        one. tokens: as in `Context`.
+        """Returns the product of x and the weight, as the einsum formula says, plus the bias if
+        there is one. tokens: as in `Context`.
         """
-        # Without remat, the backward casts (and under FSDP gathers) the weights again. If they were
-        # saved, each device would hold the gathered weights of all layers at the end of the
-        # forward.
         matmul = partial(self._matmul, tokens=tokens)
-        y_BS = (recomputed(matmul) if self.remat == "none" else matmul)(x_BS, self.weight[...])
+        if self.remat == "none":
+            # The backward casts (and under FSDP gathers) the weights again. If they were saved,
+            # each device would have the gathered weights of all layers at the end of the forward.
+            matmul = recomputed(matmul)
+        y_BS = matmul(x_BS, self.weight[...])
         return add_bias(y_BS, self.bias[...]) if self.has_bias else y_BS
 
     def _matmul(self, x_BS: jax.Array, weight: jax.Array, tokens: tuple[str, str]) -> jax.Array:
@@ -220,8 +234,6 @@ class Linear(nnx.Module):
         # that of a dimension.
         y = einsum(self.equation.replace("bs", "t"), x_BS.reshape(-1, *x_BS.shape[2:]), weight)
         y = y.reshape(*x_BS.shape[:2], *y.shape[1:])
-        return (
-            _gradient_as_operand(y, self.shard, tokens, self.axes[1:])
-            if regathers and not self.into_residual
-            else y
-        )
+        if regathers and not self.into_residual:
+            return _gradient_as_operand(y, self.shard, tokens, self.axes[1:])
+        return y

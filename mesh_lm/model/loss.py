@@ -12,9 +12,10 @@ Sizes: B batch, S sequence, D embed, V vocabulary; T tokens of one device, C a c
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,15 +39,24 @@ def cross_entropy(
     softcap: float = 0.0,
     z_loss: float = 0.0,
 ) -> Sums:
-    """Weighted sums over the labels: "loss" (nats), "weight", "objective" = loss + z_loss, and
-    "z_loss" (log Z squared) if it has a weight.
+    """Returns weighted sums over the labels: "loss" (nats), "weight", "objective" = loss + z_loss,
+    and "z_loss" (log Z squared) if it has a weight.
 
-    x: final activations [B, S, D] in the compute type, sharded like the residual stream. head: fp32
-    [V, D] with logical axes ("vocab", "embed"). labels: int32 [B, S] in [0, vocab_size); weights:
-    float32 [B, S]. Rows of the head from vocab_size on are padding and get probability 0. Only
-    "objective" is differentiable, with respect to x and head.
+    Only "objective" is differentiable, with respect to x and head.
+
+    Args:
+      x_BSD: final activations in the compute type, sharded like the residual stream.
+      head_VD: fp32, with logical axes ("vocab", "embed"). Rows from vocab_size on are padding and
+        get probability 0.
+      labels_BS: int32 in [0, vocab_size).
+      weights_BS: float32.
     """
+    x_spec = shard.spec("activations", ("batch", "seq_resid", "embed"))
+    row_spec = shard.spec("activations", ("batch", "seq"))
+    table = shard.within(TABLES).table("vocab", "embed")
+    shards = _Shards(table, shard.axes_for("seq_resid"), shard.axes_for("embed"))
 
+    # A custom VJP: the forward pass computes the gradients, too.
     @jax.custom_vjp
     def f(x: jax.Array, head: jax.Array) -> tuple[jax.Array, Sums]:
         return run(x, head, with_grads=False)[0]
@@ -63,23 +73,19 @@ def cross_entropy(
         return (dx * dout[0]).astype(dx.dtype), dhead * dout[0]
 
     def run(x: jax.Array, head: jax.Array, with_grads: bool):
-        x_spec = shard.spec("activations", ("batch", "seq_resid", "embed"))
-        row_spec, scalar, sharding = (
-            shard.spec("activations", ("batch", "seq")),
-            jax.P(),
-            shard.within(TABLES).table("vocab", "embed"),
+        on_device = partial(
+            _on_device,
+            shards=shards,
+            batch_axes=shard.axes_for("batch"),
+            vocab_size=vocab_size,
+            chunk=chunk,
+            softcap=softcap,
+            z_loss=z_loss,
+            with_grads=with_grads,
         )
-        body = partial(
-            _local, sharding=sharding, batch_by=shard.axes_for("batch"),
-            seq_by=shard.axes_for("seq_resid"),
-            embed_by=shard.axes_for("embed"), vocab_size=vocab_size, chunk=chunk, softcap=softcap,
-            z_loss=z_loss, with_grads=with_grads,
-        )  # fmt: skip
-        in_specs, out_specs = (
-            (x_spec, sharding.spec, row_spec, row_spec),
-            ((scalar, scalar), (x_spec, sharding.spec)),
-        )
-        return shard.shard_map(body, in_specs, out_specs)(x, head, labels_BS, weights_BS)
+        in_specs = (x_spec, table.spec, row_spec, row_spec)
+        out_specs = ((jax.P(), jax.P()), (x_spec, table.spec))
+        return shard.shard_map(on_device, in_specs, out_specs)(x, head, labels_BS, weights_BS)
 
     f.defvjp(f_fwd, f_bwd)
     objective, sums = f(x_BSD, head_VD)
@@ -96,60 +102,71 @@ def label_scores(
     chunk: int = 1024,
     softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Each label's log-probability, float32 [B, S], and whether it is the first of the most likely
-    tokens, bool [B, S].
+    """Returns each label's log-probability, float32 [B, S], and whether it is the first of the most
+    likely tokens, bool [B, S].
 
     Arguments as in `cross_entropy`; not differentiable.
     """
-    sharding, row_spec = (
-        shard.within(TABLES).table("vocab", "embed"),
-        shard.spec("activations", ("batch", "seq")),
-    )
-    seq_by, embed_by = shard.axes_for("seq_resid"), shard.axes_for("embed")
+    table = shard.within(TABLES).table("vocab", "embed")
+    shards = _Shards(table, shard.axes_for("seq_resid"), shard.axes_for("embed"))
 
-    def local(x: jax.Array, head: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, head_VD, ids_V, vocab_by = _gathered(x, head, sharding, seq_by, embed_by)
+    def on_device(x: jax.Array, head: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, head = shards.gather(x, head)
 
-        def step(row: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            z, top, hit = _vocabulary(row[0], row[1], head_VD, ids_V, vocab_by, vocab_size, softcap)
-            lse = top + jnp.log(_over(vocab_by, lax.psum, jnp.exp(z - top[:, None]).sum(-1)))
-            likeliest = _over(
-                vocab_by,
-                lax.pmin,
-                jnp.where(z == top[:, None], ids_V, jnp.iinfo(jnp.int32).max).min(-1),
-            )
-            return _over(vocab_by, lax.psum, jnp.where(hit, z, 0).sum(-1)) - lse, likeliest == row[
-                1
-            ]
+        def score(row: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x_CD, label_C = row
+            z, top, is_label = _logits(x_CD, label_C, head, vocab_size, softcap)
+            exp = jnp.exp(z - top[:, None])
+            lse = top + jnp.log(_over_vocabulary(head, lax.psum, exp.sum(-1)))
+            no_id = jnp.iinfo(jnp.int32).max
+            first_id = jnp.where(z == top[:, None], head.ids_V, no_id).min(-1)
+            likeliest = _over_vocabulary(head, lax.pmin, first_id)
+            label_z = _over_vocabulary(head, lax.psum, jnp.where(is_label, z, 0).sum(-1))
+            return label_z - lse, likeliest == label_C
 
-        scores = lax.map(step, _chunks((x, labels), chunk))
+        scores = lax.map(score, _chunks((x, labels), chunk))
         return tuple(a.reshape(-1)[: labels.size].reshape(labels.shape) for a in scores)  # pyright: ignore[reportReturnType]
 
-    in_specs = (shard.spec("activations", ("batch", "seq_resid", "embed")), sharding.spec, row_spec)
-    return shard.shard_map(local, in_specs, (row_spec, row_spec))(x_BSD, head_VD, labels_BS)
+    row_spec = shard.spec("activations", ("batch", "seq"))
+    x_spec = shard.spec("activations", ("batch", "seq_resid", "embed"))
+    in_specs = (x_spec, table.spec, row_spec)
+    return shard.shard_map(on_device, in_specs, (row_spec, row_spec))(x_BSD, head_VD, labels_BS)
 
 
-def _gathered(
-    x: jax.Array,
-    head: jax.Array,
-    sharding: TableSharding,
-    seq_by: tuple[str, ...],
-    embed_by: tuple[str, ...],
-) -> tuple[Any, ...]:
-    """Inside `Shard.shard_map`: (full sequences [B, S, D], this device's rows of the head [V, D],
-    their ids, mesh axes of the ids).
-    """
-    vocab_by = axes_of(sharding.gathered_spec[0])
-    x = gathered_residual(x, seq_by, embed_by)
-    head_VD = sharding.gather(head.astype(x.dtype))
-    ids_V = jnp.arange(len(head_VD)) + (lax.axis_index(vocab_by) * len(head_VD) if vocab_by else 0)
-    return x, head_VD, ids_V, vocab_by
+# On one device, inside `Shard.shard_map`.
+
+
+class _Head(NamedTuple):
+    """This device's rows of the head."""
+
+    head_VD: jax.Array
+    ids_V: jax.Array
+    axes: tuple[str, ...]
+    """The mesh axes that the rows are sharded over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shards:
+    """How the head and the residual stream are sharded."""
+
+    table: TableSharding
+    seq_axes: tuple[str, ...]
+    embed_axes: tuple[str, ...]
+
+    def gather(self, x: jax.Array, head: jax.Array) -> tuple[jax.Array, _Head]:
+        """Returns (full sequences [B, S, D], this device's rows of the head)."""
+        axes = axes_of(self.table.gathered_spec[0])
+        x = gathered_residual(x, self.seq_axes, self.embed_axes)
+        head_VD = self.table.gather(head.astype(x.dtype))
+        first_id = lax.axis_index(axes) * len(head_VD) if axes else 0
+        return x, _Head(head_VD, jnp.arange(len(head_VD)) + first_id, axes)
 
 
 def _chunks(arrays: Sequence[jax.Array], chunk: int) -> list[jax.Array]:
-    """[B, S, ...] as [n, C, ...], padded with zeros."""
+    """Returns arrays [B, S, ...] as [n, C, ...], padded with zeros."""
     T = arrays[0].shape[0] * arrays[0].shape[1]
-    n, C = -(-T // chunk), min(chunk, T)
+    n = -(-T // chunk)
+    C = min(chunk, T)
     flat = [
         jnp.pad(a.reshape(T, *a.shape[2:]), [(0, n * C - T)] + [(0, 0)] * (a.ndim - 2))
         for a in arrays
@@ -157,64 +174,61 @@ def _chunks(arrays: Sequence[jax.Array], chunk: int) -> list[jax.Array]:
     return [a.reshape(n, C, *a.shape[1:]) for a in flat]
 
 
-def _vocabulary(
-    x_CD: jax.Array,
-    label_C: jax.Array,
-    head_VD: jax.Array,
-    ids_V: jax.Array,
-    vocab_by: tuple[str, ...],
-    vocab_size: int,
-    softcap: float,
+def _logits(
+    x_CD: jax.Array, label_C: jax.Array, head: _Head, vocab_size: int, softcap: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For a chunk: logits over this device's rows of the head [C, V], each token's maximum over all
-    rows [C], and a mask of the labels.
+    """Returns, for a chunk, logits over this device's rows of the head [C, V], each token's maximum
+    over all rows [C], and a mask of the labels [C, V].
     """
-    raw = jnp.einsum("cd,vd->cv", x_CD, head_VD, preferred_element_type=jnp.float32)
-    z = softcap * jnp.tanh(raw / softcap) if softcap else raw
-    z = jnp.where(ids_V < vocab_size, z, -jnp.inf)
-    return z, _over(vocab_by, lax.pmax, z.max(-1)), ids_V == label_C[:, None]
+    z = jnp.einsum("cd,vd->cv", x_CD, head.head_VD, preferred_element_type=jnp.float32)
+    if softcap:
+        z = softcap * jnp.tanh(z / softcap)
+    z = jnp.where(head.ids_V < vocab_size, z, -jnp.inf)
+    return z, _over_vocabulary(head, lax.pmax, z.max(-1)), head.ids_V == label_C[:, None]
 
 
-def _over(
-    vocab_by: tuple[str, ...], reduce: Callable[..., jax.Array], value: jax.Array
-) -> jax.Array:
-    return reduce(value, vocab_by) if vocab_by else value
+def _over_vocabulary(head: _Head, reduce: Callable[..., jax.Array], value: jax.Array) -> jax.Array:
+    """Returns a sum or maximum over this device's rows, reduced over those of all devices."""
+    return reduce(value, head.axes) if head.axes else value
 
 
-def _local(
+def _on_device(
     x: jax.Array,
     head: jax.Array,
     labels: jax.Array,
     weights: jax.Array,
     *,
-    sharding: TableSharding,
-    batch_by: tuple[str, ...],
-    seq_by: tuple[str, ...],
-    embed_by: tuple[str, ...],
+    shards: _Shards,
+    batch_axes: tuple[str, ...],
     vocab_size: int,
     chunk: int,
     softcap: float,
     z_loss: float,
     with_grads: bool,
 ) -> tuple[tuple[jax.Array, Sums], Any]:
-    """On one device's shards: ((objective, sums), (dx like x, dhead like head)), or None in place
-    of both gradients.
+    """Returns ((objective, sums), (dx like x, dhead like head)), or None in place of both
+    gradients.
     """
-    dtype, out_shape = x.dtype, x.shape
-    x, head_VD, ids_V, vocab_by = _gathered(x, head, sharding, seq_by, embed_by)
-    V, D = head_VD.shape
-    batch_shape, T = x.shape, labels.size
+    dtype = x.dtype
+    local_shape = x.shape
+    x, head_rows = shards.gather(x, head)
+    V, D = head_rows.head_VD.shape
+    gathered_shape = x.shape
+    T = labels.size
     rows = _chunks((x, labels, weights), chunk)
-    n = len(rows[1])
+    n_chunks = len(rows[1])
 
-    def step(carry, row):
+    def step(
+        carry: tuple[Sums, jax.Array], row: list[jax.Array]
+    ) -> tuple[tuple[Sums, jax.Array], jax.Array | None]:
         sums, dhead = carry
         x_CD, label_C, weight_C = row
-        z, top, hit = _vocabulary(x_CD, label_C, head_VD, ids_V, vocab_by, vocab_size, softcap)
+        z, top, is_label = _logits(x_CD, label_C, head_rows, vocab_size, softcap)
         exp = jnp.exp(z - top[:, None])
-        total = _over(vocab_by, lax.psum, exp.sum(-1))
+        total = _over_vocabulary(head_rows, lax.psum, exp.sum(-1))
         lse = top + jnp.log(total)
-        loss = lse - _over(vocab_by, lax.psum, jnp.where(hit, z, 0).sum(-1))
+        label_z = _over_vocabulary(head_rows, lax.psum, jnp.where(is_label, z, 0).sum(-1))
+        loss = lse - label_z
         sums = {
             "loss": sums["loss"] + (weight_C * loss).sum(),
             "weight": sums["weight"] + weight_C.sum(),
@@ -222,27 +236,34 @@ def _local(
         }
         if not with_grads:
             return (sums, dhead), None
-        dz = (exp / total[:, None]) * (1 + 2 * z_loss * lse)[:, None] - hit
+        # The gradient of loss + z_loss lse^2 by the logits: p (1 + 2 z_loss lse) - onehot(label).
+        dz = (exp / total[:, None]) * (1 + 2 * z_loss * lse)[:, None] - is_label
         if softcap:
-            dz = dz * (1 - jnp.square(jnp.where(ids_V < vocab_size, z, 0) / softcap))
+            # tanh' = 1 - tanh^2, of the capped logits; those of padding are -inf.
+            finite_z = jnp.where(head_rows.ids_V < vocab_size, z, 0)
+            dz = dz * (1 - jnp.square(finite_z / softcap))
         dz = (dz * weight_C[:, None]).astype(dtype)
-        dx_CD = jnp.einsum("cv,vd->cd", dz, head_VD)
+        dx_CD = jnp.einsum("cv,vd->cd", dz, head_rows.head_VD)
         dhead = dhead + jnp.einsum("cv,cd->vd", dz, x_CD, preferred_element_type=jnp.float32)
         return (sums, dhead), dx_CD
 
     sums: Sums = {name: jnp.zeros((), jnp.float32) for name in ("loss", "weight", "z_loss")}
     dhead = jnp.zeros((V, D) if with_grads else (), jnp.float32)
     dx: Any
-    (sums, dhead), dx = (
-        lax.scan(step, (sums, dhead), rows) if n > 1 else step((sums, dhead), [a[0] for a in rows])
-    )
+    if n_chunks > 1:
+        (sums, dhead), dx = lax.scan(step, (sums, dhead), rows)
+    else:
+        (sums, dhead), dx = step((sums, dhead), [a[0] for a in rows])
 
-    if batch_by:
-        sums = lax.psum(sums, batch_by)
+    if batch_axes:
+        sums = lax.psum(sums, batch_axes)
     objective = sums["loss"] + z_loss * sums["z_loss"]
     if not z_loss:
         del sums["z_loss"]
     if not with_grads:
         return (objective, sums), (None, None)
-    dx = sum_into(dx.reshape(-1, D)[:T].reshape(batch_shape), vocab_by, seq_by, embed_by)
-    return (objective, sums), (dx.reshape(out_shape), sharding.reduce_scatter(dhead))
+    # Each device has the gradients of its own rows of the vocabulary: they are summed, and sharded
+    # like x and the head.
+    dx = dx.reshape(-1, D)[:T].reshape(gathered_shape)
+    dx = sum_into(dx, head_rows.axes, shards.seq_axes, shards.embed_axes)
+    return (objective, sums), (dx.reshape(local_shape), shards.table.reduce_scatter(dhead))

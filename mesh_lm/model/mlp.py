@@ -15,14 +15,14 @@ from sharding_rules import Shard
 
 @recomputed
 def swiglu(up_BSGF: jax.Array) -> jax.Array:
-    """silu(gate) * up, [B, S, F]."""
+    """Returns silu(gate) * up, [B, S, F]."""
     return jax.nn.silu(up_BSGF[:, :, 0]) * up_BSGF[:, :, 1]
 
 
 @recomputed
 def gelu(up: jax.Array) -> jax.Array:
-    """The tanh GELU (arXiv 1606.08415) of each element: x (1 + tanh y) / 2 = x sigmoid(2 y), with y
-    = sqrt(2 / pi) (x + 0.044715 x^3).
+    """Returns the tanh GELU (arXiv 1606.08415) of each element: x (1 + tanh y) / 2 =
+    x sigmoid(2 y), with y = sqrt(2 / pi) (x + 0.044715 x^3).
 
     On a GPU XLA expands tanh to a long polynomial, which takes longer to compute than x takes to
     read; the sigmoid has one exponential.
@@ -34,8 +34,10 @@ class Mlp(nnx.Module):
     """GELU or SwiGLU between two matmuls. One matmul makes both gate and up."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
-        self.config, self.shard = config, shard
-        d, f = config.d_model, config.d_mlp
+        self.config = config
+        self.shard = shard
+        d = config.d_model
+        f = config.d_mlp
         if config.activation == "swiglu":
             self.up = Linear("bsd,dgf->bsgf", weights, (d, 2, f), ("embed", "fused", "mlp"), shard)
         else:
