@@ -251,19 +251,21 @@ def one_period(
         number = first_layer + (row + i - rows.skip)
         layer_ctx = dataclasses.replace(ctx, number=number, place=i, cache=cache)
 
-        def apply() -> tuple[jax.Array, Any, Sums]:
-            module = nnx.merge(graph, weights, read_row(buffers))
-            return layer_output(module, x, called(module, segment, model.shard)(x, layer_ctx))
+        def build() -> Layer:
+            return nnx.merge(graph, weights, read_row(buffers))
 
         if rows.count is None:
-            return apply()
+            module = build()
+            return layer_output(module, x, called(module, segment, model.shard)(x, layer_ctx))
 
         # Branches must agree on the sharding.
         def pinned(x: jax.Array, cache: Any, sums: Sums) -> tuple[jax.Array, Any, Sums]:
             return model.shard(x, *ctx.residual), cache, sums
 
         def run() -> tuple[jax.Array, Any, Sums]:
-            return pinned(*apply())
+            module = build()
+            output = called(module, segment, model.shard)(x, layer_ctx)
+            return pinned(*layer_output(module, x, output))
 
         def idle() -> tuple[jax.Array, Any, Sums]:
             return pinned(x, cache, _zeros(jax.eval_shape(run)[2]))

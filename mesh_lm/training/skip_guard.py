@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mesh_lm.config import HealthConfig
 from mesh_lm.errors import ConfigError
@@ -27,8 +27,9 @@ class SkipGuard:
         """Steps skipped in a row, up to the newest one reported."""
         self.rewinds = 0
         """How often the run rolled back."""
-        self._config, self._note = config, note or (lambda line: None)
-        self._last: tuple[int, int] | None = None
+        self._config = config
+        self._note = note or (lambda line: None)
+        self._newest: _Report | None = None
 
     def step(self, report: tuple[int, Mapping[str, Any]] | None) -> int | None:
         """Returns None, or the first step of a streak that is too long: roll back to a checkpoint
@@ -41,53 +42,66 @@ class SkipGuard:
         """
         if report is None:
             return None
-        n, skipped = report[0], int(report[1]["skipped"])
-        loss, norm = float(report[1]["loss"]), float(report[1]["grad_norm"])
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        if self._last and n > self._last[0]:
-            steps, new = n - self._last[0], skipped - self._last[1]
+        step, metrics = report
+        n_skipped = int(metrics["skipped"])
+        loss = float(metrics["loss"])
+        grad_norm = float(metrics["grad_norm"])
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+
+        if self._newest and step > self._newest.step:
+            n_steps = step - self._newest.step
+            n_new = n_skipped - self._newest.n_skipped
         else:
             # The first report after a start: how many of the earlier steps were skipped in a row is
             # unknown.
-            steps, new, self.consecutive_skips = 1, int(skipped > 0 and not finite), 0
-        self._last, self.consecutive_skips = (
-            (n, skipped),
-            self.consecutive_skips + new if new == steps else 0,
-        )
-        why = f"loss {loss:.4g}, gradient norm {norm:.4g}"
-        if finite:
-            why += (
+            n_steps = 1
+            n_new = int(n_skipped > 0 and not is_finite)
+            self.consecutive_skips = 0
+        self._newest = _Report(step, n_skipped)
+        if n_new == n_steps:
+            self.consecutive_skips += n_new
+        else:
+            self.consecutive_skips = 0
+
+        reason = f"loss {loss:.4g}, gradient norm {grad_norm:.4g}"
+        if is_finite:
+            reason += (
                 f", one of them more than {self._config.outlier:g} standard deviations above "
                 "recent steps (health.outlier)"
             )
-        if new:
-            self._note(
-                f"{f'step {n}' if steps == 1 else f'{new} of the {steps} steps up to {n}'} "
-                f"skipped, {skipped} in all: {why}"
+        if n_new:
+            steps = (
+                f"step {step}" if n_steps == 1 else f"{n_new} of the {n_steps} steps up to {step}"
             )
-        return (
-            self._too_many(n - self.consecutive_skips + 1, n, why)
-            if self.consecutive_skips >= self._config.skip_limit
-            else None
-        )
+            self._note(f"{steps} skipped, {n_skipped} in all: {reason}")
+        if self.consecutive_skips < self._config.skip_limit:
+            return None
+        return self._begin_rewind(step - self.consecutive_skips + 1, step, reason)
 
-    def _too_many(self, first: int, last: int, why: str) -> int:
-        n = self.consecutive_skips
-        steps = (
-            f"{n} steps in a row skipped, {first} to {last}" if n > 1 else f"step {last} skipped"
-        )
+    def _begin_rewind(self, first: int, last: int, reason: str) -> int:
+        """Returns `first`, the first step of the streak. Raises TooManySkips."""
+        steps = f"step {last} skipped"
+        if self.consecutive_skips > 1:
+            steps = f"{self.consecutive_skips} steps in a row skipped, {first} to {last}"
         if self.rewinds == self._config.rewinds:
             raise TooManySkips(
-                f"{steps}, the last one with {why}; that is "
+                f"{steps}, the last one with {reason}; that is "
                 f"health.skip_limit={self._config.skip_limit}, and the run has used {self.rewinds} "
                 f"of health.rewinds={self._config.rewinds}. The weights are still those before "
                 f"step {first}: inspect the batches from there on, lower optimizer.learning_rate, "
                 f"or set health.rewinds={self.rewinds + 1} to skip those batches"
             )
         self.rewinds += 1
-        action = (
-            f"rolling back to the checkpoint before step {first}, and continuing with the batches "
-            f"after step {last}"
+        self._note(
+            f"{steps}: rolling back to the checkpoint before step {first}, and continuing with the "
+            f"batches after step {last} (rewind {self.rewinds} of {self._config.rewinds})"
         )
-        self._note(f"{steps}: {action} (rewind {self.rewinds} of {self._config.rewinds})")
         return first
+
+
+class _Report(NamedTuple):
+    """The newest report of a step."""
+
+    step: int
+    n_skipped: int
+    """Steps that the run has skipped so far."""
