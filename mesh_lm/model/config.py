@@ -41,18 +41,19 @@ class SegmentConfig:
         """Parses name:layers[:kind[:remat[:dtype]]], the form on the command line. Raises
         ValueError for any other form.
         """
-        name, layers, *rest = word.split(":")
-        if len(rest) > 1 and rest[1] not in ("", *get_args(Remat)):
-            rest[:2] = [":".join(rest[:2])]  # a custom kind: module:class
-        kind, remat, dtype = (*rest, *("dense", "", "")[len(rest) :])
-        if remat not in ("", *get_args(Remat)) or dtype not in ("", *get_args(Dtype)):
+        name, layers, *options = word.split(":")
+        remats = ("", *get_args(Remat))
+        if len(options) > 1 and options[1] not in remats:
+            options[:2] = [":".join(options[:2])]  # a kind of the user's own: module:class
+        defaults = ["dense", "", ""]
+        kind, remat, dtype = options + defaults[len(options) :]
+        if remat not in remats or dtype not in ("", *get_args(Dtype)):
             raise ValueError(word)
         return cls(name, int(layers), kind, cast(Remat, remat) or None, cast(Dtype, dtype) or None)
 
     def __str__(self) -> str:
-        return ":".join(
-            [self.name, str(self.n_layers), self.kind, self.remat or "", self.dtype or ""]
-        ).rstrip(":")
+        words = [self.name, str(self.n_layers), self.kind, self.remat or "", self.dtype or ""]
+        return ":".join(words).rstrip(":")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,61 +172,45 @@ class DecoderConfig(ModelConfig):
         return -(-self.vocab_size // max(1, self.vocab_multiple)) * self.vocab_multiple
 
     def windows(self) -> tuple[int | None, ...]:
-        """One period of the per-layer window pattern (None: full attention). Segments consist of
-        complete periods.
+        """Returns one period of the per-layer window pattern (None: full attention). Segments
+        consist of complete periods.
         """
         return tuple(w or None for w in self.window) or (None,)
 
     def runs(self) -> tuple[SegmentConfig, ...]:
-        """The segments, with the default of one segment called blocks filled in."""
+        """Returns the segments, with the default of one segment called blocks filled in."""
         return self.segments or (SegmentConfig("blocks", self.n_layers, self.block),)
 
     def within(self, segment: SegmentConfig) -> DecoderConfig:
-        """The config of a segment's layers. Its n_layers is still that of the whole model."""
-        return dataclasses.replace(
-            self, remat=segment.remat or self.remat, dtype=segment.dtype or self.dtype
-        )
+        """Returns the config of a segment's layers. Its n_layers is still that of the whole
+        model.
+        """
+        remat = segment.remat or self.remat
+        return dataclasses.replace(self, remat=remat, dtype=segment.dtype or self.dtype)
 
     def sizes(self) -> dict[str, tuple[str, int]]:
-        """Logical axis -> (config field, size) of the axes that rules may shard."""
-        grouped = {"kv_heads": ("n_kv_heads", self.n_kv_heads)} if self.n_kv_heads else {}
-        return {
+        """Returns (config field, size) of the logical axes that rules may shard."""
+        sizes = {
             "seq": ("seq_len", self.seq_len),
             "seq_resid": ("seq_len", self.seq_len),
             "embed": ("d_model", self.d_model),
             "heads": ("n_heads", self.n_heads),
-            **grouped,
-            "mlp": ("d_ff", self.d_mlp),
-            "vocab": ("vocab_size", self.padded_vocab),
         }
+        if self.n_kv_heads:
+            sizes["kv_heads"] = ("n_kv_heads", self.n_kv_heads)
+        sizes["mlp"] = ("d_ff", self.d_mlp)
+        sizes["vocab"] = ("vocab_size", self.padded_vocab)
+        return sizes
 
     def problems(self) -> list[str]:
-        """A sentence for each field with a wrong value and for each contradiction between
+        """Returns a sentence for each field with a wrong value and for each contradiction between
         fields.
         """
-        least = {
-            "n_layers": 1,
-            "d_model": 1,
-            "n_heads": 1,
-            "n_kv_heads": 0,
-            "head_dim": 0,
-            "d_ff": 0,
-            "vocab_size": 2,
-            "seq_len": 1,
-        }
-        least |= {
-            "loss_chunk": 1,
-            "vocab_multiple": 1,
-            "softcap": 0,
-            "head_softcap": 0,
-            "z_loss": 0,
-            "init_std": 0,
-        }
-        problems = [
-            f"model.{field}={value} must be at least {low}"
-            for field, low in least.items()
-            if (value := getattr(self, field)) < low
-        ]
+        problems = []
+        for field, least in _LEAST.items():
+            value = getattr(self, field)
+            if value < least:
+                problems.append(f"model.{field}={value} must be at least {least}")
         if any(width < 0 for width in self.window):
             problems.append(
                 f"model.window={self.window} must be widths of at least 1, or 0 for all earlier "
@@ -234,10 +219,9 @@ class DecoderConfig(ModelConfig):
         if problems:
             return problems
         if not self.head_dim and self.d_model % self.n_heads:
-            fix = "set model.head_dim, or change one"
             problems.append(
                 f"model.d_model={self.d_model} is not divisible by model.n_heads={self.n_heads}; "
-                f"{fix}"
+                "set model.head_dim, or change one"
             )
         if self.n_heads % self.kv_heads:
             problems.append(
@@ -253,73 +237,80 @@ class DecoderConfig(ModelConfig):
     def _segment_problems(self) -> list[str]:
         from mesh_lm.model.decoder import Decoder  # here, so that configs load without Flax
 
-        entries, problems = len(self.windows()), []
-        if not self.segments and self.n_layers % entries:
+        problems = []
+        period = len(self.windows())
+        n_layers = sum(segment.n_layers for segment in self.segments)
+        if not self.segments and self.n_layers % period:
             problems.append(
-                f"model.n_layers={self.n_layers} is not a multiple of the {entries} entries of "
+                f"model.n_layers={self.n_layers} is not a multiple of the {period} entries of "
                 "model.window"
             )
-        if self.segments and (total := sum(run.n_layers for run in self.segments)) != self.n_layers:
+        if self.segments and n_layers != self.n_layers:
             problems.append(
-                f"model.segments have {total} layers, not model.n_layers={self.n_layers}"
+                f"model.segments have {n_layers} layers, not model.n_layers={self.n_layers}"
             )
-        for run in self.segments:
-            if run.n_layers % entries:
+        for segment in self.segments:
+            if segment.n_layers % period:
                 problems.append(
-                    f"model.segments: {run.name!r} has {run.n_layers} layers, not a multiple of "
-                    f"the {entries} of model.window"
+                    f"model.segments: {segment.name!r} has {segment.n_layers} layers, not a "
+                    f"multiple of the {period} of model.window"
                 )
-            if run.name in _RESERVED or hasattr(Decoder, run.name):
+            if segment.name in _RESERVED or hasattr(Decoder, segment.name):
                 problems.append(
-                    f"model.segments: {run.name!r} is the name of another part of the decoder; "
+                    f"model.segments: {segment.name!r} is the name of another part of the decoder; "
                     "choose another"
                 )
-        for run in self.runs():
+        field = "model.segments" if self.segments else "model.block"
+        for segment in self.runs():
             try:
-                kind(run.kind, "model.segments" if self.segments else "model.block")
+                kind(segment.kind, field)
             except ConfigError as error:
                 problems.append(str(error))
         return problems
 
     def n_params(self) -> int:
-        """The number of parameters, without the padding of the vocabulary."""
-        norm = 2 if self.norm == "layernorm" and self.biases else 1  # vectors in one
-        layers = sum(
-            run.n_layers * kind(run.kind).n_params(self.within(run)) for run in self.runs()
+        """Returns the number of parameters, without the padding of the vocabulary."""
+        in_layers = sum(
+            segment.n_layers * kind(segment.kind).n_params(self.within(segment))
+            for segment in self.runs()
         )
-        tables = self.vocab_size * (1 if self.tied else 2) + (
-            self.seq_len if self.positions == "learned" else 0
-        )
-        return layers + (norm + tables) * self.d_model
+        # Vectors of width D: of the last norm, of the tables.
+        vectors = 2 if self.norm == "layernorm" and self.biases else 1
+        vectors += self.vocab_size if self.tied else 2 * self.vocab_size
+        if self.positions == "learned":
+            vectors += self.seq_len
+        return in_layers + vectors * self.d_model
 
     def stack(self) -> Stack:
-        """The segments with their costs in FLOPs per token and layer."""
-        segments, start = [], 0
-        for run in self.runs():
-            own, n = self.within(run), run.n_layers
-            recomputed = (
-                None if self.remat_layers is None else min(max(self.remat_layers - start, 0), n)
-            )
-            kept = min(max(start + n - (self.n_layers - self.kept_layers), 0), n)
-            cost = kind(run.kind).flops_per_token(own)
+        """Returns the segments with their costs in FLOPs per token and layer."""
+        segments = []
+        first_layer = 0
+        first_kept = self.n_layers - self.kept_layers
+        for part in self.runs():
+            config = self.within(part)
+            n_layers = part.n_layers
+            end = first_layer + n_layers
+            remat_layers = None
+            if self.remat_layers is not None:
+                remat_layers = min(max(self.remat_layers - first_layer, 0), n_layers)
             segments.append(
                 Segment(
-                    run.name,
-                    n,
-                    len(self.windows()),
-                    own.remat,
-                    cost,
-                    self.unroll,
-                    recomputed,
-                    kept,
-                    self.batch_halves,
+                    part.name,
+                    n_layers,
+                    period=len(self.windows()),
+                    remat=config.remat,
+                    cost=kind(part.kind).flops_per_token(config),
+                    unroll=self.unroll,
+                    remat_layers=remat_layers,
+                    kept_layers=min(max(end - first_kept, 0), n_layers),
+                    batch_halves=self.batch_halves,
                 )
             )
-            start += n
+            first_layer = end
         return Stack(tuple(segments), head=6.0 * self._head_weights)
 
     def flops_per_token(self) -> float:
-        """FLOPs of one token, forward and backward: 6 per matmul weight (including the head,
+        """Returns the FLOPs of one token, forward and backward: 6 per matmul weight (including the head,
         excluding the lookup), and 12 n_heads d_head T_seen per layer for attention, where T_seen is
         the number of tokens that a query sees on average (PaLM, arXiv 2204.02311, appendix B, which
         does not subtract the causal half).
@@ -328,18 +319,35 @@ class DecoderConfig(ModelConfig):
         return sum(segment.n_layers * segment.cost for segment in stack.segments) + stack.head
 
     def attention_flops_per_token(self) -> float:
-        """Those of `flops_per_token` that are attention's."""
+        """Returns attention's share of `flops_per_token`."""
         return sum(
             run.n_layers * attention_flops_per_token(run.kind, self.within(run))
             for run in self.runs()
         )
 
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
-        """The module, with initial weights."""
+        """Returns the module, with initial weights."""
         from mesh_lm.model.decoder import Decoder  # here, so that configs load without Flax
 
         return Decoder(self, shard, rngs)
 
 
+_LEAST = {
+    "n_layers": 1,
+    "d_model": 1,
+    "n_heads": 1,
+    "n_kv_heads": 0,
+    "head_dim": 0,
+    "d_ff": 0,
+    "vocab_size": 2,
+    "seq_len": 1,
+    "loss_chunk": 1,
+    "vocab_multiple": 1,
+    "softcap": 0,
+    "head_softcap": 0,
+    "z_loss": 0,
+    "init_std": 0,
+}
+"""The least value of each field."""
 _RESERVED = ("config", "shard", "embedding", "positions", "norm", "head")
 """Attributes of the decoder that a segment cannot be named after."""

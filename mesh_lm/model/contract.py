@@ -39,14 +39,14 @@ of means, depends on how the batch is divided into microbatches."""
 
 
 def positions_of(batch: Batch) -> jax.Array:
-    """The position of each token: int32 [B, S], or [1, S] if all sequences have the same
+    """Returns the position of each token: int32 [B, S], or [1, S] if all sequences have the same
     positions.
     """
     return batch["positions"] if "positions" in batch else batch["indices"]
 
 
 def token_batch(tokens_BS: jax.Array) -> Batch:
-    """A batch for reading texts that begin in slot 0: the tokens, int32 [B, S], and their
+    """Returns a batch for reading texts that begin in slot 0: the tokens, int32 [B, S], and their
     indices.
     """
     return {"tokens": tokens_BS, "indices": jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)[None]}
@@ -77,8 +77,9 @@ class Context:
     @property
     def residual(self) -> tuple[str, str, str]:
         """The logical axes of the layer's input and output, as the residual stream is sharded."""
-        first, second = ("seq_resid" if axis == "seq" else axis for axis in self.tokens)
-        return first, second, "embed"
+        if self.tokens == ("seq", "batch"):
+            return "seq_resid", "batch", "embed"
+        return "batch", "seq_resid", "embed"
 
 
 class Layer(Protocol):
@@ -148,40 +149,45 @@ def require_sums(model: Any, sums: Any) -> None:
     """Raises ConfigError unless these are sums that a model's loss may return: scalars, and those
     that the trainer reads among them.
     """
-    what = f"{type(model).__name__}.loss returns"
+    loss = f"{type(model).__name__}.loss"
     if not isinstance(sums, Mapping):
-        raise ConfigError(f"{what} {_described(sums)}, not a dict of sums ({_PAGE})")
-    if missing := [name for name in _SUMS if name not in sums]:
+        raise ConfigError(f"{loss} returns {_described(sums)}, not a dict of sums ({_PAGE})")
+    missing = [name for name in _SUMS if name not in sums]
+    if missing:
         raise ConfigError(
-            f"{what} no {', '.join(missing)}; its sums are {', '.join(_SUMS)}, and metrics of your "
-            f"own ({_PAGE})"
+            f"{loss} returns no {', '.join(missing)}; its sums are {', '.join(_SUMS)}, and metrics "
+            f"of your own ({_PAGE})"
         )
     for name, value in cast("Sums", sums).items():
         if jnp.ndim(value):
-            raise ConfigError(f"{what} {name!r} {jnp.shape(value)}; its sums are scalars")
+            raise ConfigError(f"{loss} returns {name!r} {jnp.shape(value)}; its sums are scalars")
 
 
-def layer_output(layer: Any, x: jax.Array, found: Any) -> tuple[jax.Array, Any, Sums]:
-    """Returns what a layer returned. Raises ConfigError unless it is (output, cache, sums), the
-    output like the input `x`.
+def layer_output(layer: Any, x: jax.Array, output: Any) -> tuple[jax.Array, Any, Sums]:
+    """Returns the output of a layer. Raises ConfigError unless it is (activations, cache, sums),
+    the activations like the input `x`.
     """
-    what = f"{type(layer).__name__} returns"
-    if not (isinstance(found, tuple) and len(found) == 3):
-        raise ConfigError(f"{what} {_described(found)}; a layer returns (x, cache, sums) ({_PAGE})")
-    y = found[0]
+    name = type(layer).__name__
+    if not (isinstance(output, tuple) and len(output) == 3):
+        raise ConfigError(
+            f"{name} returns {_described(output)}; a layer returns (x, cache, sums) ({_PAGE})"
+        )
+    y = output[0]
     if (jnp.shape(y), jnp.result_type(y)) != (x.shape, x.dtype):
         raise ConfigError(
-            f"{what} x as {_described(y)}, and got it as {_described(x)}: a layer keeps the shape "
-            f"and the type ({_PAGE})"
+            f"{name} returns x as {_described(y)}, and got it as {_described(x)}: a layer keeps "
+            f"the shape and the type ({_PAGE})"
         )
-    return found
+    return output
 
 
 def _described(value: Any) -> str:
-    """An array as float32[8, 64, 128]; of anything else the type."""
+    """Returns an array as float32[8, 64, 128], and of anything else the type."""
     if isinstance(value, jax.Array):
         return f"{value.dtype}{[*value.shape]}"
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"
 
 
 class Generative(Protocol):

@@ -30,90 +30,90 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, shard: Shard, rngs: nnx.Rngs) -> None:
-        self.config, self.shard = config, shard
+        self.config = config
+        self.shard = shard
         weights = Weights(config, rngs)
-        self.embedding = weights(
-            (config.padded_vocab, config.d_model), ("vocab", "embed"), cast=True
-        )
+        table = (config.padded_vocab, config.d_model)
+        self.embedding = weights(table, ("vocab", "embed"), cast=True)
         if config.positions == "learned":
             self.positions = weights(
                 (config.seq_len, config.d_model), ("position", "embed"), cast=True
             )
         for segment in config.runs():
-            own = config.within(segment)
-            layer = kind(segment.kind).Layer(
-                own, Weights(own, rngs, layers=segment.n_layers), shard.within(segment.name)
-            )
+            segment_config = config.within(segment)
+            segment_weights = Weights(segment_config, rngs, layers=segment.n_layers)
+            Layer = kind(segment.kind).Layer
+            layer = Layer(segment_config, segment_weights, shard.within(segment.name))
             setattr(self, segment.name, layer)
         self.norm = Norm(config, weights)
         if not config.tied:
-            self.head = weights(
-                (config.padded_vocab, config.d_model), ("vocab", "embed"), cast=True
-            )
+            self.head = weights(table, ("vocab", "embed"), cast=True)
 
     def prepare(self, batch: Batch) -> jax.Array | None:
-        """Rotary angles, float32 [B, S, H/2] or [1, S, H/2]; None for learned positions."""
-        return (
-            rope_table(self.config, positions_of(batch))
-            if self.config.positions == "rotary"
-            else None
-        )
+        """Returns rotary angles, float32 [B, S, H/2] or [1, S, H/2]; None for learned positions."""
+        if self.config.positions != "rotary":
+            return None
+        return rope_table(self.config, positions_of(batch))
 
     def loss(self, x_BSD: jax.Array, batch: Batch, dropout: Dropout | None) -> Sums:
-        """The sums of the loss, from the output of the last layer."""
-        c, x_BSD = self.config, self._normed(x_BSD)
+        """Returns the sums of the loss, from the output of the last layer."""
+        x_BSD = self._normed(x_BSD)
         with jax.named_scope("loss"):
             return cross_entropy(
-                x_BSD, self._head(), batch["labels"], batch["weights"], self.shard,
-                vocab_size=c.vocab_size, chunk=c.loss_chunk, softcap=c.head_softcap,
-                z_loss=c.z_loss,
-            )  # fmt: skip
+                x_BSD,
+                self._head(),
+                batch["labels"],
+                batch["weights"],
+                self.shard,
+                vocab_size=self.config.vocab_size,
+                chunk=self.config.loss_chunk,
+                softcap=self.config.head_softcap,
+                z_loss=self.config.z_loss,
+            )
 
     def logits(self, batch: Batch) -> jax.Array:
-        """Logits, float32 [B, S, V], without the padding of the vocabulary. All of them are in
-        memory at once: for short texts.
+        """Returns logits, float32 [B, S, V], without the padding of the vocabulary. All of them are
+        in memory at once: for short texts.
         """
         return self._logits(self.hidden(batch))
 
     def scores(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Each label's log-probability, float32 [B, S], and whether it is the most likely token,
-        bool [B, S].
+        """Returns each label's log-probability, float32 [B, S], and whether it is the most likely
+        token, bool [B, S].
         """
-        c = self.config
-        x_BSD, head_VD = self.hidden(batch), self._head()
         return label_scores(
-            x_BSD,
-            head_VD,
+            self.hidden(batch),
+            self._head(),
             batch["labels"],
             self.shard,
-            vocab_size=c.vocab_size,
-            chunk=c.loss_chunk,
-            softcap=c.head_softcap,
+            vocab_size=self.config.vocab_size,
+            chunk=self.config.loss_chunk,
+            softcap=self.config.head_softcap,
         )
 
     def empty_cache(self, rows: int, length: int) -> Cache:
-        """A cache for `rows` texts of at most `length` tokens, padding included."""
+        """Returns a cache for `rows` texts of at most `length` tokens, padding included."""
         return empty(self.config, self.shard, rows, length)
 
     def extend(self, batch: Batch, cache: Cache, start: int | jax.Array) -> tuple[jax.Array, Cache]:
-        """The logits after the last token, float32 [B, V], and the cache with these tokens in the
-        slots from `start` on.
+        """Returns the logits after the last token, float32 [B, V], and the cache with these tokens
+        in the slots from `start` on.
         """
-        seen = lax.dynamic_update_slice_in_dim(
+        segment_ids = lax.dynamic_update_slice_in_dim(
             cache["segment_ids"], batch["segment_ids"], start, axis=1
         )
-        x_BSD, cache = self._hidden(batch, cache | {"segment_ids": seen}, start)
+        x_BSD, cache = self._hidden(batch, cache | {"segment_ids": segment_ids}, start)
         return self._logits(x_BSD[:, -1:])[:, 0], cache
 
     def hidden(self, batch: Batch) -> jax.Array:
-        """Activations [B, S, D] after the last norm, sharded like the residual stream."""
+        """Returns activations [B, S, D] after the last norm, sharded like the residual stream."""
         return self._hidden(batch)[0]
 
     def _hidden(
         self, batch: Batch, cache: Any = None, start: int | jax.Array = 0
     ) -> tuple[jax.Array, Any]:
-        """(`hidden`, the cache, if there is one, with these tokens in the slots from `start`
-        on).
+        """Returns (`hidden`, the cache, if there is one, with these tokens in the slots from
+        `start` on).
         """
         x_BSD, cache = hidden_states(self, self.config.stack().segments, batch, cache, start)
         return self._normed(x_BSD), cache
@@ -123,30 +123,34 @@ class Decoder(nnx.Module):
         return self.shard(self.norm(x_BSD), "batch", "seq_resid", "embed")
 
     def _logits(self, x_BSD: jax.Array) -> jax.Array:
-        head = self.shard.within(TABLES).weight(
-            self._head().astype(self.config.dtype), "vocab", "embed"
-        )
-        z = jnp.einsum("bsd,vd->bsv", x_BSD, head, preferred_element_type=jnp.float32)
-        z = (
-            self.config.head_softcap * jnp.tanh(z / self.config.head_softcap)
-            if self.config.head_softcap
-            else z
-        )
+        head_VD = self._head().astype(self.config.dtype)
+        head_VD = self.shard.within(TABLES).weight(head_VD, "vocab", "embed")
+        z = jnp.einsum("bsd,vd->bsv", x_BSD, head_VD, preferred_element_type=jnp.float32)
+        softcap = self.config.head_softcap
+        if softcap:
+            z = softcap * jnp.tanh(z / softcap)
         return self.shard(z, "batch", "seq", "vocab")[..., : self.config.vocab_size]
 
     @jax.named_scope("embed")
     def embed(self, batch: Batch, dropout: Dropout | None) -> jax.Array:
-        """Token embeddings plus, if positions are learned, position embeddings, [B, S, D]."""
-        c, shard = self.config, self.shard
-        x_BSD = lookup(self.embedding[...], batch["tokens"], shard, ("vocab", "embed"), c.dtype)
-        if c.positions == "learned":
-            axes, positions = ("position", "embed"), positions_of(batch)
+        """Returns token embeddings plus, if positions are learned, position embeddings,
+        [B, S, D].
+        """
+        shard = self.shard
+        dtype = self.config.dtype
+        x_BSD = lookup(self.embedding[...], batch["tokens"], shard, ("vocab", "embed"), dtype)
+        if self.config.positions == "learned":
+            axes = ("position", "embed")
+            positions = positions_of(batch)
             if len(positions) == len(batch["tokens"]):
-                x_BSD = x_BSD + lookup(self.positions[...], positions, shard, axes, c.dtype)
+                x_BSD = x_BSD + lookup(self.positions[...], positions, shard, axes, dtype)
             else:
                 x_BSD = add_positions(x_BSD, self.positions[...], positions, shard, axes)
         x_BSD = shard(x_BSD, "batch", "seq_resid", "embed")
-        return dropout.fold(c.n_layers)(x_BSD, c.dropout) if dropout and c.dropout else x_BSD
+        if dropout and self.config.dropout:
+            # The number after the last layer's, which no layer folds in.
+            x_BSD = dropout.fold(self.config.n_layers)(x_BSD, self.config.dropout)
+        return x_BSD
 
     def _head(self) -> jax.Array:
         return self.embedding[...] if self.config.tied else self.head[...]

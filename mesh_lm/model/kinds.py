@@ -22,7 +22,7 @@ _COUNTS = ("n_params", "flops_per_token", "attention_flops_per_token")
 
 
 class Kind(Protocol):
-    """What a file about a kind of layer offers."""
+    """The names that a file about a kind of layer has."""
 
     @property
     def Layer(self) -> Any:
@@ -32,11 +32,11 @@ class Kind(Protocol):
         ...
 
     def n_params(self, config: DecoderConfig, /) -> int:
-        """Parameters of one layer."""
+        """Returns the number of parameters of one layer."""
         ...
 
     def flops_per_token(self, config: DecoderConfig, /) -> float:
-        """Matmul FLOPs of one token in one layer, forward and backward."""
+        """Returns the matmul FLOPs of one token in one layer, forward and backward."""
         ...
 
 
@@ -51,7 +51,7 @@ class OwnKind:
 
 
 def kind(name: str, where: str = "model.segments") -> Kind:
-    """The kind of layer of this name: one of KINDS, or a layer class of the user's own as
+    """Returns the kind of layer of this name: one of KINDS, or a layer class of the user's own as
     module:class or FILE.py:class.
 
     Where such a class has no static methods n_params, flops_per_token and
@@ -60,22 +60,24 @@ def kind(name: str, where: str = "model.segments") -> Kind:
     """
     if name in KINDS:
         return importlib.import_module(KINDS[name])  # pyright: ignore[reportReturnType]
-    what = f"{where}: no kind of layer {name!r}"
-    path, colon, own = name.rpartition(":")
+    problem = f"{where}: no kind of layer {name!r}"
+    path, colon, class_name = name.rpartition(":")
     if not colon:
-        near = did_you_mean(name, KINDS)
-        raise ConfigError(
-            what + near + ("" if near.endswith("?") else ", or module:class for one of your own")
-        )
-    module, dense = files.imported(path, what), importlib.import_module(KINDS["dense"])
-    if not isinstance(layer := getattr(module, own, None), type):
-        raise ConfigError(f"{what}: {path!r} has no class {own!r}")
-    return OwnKind(layer, *(getattr(layer, count, getattr(dense, count)) for count in _COUNTS))
+        suggestion = did_you_mean(name, KINDS)
+        if not suggestion.endswith("?"):
+            suggestion += ", or module:class for one of your own"
+        raise ConfigError(problem + suggestion)
+    layer = getattr(files.imported(path, problem), class_name, None)
+    if not isinstance(layer, type):
+        raise ConfigError(f"{problem}: {path!r} has no class {class_name!r}")
+    dense = importlib.import_module(KINDS["dense"])
+    counts = {count: getattr(layer, count, getattr(dense, count)) for count in _COUNTS}
+    return OwnKind(layer, **counts)
 
 
 def attention_flops_per_token(name: str, config: DecoderConfig) -> float:
-    """Attention's FLOPs of one token in one layer of this kind, both directions; a dense layer's
-    where the kind has no such count.
+    """Returns attention's FLOPs of one token in one layer of this kind, both directions; a dense
+    layer's where the kind has no such count.
     """
     dense = importlib.import_module(KINDS["dense"])
     return getattr(kind(name), "attention_flops_per_token", dense.attention_flops_per_token)(config)
