@@ -310,10 +310,10 @@ class DecoderConfig(ModelConfig):
         return Stack(tuple(segments), head=6.0 * self._head_weights)
 
     def flops_per_token(self) -> float:
-        """Returns the FLOPs of one token, forward and backward: 6 per matmul weight (including the head,
-        excluding the lookup), and 12 n_heads d_head T_seen per layer for attention, where T_seen is
-        the number of tokens that a query sees on average (PaLM, arXiv 2204.02311, appendix B, which
-        does not subtract the causal half).
+        """Returns the FLOPs of one token, forward and backward: 6 per matmul weight (including the
+        head, excluding the lookup), and 12 n_heads d_head T_seen per layer for attention, where
+        T_seen is the number of tokens that a query sees on average (PaLM, arXiv 2204.02311,
+        appendix B, which does not subtract the causal half).
         """
         stack = self.stack()
         return sum(segment.n_layers * segment.cost for segment in stack.segments) + stack.head

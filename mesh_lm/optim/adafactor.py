@@ -23,8 +23,8 @@ SLOTS = ("v_row", "v_col", "v")
 
 
 def factored(name: str, leaf: ArraySpec) -> tuple[int, int] | None:
-    """The dimensions that v_row and v_col are means over: the two longest of one layer, as in
-    optax. None: v is not factored.
+    """Returns the dimensions that v_row and v_col are means over: the two longest of one layer, as
+    in optax. None: v is not factored.
     """
     if not is_matrix(name, leaf.axes):
         return None
@@ -46,19 +46,18 @@ class Adafactor:
     elementwise: bool = False
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
-        """Mean squares of rows and of columns of the matrices, and of each element of the other
-        parameters.
+        """Returns mean squares of rows and of columns of the matrices, and of each element of the
+        other parameters.
         """
-        dims = {name: factored(name, leaf) for name, leaf in leaves.items()}
-        rows, columns = (
-            {name: leaves[name].without(pair[i]) for name, pair in dims.items() if pair}
-            for i in range(2)
-        )
-        return {
-            "v_row": rows,
-            "v_col": columns,
-            "v": {name: leaf for name, leaf in leaves.items() if not dims[name]},
-        }
+        slots: dict[str, dict[str, ArraySpec]] = {slot: {} for slot in SLOTS}
+        for name, leaf in leaves.items():
+            dims = factored(name, leaf)
+            if dims is None:
+                slots["v"][name] = leaf
+            else:
+                slots["v_row"][name] = leaf.without(dims[0])
+                slots["v_col"][name] = leaf.without(dims[1])
+        return slots
 
     def direction(
         self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
@@ -66,31 +65,28 @@ class Adafactor:
         """Returns Adafactor's direction for each parameter, and the slots after the step (arXiv
         1804.04235).
         """
-        directions, after = {}, {slot: {} for slot in SLOTS}
+        directions: Params = {}
+        new_slots: Slots = {slot: {} for slot in SLOTS}
         for name, grad in grads.items():
-            kept = {slot: slots[slot][name] for slot in SLOTS if name in slots[slot]}
-            # Layer by layer, because optax would treat the layers as a dimension of the matrix, and
-            # clip all of them by their common RMS.
-            update = (
-                jax.vmap(partial(_update, count))
-                if leaves[name].stacked
-                else partial(_update, count)
-            )
-            directions[name], new = update(grad, kept)
-            for slot, value in new.items():
-                after[slot][name] = value
-        return directions, after
+            array_slots = {slot: slots[slot][name] for slot in SLOTS if name in slots[slot]}
+            update = partial(_update, count)
+            if leaves[name].stacked:
+                # Layer by layer, because optax would treat the layers as a dimension of the matrix,
+                # and clip all of them by their common RMS.
+                update = jax.vmap(update)
+            directions[name], new_array_slots = update(grad, array_slots)
+            for slot, value in new_array_slots.items():
+                new_slots[slot][name] = value
+        return directions, new_slots
 
 
-def _update(count: jax.Array, grad: jax.Array, kept: Params) -> tuple[jax.Array, Params]:
-    """(the direction of one array, its updated slots)."""
-    # optax's placeholder for slots that an array does not have
-    unused = jnp.zeros((1,), grad.dtype)
-    state = optax.FactoredState(count, *(cast(Any, kept.get(slot, unused)) for slot in SLOTS))
-    direction, after = optax.scale_by_factored_rms(
-        "v" not in kept, min_dim_size_to_factor=SHORTEST
-    ).update(grad, state, grad)
+def _update(count: jax.Array, grad: jax.Array, slots: Params) -> tuple[jax.Array, Params]:
+    """Returns (the direction of one array, its updated slots)."""
+    is_factored = "v" not in slots
+    placeholder = jnp.zeros((1,), grad.dtype)  # optax's, for slots that an array does not have
+    state = optax.FactoredState(count, *(cast(Any, slots.get(slot, placeholder)) for slot in SLOTS))
+    rule = optax.scale_by_factored_rms(is_factored, min_dim_size_to_factor=SHORTEST)
+    direction, new_state = rule.update(grad, state, grad)
     direction, _ = optax.clip_by_block_rms(1.0).update(direction, optax.EmptyState())
-    return cast(jax.Array, direction), {
-        slot: cast(jax.Array, getattr(after, slot)) for slot in kept
-    }
+    new_slots = {slot: cast(jax.Array, getattr(new_state, slot)) for slot in slots}
+    return cast(jax.Array, direction), new_slots

@@ -22,7 +22,7 @@ class AdamW:
     elementwise: bool = True
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
-        """Both moments, each shaped like the parameter."""
+        """Returns both moments, each shaped like the parameter."""
         return {"mu": dict(leaves), "nu": dict(leaves)}
 
     def direction(
@@ -31,10 +31,8 @@ class AdamW:
         """Returns Adam's direction for each parameter, and the moments after the step (arXiv
         1412.6980).
         """
-        c = self.config
+        rule = optax.scale_by_adam(self.config.beta1, self.config.beta2, self.config.eps)
         state = optax.ScaleByAdamState(count, cast(Any, slots["mu"]), cast(Any, slots["nu"]))
-        direction, after = optax.scale_by_adam(c.beta1, c.beta2, c.eps).update(
-            cast(Any, grads), state
-        )
-        after = cast(optax.ScaleByAdamState, after)
-        return cast(Params, direction), {"mu": cast(Params, after.mu), "nu": cast(Params, after.nu)}
+        direction, new_state = rule.update(cast(Any, grads), state)
+        moments = cast(optax.ScaleByAdamState, new_state)
+        return cast(Params, direction), {"mu": cast(Any, moments.mu), "nu": cast(Any, moments.nu)}

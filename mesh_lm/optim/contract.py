@@ -48,16 +48,16 @@ class ArraySpec:
         return size
 
     def like(self, dtype: Any) -> ArraySpec:
-        """The same with another dtype."""
+        """Returns the description with another dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
     def without(self, *dims: int) -> ArraySpec:
-        """The same without some dimensions, as for a mean over them."""
+        """Returns the description without some dimensions, as for a mean over them."""
         dropped = {dim % len(self.shape) for dim in dims}
-        kept = [dim for dim in range(len(self.shape)) if dim not in dropped]
-        return dataclasses.replace(
-            self, shape=tuple(self.shape[d] for d in kept), axes=tuple(self.axes[d] for d in kept)
-        )
+        remaining = [dim for dim in range(len(self.shape)) if dim not in dropped]
+        shape = tuple(self.shape[dim] for dim in remaining)
+        axes = tuple(self.axes[dim] for dim in remaining)
+        return dataclasses.replace(self, shape=shape, axes=axes)
 
 
 ArraySpecs = Mapping[str, ArraySpec]
@@ -73,16 +73,16 @@ class Rule(Protocol):
     flat vectors."""
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
-        """Slot -> parameter -> the array that the slot keeps for it, which starts as zeros. A slot
-        may omit parameters.
+        """Returns, for each slot and parameter, the array that the slot has for it, which starts as
+        zeros. A slot may omit parameters.
         """
         ...
 
     def direction(
         self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
     ) -> tuple[Params, Slots]:
-        """(directions, updated slots). A parameter moves by minus the learning rate times its
-        direction.
+        """Returns (directions, updated slots). A parameter moves by minus the learning rate times
+        its direction.
 
         It is traced under jit. count: int32, the number of earlier updates. leaves: the parameters,
         whose logical axes tell matrices from other parameters. Gradients and directions are
@@ -96,16 +96,17 @@ UNDECAYED = ("bias", "scale", "sinks")
 
 
 def is_matrix(name: str, axes: Sequence[str | None]) -> bool:
-    """Whether a parameter with these logical axes is a matrix, to which weight decay applies. A
-    stack of vectors is not a matrix.
+    """Returns whether a parameter with these logical axes is a matrix, to which weight decay
+    applies. A stack of vectors is not a matrix.
 
-    A flat vector counts as one, because it holds matrices only.
+    A flat vector counts as one, because it consists of matrices.
     """
-    return FLAT in axes or (
-        len(axes) - ("layers" in axes) > 1 and name.rsplit(".", 1)[-1] not in UNDECAYED
-    )
+    if FLAT in axes:
+        return True
+    n_dims = len(axes) - ("layers" in axes)
+    return n_dims > 1 and name.rsplit(".", 1)[-1] not in UNDECAYED
 
 
 def decayed(leaves: ArraySpecs) -> frozenset[str]:
-    """The parameters that weight decay applies to: matrices."""
+    """Returns the parameters that weight decay applies to: matrices."""
     return frozenset(name for name, leaf in leaves.items() if is_matrix(name, leaf.axes))

@@ -23,7 +23,7 @@ class Lion:
     elementwise: bool = True
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
-        """One momentum, shaped like the parameter."""
+        """Returns one momentum, shaped like the parameter."""
         return {"mu": dict(leaves)}
 
     def direction(
@@ -32,8 +32,8 @@ class Lion:
         """Returns the sign of gradient and momentum interpolated, and the momentum after the step
         (arXiv 2302.06675).
         """
+        rule = optax.scale_by_lion(self.config.beta1, self.config.beta2)
         state = optax.ScaleByLionState(count, cast(Any, slots["mu"]))
-        direction, after = optax.scale_by_lion(self.config.beta1, self.config.beta2).update(
-            cast(Any, grads), state
-        )
-        return cast(Params, direction), {"mu": cast(Params, cast(optax.ScaleByLionState, after).mu)}
+        direction, new_state = rule.update(cast(Any, grads), state)
+        momentum = cast(optax.ScaleByLionState, new_state).mu
+        return cast(Params, direction), {"mu": cast(Params, momentum)}

@@ -20,13 +20,13 @@ BATCHES = ("layers", "fused", "experts")
 
 
 def matrix_dims(name: str, leaf: ArraySpec) -> MuonDimensionNumbers | None:
-    """The dimensions of the two sides of a stacked parameter's matrices: embed, and all others.
-    None: it does not have matrices.
+    """Returns the dimensions of the two sides of a stacked parameter's matrices: embed, and all
+    others. None: it does not have matrices.
     """
+    if not leaf.stacked or leaf.form != "weight" or not is_matrix(name, leaf.axes):
+        return None
     axes = [axis and axis.rpartition("/")[2] for axis in leaf.axes]
-    if not (
-        leaf.stacked and leaf.form == "weight" and is_matrix(name, leaf.axes) and "embed" in axes
-    ):
+    if "embed" not in axes:
         return None
     embed = axes.index("embed")
     other = tuple(dim for dim, axis in enumerate(axes) if dim != embed and axis not in BATCHES)
@@ -47,13 +47,11 @@ class Muon:
     elementwise: bool = False
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
-        """A momentum for each parameter, and Adam's second moment for those that are not
-        matrices.
+        """Returns a momentum for each parameter, and Adam's second moment for parameters that are
+        not matrices.
         """
-        return {
-            "mu": dict(leaves),
-            "nu": {name: leaf for name, leaf in leaves.items() if not matrix_dims(name, leaf)},
-        }
+        others = {name: leaf for name, leaf in leaves.items() if not matrix_dims(name, leaf)}
+        return {"mu": dict(leaves), "nu": others}
 
     def direction(
         self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
@@ -61,36 +59,32 @@ class Muon:
         """Returns the orthogonalised momentum of each matrix and Adam's direction of the rest, and
         the slots after the step.
         """
-        rest = slots["nu"].keys()
-        numbers = {
-            name: cast(MuonDimensionNumbers, matrix_dims(name, leaf))
-            for name, leaf in leaves.items()
-            if name not in rest
-        }
-        muon = scale_by_muon(
+        others = slots["nu"].keys()
+        dims: dict[str, MuonDimensionNumbers] = {}
+        for name, leaf in leaves.items():
+            if name not in others:
+                dims[name] = cast(MuonDimensionNumbers, matrix_dims(name, leaf))
+        rule = scale_by_muon(
             beta=self.config.momentum,
             eps=self.config.eps,
-            weight_dimension_numbers=cast(Any, numbers),
+            weight_dimension_numbers=cast(Any, dims),
         )
-        state = cast(MuonState, muon.init({}))._replace(
-            count=count, mu=cast(Any, {name: slots["mu"][name] for name in numbers})
+        momentum = {name: slots["mu"][name] for name in dims}
+        state = cast(MuonState, rule.init({}))._replace(count=count, mu=cast(Any, momentum))
+        matrix_grads = {name: grads[name] for name in dims}
+        orthogonal, new_state = rule.update(cast(Any, matrix_grads), state)
+        directions: Params = {}
+        for name, x in cast(Params, orthogonal).items():
+            sides = [
+                math.prod(leaves[name].shape[dim] for dim in cast(tuple, side))
+                for side in dims[name]
+            ]
+            directions[name] = 0.2 * math.sqrt(max(sides)) * x
+
+        other_slots = {"mu": {name: slots["mu"][name] for name in others}, "nu": slots["nu"]}
+        other_grads = {name: grads[name] for name in others}
+        other_directions, moments = AdamW(self.config).direction(
+            other_grads, other_slots, params, count=count, leaves=leaves
         )
-        orthogonal, after = muon.update(cast(Any, {name: grads[name] for name in numbers}), state)
-        directions = {
-            name: 0.2
-            * math.sqrt(
-                max(
-                    math.prod(leaves[name].shape[dim] for dim in cast(tuple, side))
-                    for side in numbers[name]
-                )
-            )
-            * x
-            for name, x in cast(Params, orthogonal).items()
-        }
-        others, moments = AdamW(self.config).direction(
-            {name: grads[name] for name in rest},
-            {"mu": {name: slots["mu"][name] for name in rest}, "nu": slots["nu"]},
-            params, count=count, leaves=leaves,
-        )  # fmt: skip
-        mu = cast(Params, cast(MuonState, after).mu) | moments["mu"]
-        return directions | others, {"mu": mu, "nu": moments["nu"]}
+        new_momentum = cast(Params, cast(MuonState, new_state).mu) | moments["mu"]
+        return directions | other_directions, {"mu": new_momentum, "nu": moments["nu"]}
