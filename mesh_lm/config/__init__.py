@@ -1,4 +1,4 @@
-"""What a run is: `TrainConfig` and its sections, and `load`, which reads one from a file."""
+"""The config of a run: `TrainConfig` and its sections, and `load`, which reads one from a file."""
 
 from mesh_lm.config.files import load as load
 from mesh_lm.config.run import CheckpointConfig as CheckpointConfig
@@ -12,4 +12,6 @@ from mesh_lm.config.run import ProfileConfig as ProfileConfig
 from mesh_lm.config.run import TrainConfig as TrainConfig
 from mesh_lm.config.run import TrainLoop as TrainLoop
 from mesh_lm.config.run import as_dict as as_dict
+from mesh_lm.config.run import bound_problems as bound_problems
 from mesh_lm.config.run import expert as expert
+from mesh_lm.config.run import option as option

@@ -1,5 +1,5 @@
-"""What a run is: frozen dataclasses, one field per decision. The only logic here is sizes that
-follow from others.
+"""The config of a run: frozen dataclasses, one field per decision. The only logic here is sizes
+that follow from others, and the least value of a field.
 
 A config file returns one `TrainConfig`; `mesh_lm.commands.command_line` applies the command line's
 overrides to it; `mesh_lm.training.check` looks at the whole.
@@ -8,6 +8,8 @@ overrides to it; `mesh_lm.training.check` looks at the whole.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mesh_lm.errors import ConfigError as ConfigError
@@ -24,22 +26,40 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def expert(default: T) -> T:
-    """A field that few runs change. --help leaves it out, --help-all shows it, and it is set like
-    any other.
+def option(default: T, *, least: float | None = None, expert: bool = False) -> T:
+    """Returns a field that must be at least `least`.
+
+    expert: few runs change it. --help leaves it out, --help-all shows it, and it is set like any
+    other.
     """
-    return dataclasses.field(default=default, metadata={"expert": True})
+    return dataclasses.field(default=default, metadata={"least": least, "expert": expert})
+
+
+def expert(default: T, *, least: float | None = None) -> T:
+    """Returns a field that few runs change, see `option`."""
+    return option(default, least=least, expert=True)
+
+
+def bound_problems(section: str, values: Any) -> Iterator[str]:
+    """Yields a sentence for each field of a section that is below its least value."""
+    for field in dataclasses.fields(values):
+        least = field.metadata.get("least")
+        if least is None:
+            continue
+        value = getattr(values, field.name)
+        if value < least or math.isnan(value):
+            yield f"{section}.{field.name}={value} must be at least {least}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What every model's config offers to the trainer. This project's own decoder is
+    """The interface of every model's config. This project's own decoder is
     `mesh_lm.model.DecoderConfig`.
     """
 
-    vocab_size: int = 4096
+    vocab_size: int = option(4096, least=2)
     """Token ids run from 0 to vocab_size - 1."""
-    seq_len: int = 256
+    seq_len: int = option(256, least=1)
     """Tokens in one training sequence."""
 
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:
@@ -52,17 +72,17 @@ class ModelConfig:
         )
 
     def sizes(self) -> dict[str, tuple[str, int]]:
-        """Logical axis -> (the field that sets its size, the size), so that a size that does not
-        divide is reported by field name.
+        """Returns (the field that sets its size, the size) of logical axes, so that a size that
+        does not divide is reported by field name.
         """
         return {}
 
     def problems(self) -> list[str]:
-        """Fields that contradict one another, a sentence each."""
+        """Returns a sentence for each contradiction between fields."""
         return []
 
     def stack(self) -> Stack:
-        """The segments of the model's layers, in order, and what each part costs. Without segments
+        """Returns the segments of the model's layers, in order, with their costs. Without segments
         a pipeline cannot divide the model.
         """
         return Stack()
@@ -70,8 +90,8 @@ class ModelConfig:
     def updated(
         self, buffers: dict[str, jax.Array], sums: dict[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        """The model's buffers (`mesh_lm.model.buffer`) after a step: a pure function of them and of
-        the step's sums over the global batch.
+        """Returns the model's buffers (`mesh_lm.model.buffer`) after a step: a pure function of
+        them and of the step's sums over the global batch.
 
         Stacked buffers and the layers' arrays, such as "moe/load" [rows, E], have the same rows,
         some of which may be padding with zeros.
@@ -81,14 +101,14 @@ class ModelConfig:
         )
 
     def flops_per_token(self) -> float:
-        """Matmul FLOPs that one token costs in forward and backward; 0 where unknown (then no MFU
+        """Returns the matmul FLOPs of one token, forward and backward; 0 where unknown (then no MFU
         is shown).
         """
         return 0.0
 
     def attention_flops_per_token(self) -> float:
-        """Those of `flops_per_token` that are attention's; they cost more time each. 0: none, or
-        not known.
+        """Returns attention's share of `flops_per_token`, which costs more time for each. 0: none,
+        or not known.
         """
         return 0.0
 
@@ -97,20 +117,20 @@ class ModelConfig:
 class TrainLoop:
     """Length of the run, batch size, and how often to evaluate and log."""
 
-    steps: int = 1000
+    steps: int = option(1000, least=1)
     """Optimizer steps of the whole run."""
-    global_batch: int = 32
+    global_batch: int = option(32, least=1)
     """Sequences per optimizer step, summed over all devices."""
-    microbatches: int = 1
+    microbatches: int = option(1, least=1)
     """Microbatches per step: the global batch is split into this many equal parts, whose gradients
     are accumulated in fp32."""
-    eval_every: int = 250
+    eval_every: int = option(250, least=0)
     """Evaluate on the held-out text every N steps; 0: only at the end."""
-    eval_sequences: int = 0
+    eval_sequences: int = option(0, least=0)
     """Sequences per evaluation, evenly spaced over the held-out text; 0: all of them."""
-    log_every: int = 10
+    log_every: int = option(10, least=1)
     """Log a line every N steps."""
-    sample_tokens: int = 128
+    sample_tokens: int = option(128, least=0)
     """Tokens of the text that is generated at the end of the run; 0: none."""
 
 
@@ -123,7 +143,7 @@ class PipelineConfig:
     schedule: str = "1f1b"
     """gpipe, 1f1b (interleaved if chunks > 1), classic_1f1b, or a .csv or .json file with a
     schedule of your own."""
-    chunks: int = 1
+    chunks: int = option(1, least=1)
     """Virtual stages per pipeline stage (interleaving). More of them shrink the bubble and send
     more activations."""
     layers: tuple[int, ...] = expert(())
@@ -153,7 +173,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Shape of the schedule after the warm-up. wsd: constant, then linear decay over the last
     `decay_fraction` of the run."""
-    warmup_steps: int = 100
+    warmup_steps: int = option(100, least=0)
     """Steps over which the learning rate rises linearly from 0. A run that is shorter ends below
     the peak."""
     final_fraction: float = 0.1
@@ -175,7 +195,7 @@ class OptimizerConfig:
     decay."""
     clip_norm: float = 1.0
     """Clip gradients to this global L2 norm; 0: off."""
-    outer_steps: int = 0
+    outer_steps: int = option(0, least=0)
     """Steps that each island (mesh.island) trains apart before the islands average their weights
     (DiLoCo); 0: off."""
     outer_learning_rate: float = expert(0.7)
@@ -214,7 +234,7 @@ class DataConfig:
     valid_blend: tuple[str, ...] = ()
     """Prefixes that are the held-out text, as Megatron's --valid-data-path; all of `blend` is then
     for training, without `split`."""
-    max_epochs: float = 4.0
+    max_epochs: float = option(4.0, least=0)
     """Refuse a run that would read the training text more often than this, or any one prefix of a
     weighted blend; 0: no limit."""
     documents: Literal["joined", "separate", "megatron", "packed"] = "joined"
@@ -236,9 +256,9 @@ class DataConfig:
     fim_spm_rate: float = expert(0.5)
     """Fraction of FIM documents in suffix-prefix-middle order; the others are in
     prefix-suffix-middle order."""
-    threads: int = expert(2)
+    threads: int = expert(2, least=0)
     """Reader threads (Grain); 0: batches are read between steps."""
-    prefetch: int = expert(4)
+    prefetch: int = expert(4, least=1)
     """Batches to read ahead."""
 
 
@@ -246,19 +266,19 @@ class DataConfig:
 class CheckpointConfig:
     """When to save checkpoints, which to keep, and whether to resume."""
 
-    every: int = 250
+    every: int = option(250, least=0)
     """Save every N steps; 0: only at the end and on SIGTERM or Ctrl-C."""
-    keep: int = 2
+    keep: int = option(2, least=1)
     """Keep the newest N checkpoints."""
-    alarm: int = expert(3)
+    alarm: int = expert(3, least=1)
     """Log ERROR after N failed saves in a row. Training continues."""
     local: str = expert("")
     """Directory on each node's own disk, or in memory (/dev/shm), for extra, more frequent
     checkpoints; empty: off."""
-    local_every: int = expert(0)
+    local_every: int = expert(0, least=0)
     """Save to `local` every N steps. The newest two are kept, and a third exists while it is
     written."""
-    local_copies: int = expert(0)
+    local_copies: int = expert(0, least=0)
     """Copy each node's `local` checkpoints to N other nodes in the background; a run then survives
     the loss of any N nodes; 0: off."""
     resume: Literal["auto", "required", "never"] = "auto"
@@ -268,29 +288,29 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class HealthConfig:
-    """What a run does about hangs, outliers in the loss and devices that compute wrong numbers
+    """The reaction of a run to hangs, outliers in the loss and devices that compute wrong numbers
     (docs/operations.md).
     """
 
-    stall: float = 60.0
+    stall: float = option(60.0, least=0)
     """Exit with status 75 after this many seconds without progress, or after 10 median steps if
     those take longer; 0: never."""
-    patience: float = expert(1800.0)
+    patience: float = expert(1800.0, least=1)
     """The same limit while the run prepares data, compiles, restores, saves or evaluates."""
-    heartbeat: float = expert(30.0)
+    heartbeat: float = expert(30.0, least=1)
     """Seconds without a heartbeat before the other processes declare a process dead."""
-    outlier: float = 0.0
+    outlier: float = option(0.0, least=0)
     """Skip a step whose loss, or log gradient norm, is this many standard deviations above the
     recent mean; 0: only if it is not finite."""
-    skip_limit: int = expert(10)
+    skip_limit: int = expert(10, least=1)
     """Skipped steps in a row that end the run, or roll it back if `rewinds` allows that."""
-    rewinds: int = 0
+    rewinds: int = option(0, least=0)
     """How often a run may roll back to the checkpoint before a streak of skipped steps; it then
     skips their batches."""
-    replicas: int = 0
+    replicas: int = option(0, least=0)
     """Check every N steps, and before each save, that replicated state is bit-identical on all
     devices; 0: never."""
-    replay_every: int = 0
+    replay_every: int = option(0, least=0)
     """Make every N-th step twice and compare the bits, on any mesh and rules; needs
     launch.deterministic; 0: never."""
 
@@ -301,10 +321,10 @@ class ProfileConfig:
     XProf.
     """
 
-    start_step: int = 10
+    start_step: int = option(10, least=0)
     """First step to trace, counted from the start of this process; at least 2, because the first
     step compiles."""
-    steps: int = 0
+    steps: int = option(0, least=0)
     """Number of steps to trace; 0: none."""
 
 
@@ -312,7 +332,7 @@ class ProfileConfig:
 class LaunchConfig:
     """Processes, devices and XLA flags of the run."""
 
-    cpu_devices: int = 0
+    cpu_devices: int = option(0, least=0)
     """Number of CPU devices that JAX simulates if there is no GPU (or JAX_PLATFORMS=cpu), to try a
     mesh on a laptop; 0: one."""
     compile_cache: str = expert("~/.cache/mesh_lm/xla")
@@ -391,17 +411,20 @@ class TrainConfig:
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """A plain, JSON-ready description of a config, with each class's name, for metadata and
+    """Returns a plain, JSON-ready description of a config, with each class's name, for metadata and
     logs.
     """
-    out: dict[str, Any] = {"class": type(config).__name__}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, Rules):
-            value = value.as_dict()
-        elif dataclasses.is_dataclass(value):
-            value = as_dict(value)
-        if isinstance(value, tuple):
-            value = [as_dict(each) if dataclasses.is_dataclass(each) else each for each in value]
-        out[field.name] = value
-    return out
+    fields = {
+        field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)
+    }
+    return {"class": type(config).__name__, **fields}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Rules):
+        return value.as_dict()
+    if dataclasses.is_dataclass(value):
+        return as_dict(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from mesh_lm.config import ModelConfig, expert
+from mesh_lm.config import ModelConfig, bound_problems, expert, option
 from mesh_lm.errors import ConfigError
 from mesh_lm.model.kinds import attention_flops_per_token, kind
 from mesh_lm.schedules.segments import Remat, Segment, Stack
@@ -60,7 +60,7 @@ class SegmentConfig:
 class DecoderConfig(ModelConfig):
     """A decoder-only transformer. The defaults are those of GPT-2."""
 
-    n_layers: int = 4
+    n_layers: int = option(4, least=1)
     """Number of transformer layers, over all segments."""
     segments: tuple[SegmentConfig, ...] = ()
     """Different kinds of layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty:
@@ -68,15 +68,15 @@ class DecoderConfig(ModelConfig):
     block: str = "dense"
     """The kind of layer where `segments` is empty: dense, or module:class or FILE.py:class for one
     of your own (docs/own_block.py)."""
-    d_model: int = 128
+    d_model: int = option(128, least=1)
     """Width of the residual stream."""
-    n_heads: int = 4
+    n_heads: int = option(4, least=1)
     """Number of query heads."""
-    n_kv_heads: int = 0
+    n_kv_heads: int = option(0, least=0)
     """Number of key and value heads (grouped-query attention, arXiv 2305.13245); 0: n_heads."""
-    head_dim: int = 0
+    head_dim: int = option(0, least=0)
     """Width of each head; 0: d_model / n_heads."""
-    d_ff: int = 0
+    d_ff: int = option(0, least=0)
     """Width of the MLP; 0: 4 d_model."""
     positions: Literal["learned", "rotary"] = "learned"
     """learned: a table of seq_len position embeddings; rotary: RoPE (arXiv 2104.09864)."""
@@ -99,9 +99,9 @@ class DecoderConfig(ModelConfig):
     window: tuple[int, ...] = ()
     """Sliding-window widths in tokens, one per layer and repeated over the layers, as in 1024,0 (0:
     full attention); empty: none."""
-    softcap: float = expert(0.0)
+    softcap: float = expert(0.0, least=0)
     """Soft cap c of the attention logits, c tanh(s / c) (Gemma 2, arXiv 2408.00118); 0: off."""
-    head_softcap: float = expert(0.0)
+    head_softcap: float = expert(0.0, least=0)
     """Soft cap of the vocabulary logits; 0: off."""
     qk_norm: bool = False
     """Whether each head's query and key are normalised before RoPE (Qwen3, arXiv 2505.09388)."""
@@ -109,10 +109,10 @@ class DecoderConfig(ModelConfig):
     """Attention sinks: a learned logit per head in the softmax, without a value (gpt-oss)."""
     dropout: float = 0.0
     """Dropout rate of the embedding and of the outputs of attention and MLP."""
-    z_loss: float = expert(0.0)
+    z_loss: float = expert(0.0, least=0)
     """Weight of the z-loss, log(Z)^2, which keeps the vocabulary logits near 0 (PaLM, arXiv
     2204.02311)."""
-    init_std: float = expert(0.02)
+    init_std: float = expert(0.02, least=0)
     """Standard deviation of initial weights. Projections into the residual stream are scaled by 1 /
     sqrt(2 n_layers) (GPT-2)."""
     dtype: Dtype = "bfloat16"
@@ -140,10 +140,10 @@ class DecoderConfig(ModelConfig):
     attention: Literal["auto", "mosaic", "cudnn", "xla"] = "auto"
     """Attention implementation; auto: the fastest that supports this model and GPU (see
     pallas_kernels)."""
-    loss_chunk: int = expert(1024)
+    loss_chunk: int = expert(1024, least=1)
     """Tokens per chunk of the loss: a device holds the vocabulary logits of this many tokens at a
     time."""
-    vocab_multiple: int = expert(128)
+    vocab_multiple: int = expert(128, least=1)
     """The vocabulary is padded to a multiple of this, so that it can be sharded over `tensor`;
     padding ids have probability 0."""
 
@@ -206,11 +206,7 @@ class DecoderConfig(ModelConfig):
         """Returns a sentence for each field with a wrong value and for each contradiction between
         fields.
         """
-        problems = []
-        for field, least in _LEAST.items():
-            value = getattr(self, field)
-            if value < least:
-                problems.append(f"model.{field}={value} must be at least {least}")
+        problems = list(bound_problems("model", self))
         if any(width < 0 for width in self.window):
             problems.append(
                 f"model.window={self.window} must be widths of at least 1, or 0 for all earlier "
@@ -332,22 +328,5 @@ class DecoderConfig(ModelConfig):
         return Decoder(self, shard, rngs)
 
 
-_LEAST = {
-    "n_layers": 1,
-    "d_model": 1,
-    "n_heads": 1,
-    "n_kv_heads": 0,
-    "head_dim": 0,
-    "d_ff": 0,
-    "vocab_size": 2,
-    "seq_len": 1,
-    "loss_chunk": 1,
-    "vocab_multiple": 1,
-    "softcap": 0,
-    "head_softcap": 0,
-    "z_loss": 0,
-    "init_std": 0,
-}
-"""The least value of each field."""
 _RESERVED = ("config", "shard", "embedding", "positions", "norm", "head")
 """Attributes of the decoder that a segment cannot be named after."""

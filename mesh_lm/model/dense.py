@@ -46,17 +46,22 @@ class DenseLayer(nnx.Module):
         dropout = ctx.dropout.fold(ctx.number) if ctx.dropout else None
         past = Past.of(ctx)
         with jax.named_scope("attention"):
-            # Where the rules shard the sequence of the residual stream, this gathers it.
-            h_TD = self.shard(self.attention_norm(x_TD), *ctx.tokens, "embed")
+            h_TD = self._enter(self.attention_norm(x_TD), ctx)
             segment_ids = ctx.batch.get("segment_ids")
             window = self.windows[ctx.place]
             y_TD, past = self.attention(h_TD, ctx.shared, segment_ids, window, past, ctx.tokens)
             x_TD = checkpoint_name(self._add(x_TD, y_TD, dropout, 0, ctx), "mid_residual")
         with jax.named_scope("mlp"):
-            h_TD = self.shard(self.mlp_norm(x_TD), *ctx.tokens, "embed")
+            h_TD = self._enter(self.mlp_norm(x_TD), ctx)
             y_TD = self.mlp(h_TD, ctx.tokens)
             x_TD = self._add(x_TD, y_TD, dropout, 1, ctx)
             return x_TD, past and past.cache, {}
+
+    def _enter(self, x_TD: jax.Array, ctx: Context) -> jax.Array:
+        """Returns a block's input, whose sequence is gathered where the rules shard that of the
+        residual stream.
+        """
+        return self.shard(x_TD, *ctx.tokens, "embed")
 
     def _add(
         self, x_TD: jax.Array, y_TD: jax.Array, dropout: Dropout | None, site: int, ctx: Context

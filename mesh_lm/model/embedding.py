@@ -42,9 +42,10 @@ def lookup(
     def forward(table_vd: jax.Array, ids: jax.Array) -> jax.Array:
         table = table_sharding.gather(table_vd.astype(dtype))
         rows, is_local = local_rows(ids)
-        out = table[rows]
         if row_axes:
-            out = jnp.where(is_local[..., None], out, 0)
+            out = jnp.where(is_local[..., None], table[rows], 0)
+        else:
+            out = table[rows]
         return sum_into(out, row_axes, seq_axes, embed_axes)
 
     def backward(ids: jax.Array, dout: jax.Array) -> jax.Array:

@@ -158,8 +158,9 @@ class _Shards:
         axes = axes_of(self.table.gathered_spec[0])
         x = gathered_residual(x, self.seq_axes, self.embed_axes)
         head_VD = self.table.gather(head.astype(x.dtype))
+        local_ids = jnp.arange(len(head_VD))
         first_id = lax.axis_index(axes) * len(head_VD) if axes else 0
-        return x, _Head(head_VD, jnp.arange(len(head_VD)) + first_id, axes)
+        return x, _Head(head_VD, local_ids + first_id, axes)
 
 
 def _chunks(arrays: Sequence[jax.Array], chunk: int) -> list[jax.Array]:

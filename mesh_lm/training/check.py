@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from mesh_lm import optim
-from mesh_lm.config import TrainConfig
+from mesh_lm.config import TrainConfig, bound_problems
 from mesh_lm.data.tokenizer import MIN_VOCAB
 from mesh_lm.errors import ConfigError
 from mesh_lm.parallel.engine import training_schedule
@@ -37,6 +37,17 @@ from sharding_rules import (
     would_fit,
 )
 from sharding_rules.rules import FLAT, Column, Kind
+
+_BOUNDED_SECTIONS = (
+    "train",
+    "optimizer",
+    "data",
+    "checkpoint",
+    "profile",
+    "launch",
+    "pipeline",
+    "health",
+)
 
 
 def check(config: TrainConfig, n_devices: int, rule: optim.Rule | None = None) -> TrainConfig:
@@ -112,24 +123,8 @@ def _fields(config: TrainConfig, rule: optim.Rule | None) -> Iterator[str]:
     if not problems:
         yield from (stack := config.model.stack()).problems()
         yield from unknown_scopes(config.rules, (*stack.names, TABLES))
-    at_least = {
-        "train.steps": 1, "train.global_batch": 1, "train.microbatches": 1, "train.eval_every": 0,
-        "train.eval_sequences": 0,
-        "train.log_every": 1, "train.sample_tokens": 0, "optimizer.warmup_steps": 0,
-        "optimizer.outer_steps": 0,
-        "data.threads": 0, "data.prefetch": 1, "data.max_epochs": 0, "checkpoint.every": 0,
-        "checkpoint.keep": 1, "checkpoint.alarm": 1,
-        "checkpoint.local_every": 0, "checkpoint.local_copies": 0,
-        "profile.start_step": 0, "profile.steps": 0,
-        "launch.cpu_devices": 0, "pipeline.chunks": 1,
-        "health.stall": 0, "health.patience": 1, "health.heartbeat": 1, "health.outlier": 0,
-        "health.skip_limit": 1, "health.rewinds": 0,
-        "health.replicas": 0, "health.replay_every": 0,
-    }  # fmt: skip
-    for field, least in at_least.items():
-        section, name = field.split(".")
-        if (value := getattr(getattr(config, section), name)) < least or math.isnan(value):
-            yield f"{field}={value} must be at least {least}"
+    for section in _BOUNDED_SECTIONS:
+        yield from bound_problems(section, getattr(config, section))
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must be at least 0 and below 2^32"
     yield from _optimizer(config, rule)
