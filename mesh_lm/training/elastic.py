@@ -35,21 +35,23 @@ def fit(
     reporting it to the launcher, if fewer nodes are enough. Raises ConfigError, already at the
     first start, if the available nodes or the --min-nodes cannot hold the run.
     """
-    if not (full := int(environment.get(ELASTIC, 0))):
+    full = int(environment.get(ELASTIC, 0))
+    if not full:
         return config
-    nodes = int(environment[VARIABLES["nodes"]])
-    per_node = jax.device_count() // nodes
+    n_nodes = int(environment[VARIABLES["nodes"]])
+    least = int(environment.get(LEAST, n_nodes))
+    per_node = jax.device_count() // n_nodes
     try:
-        on_nodes(config, full, least := int(environment.get(LEAST, nodes)), per_node, rule)
+        on_nodes(config, full, least, per_node, rule)
     except ConfigError as error:
         raise ConfigError(f"--min-nodes={least} is too few: {error}") from error
-    fitting, enough = on_nodes(config, full, nodes, per_node, rule)
-    if enough < nodes:
-        Heartbeat(Phases(), environment).send({"nodes": enough})
+    fitting, n_filled = on_nodes(config, full, n_nodes, per_node, rule)
+    if n_filled < n_nodes:
+        Heartbeat(Phases(), environment).send({"nodes": n_filled})
         raise distributed.FewerNodes
-    if nodes < full:
+    if n_nodes < full:
         changes = f"{fitting.mesh}, train.microbatches={fitting.train.microbatches}"
-        distributed.print_on_process0(f"elastic: {nodes} of {full} nodes: {changes}")
+        distributed.print_on_process0(f"elastic: {n_nodes} of {full} nodes: {changes}")
     return fitting
 
 
@@ -88,32 +90,27 @@ def fitted(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> Tra
     passes `mesh_lm.training.check.check`.
     """
     sizes = config.mesh.sizes()
-    if wrong := [axis for axis, size in sizes.items() if size == -1 and axis not in _SHRINK]:
+    open_axes = [axis for axis, size in sizes.items() if size == -1 and axis not in _SHRINK]
+    if open_axes:
         raise ConfigError(
-            f"mesh.{wrong[0]}=-1 would change with the number of devices, which only data and fsdp "
-            "may do; give it a size"
+            f"mesh.{open_axes[0]}=-1 would change with the number of devices, which only data and "
+            "fsdp may do; give it a size"
         )
-    reason = ""
+    reason = f"train.global_batch={config.train.global_batch} does not divide"
     for mesh in _meshes(config.mesh, n_devices):
         size = math.prod(mesh.sizes().values())
         for microbatches in _microbatches(config, mesh):
-            candidate = dataclasses.replace(
-                config,
-                mesh=mesh,
-                train=dataclasses.replace(config.train, microbatches=microbatches),
-            )
+            train = dataclasses.replace(config.train, microbatches=microbatches)
+            candidate = dataclasses.replace(config, mesh=mesh, train=train)
             try:
                 return check(candidate, size, rule)
             except ConfigError as error:
                 reason = str(error)
     least = math.prod(size for axis, size in sizes.items() if axis not in _SHRINK)
-    why = (
-        f"it needs at least {least}"
-        if n_devices < least
-        else reason or f"train.global_batch={config.train.global_batch} does not divide"
-    )
+    if n_devices < least:
+        reason = f"it needs at least {least}"
     raise ConfigError(
-        f"no mesh that {config.mesh} can shrink to fits on {n_devices} devices: {why}"
+        f"no mesh that {config.mesh} can shrink to fits on {n_devices} devices: {reason}"
     )
 
 
@@ -123,25 +120,31 @@ def _meshes(mesh: MeshConfig, n_devices: int) -> Iterator[MeshConfig]:
     """
     fixed = math.prod(size for axis, size in mesh.sizes().items() if axis not in _SHRINK)
     most = n_devices // fixed
-    data, fsdp = (most if size == -1 else min(size, most) for size in (mesh.data, mesh.fsdp))
-    pairs = [(d, f) for f in range(1, fsdp + 1) for d in range(1, min(data, most // f) + 1)]
-    for d, f in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]), reverse=True):
-        yield dataclasses.replace(mesh, data=d, fsdp=f)
+    most_data = most if mesh.data == -1 else min(mesh.data, most)
+    most_fsdp = most if mesh.fsdp == -1 else min(mesh.fsdp, most)
+    pairs = []
+    for fsdp in range(1, most_fsdp + 1):
+        for data in range(1, min(most_data, most // fsdp) + 1):
+            pairs.append((data, fsdp))
+    pairs.sort(key=lambda pair: (pair[0] * pair[1], pair[1]), reverse=True)
+    for data, fsdp in pairs:
+        yield dataclasses.replace(mesh, data=data, fsdp=fsdp)
 
 
 def _microbatches(config: TrainConfig, mesh: MeshConfig) -> Iterator[int]:
     """Yields numbers of microbatches that divide the global batch over this mesh, from the fewest
     that need no more memory than before.
     """
-    batch, train = config.train.global_batch, config.train
+    global_batch = config.train.global_batch
     axes = axes_of(config.rules.activations.get("batch"))
-    before, after = (
-        math.prod(max(1, m.sizes().get(axis, 1)) for axis in axes) for m in (config.mesh, mesh)
-    )
-    before = after if any(config.mesh.sizes().get(axis) == -1 for axis in axes) else before
-    for microbatches in range(train.microbatches, batch // after + 1):
-        if (
-            batch % (microbatches * after) == 0
-            and microbatches * after >= train.microbatches * before
-        ):
+    old_sizes = [config.mesh.sizes().get(axis, 1) for axis in axes]
+    new_sizes = [mesh.sizes().get(axis, 1) for axis in axes]
+    n_shards = math.prod(max(1, size) for size in new_sizes)
+    old_n_shards = math.prod(max(1, size) for size in old_sizes)
+    if -1 in old_sizes:
+        old_n_shards = n_shards
+    for microbatches in range(config.train.microbatches, global_batch // n_shards + 1):
+        divides = global_batch % (microbatches * n_shards) == 0
+        fits = microbatches * n_shards >= config.train.microbatches * old_n_shards
+        if divides and fits:
             yield microbatches

@@ -5,6 +5,7 @@ file for each.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -14,16 +15,23 @@ from typing import Any
 from mesh_lm import sealed_json
 from mesh_lm.distributed.phases import Phases
 
-_ORDER = {
-    "step": "steps", "lost": "repeated steps", "down": "between restarts", "start": "start",
+_NAMES = {
+    "step": "steps",
+    "lost": "repeated steps",
+    "down": "between restarts",
+    "start": "start",
     "data": "preparing data",
-    "restore": "restoring", "compile": "first steps (compiling)", "batch": "waiting for data",
-    "save": "saving", "evaluate": "evaluating",
-}  # fmt: skip
-
+    "restore": "restoring",
+    "compile": "first steps (compiling)",
+    "batch": "waiting for data",
+    "save": "saving",
+    "evaluate": "evaluating",
+}
+"""Phase -> its name in the log, in the order in which it shows them."""
 _SHORT = 600.0
 """Seconds of a run for which its goodput says nothing: most of it is compiling."""
-_EVERY = 2.0
+_INTERVAL = 2.0
+"""Seconds between two writes."""
 _LIST = "lives.txt"
 """Names of all records, so that one that is deleted is missed."""
 
@@ -38,14 +46,20 @@ class Goodput:
 
     def __init__(self, output: Path, phases: Phases, first: int) -> None:
         """first: the step that this life continues from."""
-        self._phases, self._first, self._finished = phases, first, False
+        self._phases = phases
+        self._first = first
+        self._finished = False
         self._directory = output / "goodput"
-        self._begin(time.time() - phases.age, dict.fromkeys(phases.seconds(), 0.0), went_back=False)
+        nothing = dict.fromkeys(phases.seconds(), 0.0)
+        self._begin(time.time() - phases.age, nothing, went_back=False)
 
-    def _begin(self, born: float, before: dict[str, float], *, went_back: bool) -> None:
-        """before: seconds that this process spent in earlier lives."""
-        self._born, self._before, self._went_back = born, before, went_back
-        self._written, self._listed = -_EVERY, False
+    def _begin(self, born: float, earlier_seconds: dict[str, float], *, went_back: bool) -> None:
+        """Begins a life. earlier_seconds: spent by this process in earlier lives."""
+        self._born = born
+        self._earlier_seconds = earlier_seconds
+        self._went_back = went_back
+        self._written_at = -_INTERVAL
+        self._is_listed = False
         self._path = self._directory / f"{born:.3f}-{os.getpid()}.json"
 
     def roll_back(self, step: int) -> None:
@@ -53,39 +67,36 @@ class Goodput:
         the phases get the new step.
         """
         self.write(now=True)
-        self._first, spent = step, self._phases.seconds()
-        self._begin(
-            self._born + sum(spent.values()) - sum(self._before.values()), spent, went_back=True
-        )
+        self._first = step
+        seconds = self._phases.seconds()
+        age = sum(seconds.values()) - sum(self._earlier_seconds.values())
+        self._begin(self._born + age, seconds, went_back=True)
 
     def write(self, *, now: bool = False) -> None:
         """Writes the times so far, every few seconds unless `now`. Errors of the disk are
         ignored.
         """
-        if not now and self._phases.age - self._written < _EVERY:
+        if not now and self._phases.age - self._written_at < _INTERVAL:
             return
-        self._written, step = self._phases.age, max(self._phases.step, self._first)
-        seconds = {
-            phase: value - self._before[phase] for phase, value in self._phases.seconds().items()
-        }
+        self._written_at = self._phases.age
+        seconds = self._phases.seconds()
         life = {
             "born": self._born,
             "first": self._first,
-            "step": step,
-            "seconds": seconds,
+            "step": max(self._phases.step, self._first),
+            "seconds": {phase: s - self._earlier_seconds[phase] for phase, s in seconds.items()},
             "went_back": self._went_back,
+            "finished": self._finished,
         }
-        life["finished"] = self._finished
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
-            (part := self._path.with_suffix(".part")).write_text(
-                json.dumps(sealed_json.sealed(life)), encoding="utf-8"
-            )
+            part = self._path.with_suffix(".part")
+            part.write_text(json.dumps(sealed_json.sealed(life)), encoding="utf-8")
             part.replace(self._path)
-            if not self._listed:
+            if not self._is_listed:
                 with (self._directory / _LIST).open("a", encoding="utf-8") as names:
                     names.write(f"{self._path.name}\n")
-                self._listed = True
+                self._is_listed = True
 
     def total(self, *, finished: bool = False) -> dict[str, Any]:
         """Returns {"seconds": {...}, "starts": int, "lost_steps": int, "goodput": 0 to 1} over all
@@ -106,87 +117,81 @@ def total(directory: Path) -> dict[str, Any]:
     phase, with "lost" (steps that a later life repeated) and "down" (no process ran, and the run
     was not finished). goodput: the share of steps that count.
     """
-    paths = {path.name for path in directory.glob("*.json")} | _listed(directory / _LIST)
-    lives = sorted(
-        (life for name in paths if (life := _read(directory / name))), key=lambda life: life["born"]
-    )
-    seconds, lost_steps = dict.fromkeys(_ORDER, 0.0), 0
-    for life, after in zip(lives, [*lives[1:], None], strict=True):
+    names = {path.name for path in directory.glob("*.json")} | _listed_names(directory / _LIST)
+    records = [_read(directory / name) for name in names]
+    lives = sorted(filter(None, records), key=lambda life: life["born"])
+    seconds = dict.fromkeys(_NAMES, 0.0)
+    lost_steps = 0
+    for life in lives:
         for phase, value in life["seconds"].items():
             seconds[phase] += value
-        if after:
-            done, lost = life["step"] - life["first"], max(0, life["step"] - after["first"])
-            lost_steps += lost
-            share = life["seconds"]["step"] * min(1.0, lost / done) if done else 0.0
-            seconds["step"] -= share
-            seconds["lost"] += share
-            seconds["down"] += (
-                0.0
-                if life.get("finished")
-                else max(0.0, after["born"] - life["born"] - sum(life["seconds"].values()))
-            )
-    everything = sum(seconds.values())
-    starts = sum(not life.get("went_back") for life in lives)
+    for life, next_life in itertools.pairwise(lives):
+        n_steps = life["step"] - life["first"]
+        n_lost = max(0, life["step"] - next_life["first"])
+        lost_steps += n_lost
+        if n_steps:
+            lost_seconds = life["seconds"]["step"] * min(1.0, n_lost / n_steps)
+            seconds["step"] -= lost_seconds
+            seconds["lost"] += lost_seconds
+        if not life.get("finished"):
+            end = life["born"] + sum(life["seconds"].values())
+            seconds["down"] += max(0.0, next_life["born"] - end)
+    total_seconds = sum(seconds.values())
     return {
-        "seconds": seconds, "starts": starts, "lost_steps": lost_steps,
-        "goodput": seconds["step"] / everything if everything else 0.0,
-        "damaged": len(paths) - len(lives),
-    }  # fmt: skip
+        "seconds": seconds,
+        "starts": sum(not life.get("went_back") for life in lives),
+        "lost_steps": lost_steps,
+        "goodput": seconds["step"] / total_seconds if total_seconds else 0.0,
+        "damaged": len(names) - len(lives),
+    }
 
 
 def describe(totals: dict[str, Any]) -> str:
     """Returns a line of text for what `total` returns."""
     seconds = totals["seconds"]
-    parts = [
-        f"{name} {_clock(seconds[phase])}"
-        for phase, name in _ORDER.items()
-        if seconds[phase] >= 0.05
-    ]
-    starts = f", {totals['starts']} starts" if totals["starts"] > 1 else ""
-    starts += (
-        f", {totals['lost_steps']} steps repeated"
-        if totals["starts"] > 1 or totals["lost_steps"]
-        else ""
-    )
+    total_seconds = sum(seconds.values())
+    restarted = totals["starts"] > 1
+    text = f"wall time {_clock(total_seconds)}"
+    if total_seconds >= _SHORT or restarted:
+        text = f"goodput {totals['goodput']:.1%} of {_clock(total_seconds)}"
+    if restarted:
+        text += f", {totals['starts']} starts"
+    if restarted or totals["lost_steps"]:
+        text += f", {totals['lost_steps']} steps repeated"
     damaged = totals.get("damaged", 0)
-    starts += f", {damaged} damaged record{'s' * (damaged > 1)} left out" if damaged else ""
-    whole = sum(seconds.values())
-    share = (
-        f"goodput {totals['goodput']:.1%} of {_clock(whole)}"
-        if whole >= _SHORT or totals["starts"] > 1
-        else f"wall time {_clock(whole)}"
-    )
-    return f"{share}{starts}: {', '.join(parts)}"
+    if damaged:
+        text += f", {damaged} damaged record{'s' * (damaged > 1)} left out"
+    shown = [phase for phase in _NAMES if seconds[phase] >= 0.05]
+    return f"{text}: {', '.join(f'{_NAMES[phase]} {_clock(seconds[phase])}' for phase in shown)}"
 
 
 def _clock(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, hours = round(seconds) // 60, round(seconds) // 3600
-    return (
-        f"{minutes} min {round(seconds) % 60} s" if not hours else f"{hours} h {minutes % 60} min"
-    )
+    whole_seconds = round(seconds)
+    minutes = whole_seconds // 60
+    if minutes < 60:
+        return f"{minutes} min {whole_seconds % 60} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
-def _listed(path: Path) -> set[str]:
+def _listed_names(path: Path) -> set[str]:
     try:
-        return {
-            name
-            for name in path.read_text(errors="replace", encoding="utf-8").split("\n")
-            if name and "/" not in name and "\0" not in name
-        }
+        lines = path.read_text(errors="replace", encoding="utf-8").split("\n")
     except OSError:
         return set()
+    return {name for name in lines if name and "/" not in name and "\0" not in name}
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """Returns a record; None if it is missing or damaged."""
     try:
         life = sealed_json.read(path)
-        numbers = [life["born"], life["first"], life["step"], *life["seconds"].values()]
-        known = (
-            all(type(number) in (int, float) for number in numbers)
-            and life["seconds"].keys() <= _ORDER.keys()
-        )
-        return life if known and "step" in life["seconds"] else None
+        seconds = life["seconds"]
+        numbers = [life["born"], life["first"], life["step"], *seconds.values()]
+        phases_are_known = "step" in seconds and seconds.keys() <= _NAMES.keys()
     except (OSError, ValueError, AttributeError, KeyError):
         return None
+    if phases_are_known and all(type(number) in (int, float) for number in numbers):
+        return life
+    return None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PROBE = 4096
 """Bytes that are written to find out whether the output's disk takes any."""
-_CURES = {
+_REMEDIES = {
     errno.ENOSPC: "make room on that disk",
     errno.EDQUOT: "make room within your quota of that disk",
     errno.EROFS: "mount that disk writable",
@@ -40,7 +40,7 @@ _CURES = {
     errno.ENOTDIR: "move that file away",
     errno.ENAMETOOLONG: "shorten its name",
 }
-"""What, other than another output, would work after an error in writing there."""
+"""Actions, other than another output, that would work after an error in writing there."""
 _STATE_BYTES = {"adamw": 12, "muon": 8, "lion": 8}
 """Bytes of a checkpoint per parameter, at least; of other optimizers only the weights are
 counted."""
@@ -59,48 +59,54 @@ def require_ready(
     Raises StorageError if nothing but a full or failing disk is in the way.
 
     Args:
-      data: what the run was given to train on, instead of what the config names. rule: the
-      optimizer's, as for `check`. thorough: also whether the output has room for a checkpoint,
-      whether the model has the ids of the tokenizer, for a new run, if the
-        text was counted before, data.max_epochs, and what `check` says, as far as the devices are
-        known. It imports Flax.
+      data: the dataset that the run was given, instead of what the config names.
+      rule: the optimizer's, as for `check`.
+      thorough: also checks whether the output has room for a checkpoint, whether the model has the
+        ids of the tokenizer, for a new run data.max_epochs, if the text was counted before, and
+        what `check` says, as far as the devices are known. It imports Flax.
     """
     slot = ProcessSlot.of(config.launch)
     is_first = slot is None or slot.index == 0
-    # What one host lacks ends the other processes, too, if a launcher sees it; else it is found
+    # A problem of one host ends the other processes, too, if a launcher sees it; else it is found
     # when they are connected, and all report it.
     checks_files = slot is None or slot.count == 1 or HEARTBEAT in os.environ
-    problems: list[str] = list(_data(config, with_files=checks_files)) if data is None else []
-    reads_data = thorough and checks_files and is_first
+    problems: list[str] = []
+    if data is None:
+        problems += _data_problems(config, with_files=checks_files)
     has_data = not problems
-    full = False
-    checks: list[Callable[[], None]] = (
-        [lambda: _require_output(config, with_room=thorough)] if checks_files else []
-    )
+    checks: list[Callable[[], None]] = []
+    if checks_files:
+        checks.append(lambda: _require_output(config, with_room=thorough))
     if config.wandb and is_first:  # the process that writes the metrics
         checks.append(lambda: require_login(config.wandb))
+    disk_failed = False
     for check in checks:
         try:
             check()
         except ConfigError as error:
             problems.append(str(error))
-            full = full or storage_failed(error)
-    # a blend has its tokenizer with it
-    if reads_data and data is None and (has_data or not config.data.blend):
-        problems += _vocabulary(config)
-    if reads_data and has_data and not _has_begun(config):  # which then warns, if at all
-        problems += _epochs(config, data)
+            disk_failed = disk_failed or storage_failed(error)
+    if thorough and checks_files and is_first:
+        # A blend has its tokenizer with it.
+        if data is None and (has_data or not config.data.blend):
+            problems += _vocabulary_problems(config)
+        # A run that has begun only warns.
+        if has_data and not _has_begun(config):
+            problems += _epoch_problems(config, data)
     if problems and thorough:  # otherwise `check` reports its own when the devices are there
-        problems += _of_config(config, rule)
-    if problems:
-        problems = list(dict.fromkeys(problems))  # several checks need the tokenizer
-        message = listed("this run cannot start", problems)
-        raise StorageError(message) if full and len(problems) == 1 else ConfigError(message)
+        problems += _config_problems(config, rule)
+    if not problems:
+        return
+    problems = list(dict.fromkeys(problems))  # several checks need the tokenizer
+    message = listed("this run cannot start", problems)
+    if disk_failed and len(problems) == 1:
+        raise StorageError(message)
+    raise ConfigError(message)
 
 
-def _data(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
-    """Whether there is something to train on, without reading it. with_files: also whether its
-    files are there.
+def _data_problems(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
+    """Yields why there is nothing to train on, without reading it. with_files: also whether its
+    files are missing.
     """
     data = config.data
     if not (data.path or data.blend):
@@ -119,22 +125,16 @@ def _data(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
         return
     if not with_files:
         return
-    for field, prefix in [
-        *(("blend", prefix) for prefix in prefixes),
-        *(("valid_blend", prefix) for prefix in heldout),
-    ]:
-        lacking = [
-            str(path)
-            for path in (bin_path(prefix), idx_path(prefix))
-            if not path.expanduser().is_file()
-        ]
-        if lacking:
-            fix = (
-                "leave out .bin"
-                if prefix.endswith((".bin", ".idx"))
-                else f"mesh-lm prepare --input=TEXT --output={prefix} writes both"
-            )
-            yield f"data.{field}={prefix}: no such file: {' and '.join(lacking)}; {fix}"
+    for field, field_prefixes in (("blend", prefixes), ("valid_blend", heldout)):
+        for prefix in field_prefixes:
+            files = (bin_path(prefix), idx_path(prefix))
+            missing = [str(path) for path in files if not path.expanduser().is_file()]
+            if not missing:
+                continue
+            fix = f"mesh-lm prepare --input=TEXT --output={prefix} writes both"
+            if prefix.endswith((".bin", ".idx")):
+                fix = "leave out .bin"
+            yield f"data.{field}={prefix}: no such file: {' and '.join(missing)}; {fix}"
     if data.path and not prefixes:
         try:
             sources.require_apart(data.path, config.outputs)
@@ -153,27 +153,32 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
         raise ConfigError(
             f"output={output} must be a directory; mount a bucket as one (gcsfuse, mountpoint-s3)"
         )
-    where = path = Path(output).expanduser().absolute()
+    path = Path(output).expanduser().absolute()
     if not is_utf_8(path):
         raise ConfigError(
             f"output={output}: names of this locale are in {sys.getfilesystemencoding()}, and "
             "checkpoints are written to names in UTF-8; set the environment variable PYTHONUTF8=1, "
             "or name the output in ASCII letters"
         )
+    existing = path
     try:
-        while not where.exists():
-            where = where.parent
-        with tempfile.TemporaryFile(dir=where, prefix=".mesh_lm-") as probe:
+        while not existing.exists():
+            existing = existing.parent
+        with tempfile.TemporaryFile(dir=existing, prefix=".mesh_lm-") as probe:
             probe.write(bytes(_PROBE))
-        disk = shutil.disk_usage(where)
+        disk = shutil.disk_usage(existing)
     except OSError as error:
-        what = f"output={output} cannot be written: {error.strerror}" + (
-            f" ({where})" if where != path else ""
-        )
-        cure = _CURES.get(error.errno or 0, "")
-        raise ConfigError(f"{what}; set another output{f', or {cure}' if cure else ''}") from error
-    # some network file systems say 0 of 0
-    if with_room and disk.free < (needed := _state_bytes(config)) and disk.total:
+        place = f" ({existing})" if existing != path else ""
+        remedy = _REMEDIES.get(error.errno or 0, "")
+        alternative = f", or {remedy}" if remedy else ""
+        raise ConfigError(
+            f"output={output} cannot be written: {error.strerror}{place}; set another output"
+            f"{alternative}"
+        ) from error
+    if not with_room or not disk.total:  # some network file systems say 0 of 0
+        return
+    needed = _state_bytes(config)
+    if disk.free < needed:
         raise ConfigError(
             f"output={output}: its disk has {_size(disk.free)} left, and one checkpoint of this "
             f"model needs {_size(needed)} or more; make room there, or set another output"
@@ -191,44 +196,42 @@ def _state_bytes(config: TrainConfig) -> float:
     model = config.model
     if type(model) is not DecoderConfig or model.problems():  # which `check` reports
         return 0.0
-    return (
-        (model.flops_per_token() - model.attention_flops_per_token())
-        / 6
-        * _STATE_BYTES.get(config.optimizer.name, 4)
-    )
+    n_weights = (model.flops_per_token() - model.attention_flops_per_token()) / 6
+    return n_weights * _STATE_BYTES.get(config.optimizer.name, 4)
 
 
 def _has_begun(config: TrainConfig) -> bool:
-    """Whether the output has a checkpoint."""
+    """Returns whether the output has a checkpoint."""
     return any((Path(config.output).expanduser() / "checkpoints").glob("[0-9]*"))
 
 
-def _epochs(config: TrainConfig, data: Dataset | None) -> list[str]:
-    """Whether the text would be repeated too often, as far as it was counted before."""
+def _epoch_problems(config: TrainConfig, data: Dataset | None) -> list[str]:
+    """Returns whether the text would be repeated too often, as far as it was counted before."""
     if not config.data.max_epochs:
         return []
-    # here, so that other problems are answered before JAX is imported
+    # Imported here, so that other problems are answered before JAX is imported.
     from mesh_lm.data.corpus import known_sources
 
     try:
-        return epochs_problems(
-            config,
-            known_sources(config.data, config.outputs.values()) if data is None else data.sources(),
-        )
+        if data is None:
+            sources = known_sources(config.data, config.outputs.values())
+        else:
+            sources = data.sources()
+        return epochs_problems(config, sources)
     except ConfigError as error:
         return [str(error)]
 
 
-def _vocabulary(config: TrainConfig) -> list[str]:
-    """Whether the model has all ids of the tokenizer."""
+def _vocabulary_problems(config: TrainConfig) -> list[str]:
+    """Returns ids of the tokenizer that the model lacks, as a sentence."""
     from mesh_lm.data.corpus import vocabulary_problems
 
     return vocabulary_problems(config.data, config.model.vocab_size)
 
 
-def _of_config(config: TrainConfig, rule: Rule | None) -> list[str]:
-    """The problems that `check` reports, as far as the number of devices is known before JAX has
-    looked for them.
+def _config_problems(config: TrainConfig, rule: Rule | None) -> list[str]:
+    """Returns the problems that `check` reports, as far as the number of devices is known before
+    JAX has looked for them.
     """
     from mesh_lm import distributed
     from mesh_lm.training.check import check
@@ -244,5 +247,5 @@ def _of_config(config: TrainConfig, rule: Rule | None) -> list[str]:
 
 
 def _size(n_bytes: float) -> str:
-    """A number of bytes as 3.1 GiB, or as 0.4 MiB."""
+    """Returns a number of bytes as 3.1 GiB, or as 0.4 MiB."""
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

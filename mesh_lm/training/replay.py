@@ -58,34 +58,42 @@ class ReplayedStep:
         """run: has the steps done so far. monitor: what is done within `monitor.paused()` is not
         counted as training.
         """
-        self._step, self._every, self._run, self._monitor = step, every, run, monitor
+        self._step = step
+        self._every = every
+        self._run = run
+        self._monitor = monitor
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        """As the step; donates the state. Raises StepsDiffer on all processes, which must all call
-        it.
+        """Returns the result of the step; donates the state. Raises StepsDiffer on all processes,
+        which must all call it.
         """
-        n = self._run.step + 1
-        if n % self._every:
+        step_number = self._run.step + 1
+        if step_number % self._every:
             return self._step(state, batch)
         with self._monitor.paused():
-            before = shard_digests(state)
+            old_digests = shard_digests(state)
             abstract = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
             )
-            copy = copied(state)
-            once, _ = self._step(state, batch)
-            first = shard_digests(once)
-            for leaf in jax.tree.leaves(once):
+            host_copy = copied(state)
+            first_result, _ = self._step(state, batch)
+            first_digests = shard_digests(first_result)
+            for leaf in jax.tree.leaves(first_result):
                 leaf.delete()
-            state = put_back(copy, abstract)
-            again = shard_digests(state)
+            state = put_back(host_copy, abstract)
+            restored_digests = shard_digests(state)
             # Here the watchdogs are patient with a process whose host memory is slow; in the step,
             # which follows, they are not.
             distributed.gather_from_all(None)
         state, metrics = self._step(state, batch)
         jax.block_until_ready(metrics)
         with self._monitor.paused():
-            _require_equal(n, abstract, [(before, again), (first, shard_digests(state))])
+            second_digests = shard_digests(state)
+            _require_equal(
+                step_number,
+                abstract,
+                [(old_digests, restored_digests), (first_digests, second_digests)],
+            )
         return state, metrics
 
 
@@ -102,43 +110,53 @@ def _require_equal(step: int, tree: State, pairs: list[tuple[Digests, Digests]])
     """Raises StepsDiffer on all processes if any finds a difference. pairs: of the state before the
     step, and of that after it.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = [leaf_name(path) for path, _ in leaves]
-    found = distributed.gather_from_all([_differing(names, *pair) for pair in pairs])
-    moved, made = (
-        [line for lines in column for line in lines] for column in zip(*found, strict=True)
-    )
-    if moved:
-        head = (
+    # For each process, the lines about the restored state and those about the results.
+    lines_by_process = distributed.gather_from_all([_differing(names, *pair) for pair in pairs])
+    restored_lines = [lines for lines, _ in lines_by_process]
+    result_lines = [lines for _, lines in lines_by_process]
+    if any(restored_lines):
+        blamed_lines = restored_lines
+        problem = (
             f"the state before step {step} came back from host memory with other bits, or was not "
             "the same on all of its replicas"
         )
-    elif made:
-        head = f"step {step} was made twice from the same state and batch, and the results differ"
+    elif any(result_lines):
+        blamed_lines = result_lines
+        problem = (
+            f"step {step} was made twice from the same state and batch, and the results differ"
+        )
     else:
         return
-    told = listed(f"{head}; a device, its memory or a link is faulty", moved or made)
+    lines = [line for process_lines in blamed_lines for line in process_lines]
+    message = listed(f"{problem}; a device, its memory or a link is faulty", lines)
     yield_to_the_blamed(
-        [process for process, (before, after) in enumerate(found) if (before if moved else after)]
+        [process for process, process_lines in enumerate(blamed_lines) if process_lines]
     )
     n_devices = leaves[0][1].sharding.mesh.size
-    if not moved and len(made) == n_devices > 1:
-        told += (
+    if blamed_lines is result_lines and len(lines) == n_devices > 1:
+        message += (
             f"\nall {n_devices} devices differ, as after a gradient that one of them computed "
             "wrongly: this does not show which one"
         )
     raise StepsDiffer(
-        f"{told}\nneither result was saved: continue from the newest checkpoint, without that "
+        f"{message}\nneither result was saved: continue from the newest checkpoint, without that "
         "device if it is named again"
     )
 
 
-def _differing(names: list[str], one: Digests, other: Digests) -> list[str]:
+def _differing(names: list[str], first: Digests, second: Digests) -> list[str]:
     """Returns a line for each device of this process whose digests differ."""
     lines = []
-    for device, digests in one.items():
-        if wrong := [names[i] for i in np.flatnonzero((digests != other[device]).any(-1))]:
-            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-            where = f"process {device.process_index} on {socket.gethostname()}, {device}"
-            lines.append(f"device {device.id} ({where}): {', '.join(wrong[:_NAMED])}{more}")
+    for device, digests in first.items():
+        differs = (digests != second[device]).any(-1)
+        leaves = [names[i] for i in np.flatnonzero(differs)]
+        if not leaves:
+            continue
+        shown = ", ".join(leaves[:_NAMED])
+        if len(leaves) > _NAMED:
+            shown += f" and {len(leaves) - _NAMED} more"
+        process = f"process {device.process_index} on {socket.gethostname()}"
+        lines.append(f"device {device.id} ({process}, {device}): {shown}")
     return lines

@@ -39,16 +39,18 @@ def require_equal(state: Mapping[str, Any]) -> None:
     """Raises ReplicasDiffer with the leaves and devices that `differing` finds. Every process must
     call it.
     """
-    if found := _differences(state):
-        yield_to_the_blamed({process for _, processes in found for process in processes})
-        problem = listed(
-            "replicas of the state differ; a device, its memory or a link is faulty",
-            [line for line, _ in found],
-        )
-        raise ReplicasDiffer(
-            f"{problem}\nthis state was not saved: continue from the newest checkpoint, without "
-            "that device if it is named again"
-        )
+    differences = _differences(state)
+    if not differences:
+        return
+    yield_to_the_blamed({process for _, processes in differences for process in processes})
+    problem = listed(
+        "replicas of the state differ; a device, its memory or a link is faulty",
+        [line for line, _ in differences],
+    )
+    raise ReplicasDiffer(
+        f"{problem}\nthis state was not saved: continue from the newest checkpoint, without "
+        "that device if it is named again"
+    )
 
 
 def yield_to_the_blamed(processes: Collection[int]) -> None:
@@ -72,25 +74,22 @@ def differing(state: Mapping[str, Any]) -> list[str]:
 
 def _differences(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
     """Returns the lines of `differing`, each with the processes of the devices that it names."""
-    leaves = [
-        (path, x)
-        for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
-        if _shards(x.sharding, x.shape).replicated
-    ]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    leaves = [(path, x) for path, x in leaves if _shards(x.sharding, x.shape).replicated]
     if not leaves:
         return []
     arrays = [x for _, x in leaves]
     mesh = arrays[0].sharding.mesh
     digests = program(mesh, tuple(x.sharding.spec for x in arrays))(*arrays)
-    # [devices, leaves, 2]
+    # uint32 [devices, leaves, 2], as uint64 [devices, leaves].
     rows = np.asarray(multihost_utils.process_allgather(digests, tiled=True))
     values = rows[..., 0].astype(np.uint64) << np.uint64(32) | rows[..., 1]
     devices = mesh.devices.reshape(-1)
-    return [
-        (f"{leaf_name(path)}{line}", processes)
-        for (path, x), column in zip(leaves, values.T, strict=True)
-        for line, processes in _minorities(_shards(x.sharding, x.shape), column, devices)
-    ]
+    differences = []
+    for (path, x), leaf_values in zip(leaves, values.T, strict=True):
+        for line, processes in _minorities(_shards(x.sharding, x.shape), leaf_values, devices):
+            differences.append((f"{leaf_name(path)}{line}", processes))
+    return differences
 
 
 @functools.lru_cache(maxsize=8)
@@ -99,25 +98,29 @@ def program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[..., jax.A
     each device's shards in mesh order.
     """
 
-    def own(*blocks: jax.Array) -> jax.Array:
+    def on_device(*blocks: jax.Array) -> jax.Array:
         return jnp.stack([digest(block) for block in blocks])[None]
 
-    rows = PartitionSpec(mesh.axis_names)
-    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False))
+    # Manual over the whole mesh, so that there are no collectives.
+    out_specs = PartitionSpec(mesh.axis_names)
+    return jax.jit(
+        jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    )
 
 
 class _Shards:
-    """The number of the shard of an array that each device of its mesh holds."""
+    """The numbers of the shards of an array on the devices of its mesh."""
 
     def __init__(self, sharding: NamedSharding, shape: tuple[int, ...]) -> None:
-        by_device = sharding.devices_indices_map(shape)
-        indices = [
-            tuple((s.start, s.stop) for s in by_device[device] or ())
+        slices_by_device = sharding.devices_indices_map(shape)
+        blocks = [
+            tuple((s.start, s.stop) for s in slices_by_device[device] or ())
             for device in cast(Mesh, sharding.mesh).devices.flat
         ]
-        numbers = {index: number for number, index in enumerate(dict.fromkeys(indices))}
-        self.of_device = np.array([numbers[index] for index in indices])
-        self.replicated = len(numbers) < len(indices)
+        numbers = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
+        self.numbers = np.array([numbers[block] for block in blocks])
+        """For each device, in mesh order."""
+        self.replicated = len(numbers) < len(blocks)
 
 
 _shards = functools.lru_cache(maxsize=1024)(_Shards)
@@ -129,23 +132,21 @@ def _minorities(
     """Returns a line for each shard of one leaf whose replicas differ, and the processes that it
     names. values: the digests, by device.
     """
-    _, firsts = np.unique(shards.of_device, return_index=True)
-    wrong = values != values[firsts][shards.of_device]
+    # Compare each device with the first one that has the same shard.
+    _, first_devices = np.unique(shards.numbers, return_index=True)
+    differs = values != values[first_devices][shards.numbers]
     lines = []
-    for shard in np.unique(shards.of_device[wrong]):
-        holders = np.flatnonzero(shards.of_device == shard)
-        (top, votes), *others = Counter(values[holders].tolist()).most_common()
-        tie = any(count == votes for _, count in others)
-        blamed = [devices[i] for i in holders if tie or values[i] != top]
-        named = ", ".join(map(_name, blamed))
-        line = (
-            f": {named} hold different bits, and no majority shows which are right"
-            if tie
-            else (
-                f": {named} {'differs' if len(blamed) == 1 else 'differ'} from the {votes} other "
-                "replicas"
-            )
-        )
+    for shard in np.unique(shards.numbers[differs]):
+        replicas = np.flatnonzero(shards.numbers == shard)
+        (majority, votes), *others = Counter(values[replicas].tolist()).most_common()
+        is_tie = any(other_votes == votes for _, other_votes in others)
+        blamed = [devices[i] for i in replicas if is_tie or values[i] != majority]
+        names = ", ".join(map(_name, blamed))
+        if is_tie:
+            line = f": {names} hold different bits, and no majority shows which are right"
+        else:
+            verb = "differs" if len(blamed) == 1 else "differ"
+            line = f": {names} {verb} from the {votes} other replicas"
         lines.append((line, [device.process_index for device in blamed]))
     return lines
 

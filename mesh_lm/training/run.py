@@ -112,16 +112,16 @@ def require_callbacks(callbacks: Any) -> None:
     """Raises ConfigError for what is no list, and for a method that begins with on_ and is none of
     `Callback`.
     """
-    known = [name for name in vars(Callback) if name.startswith("on_")]
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
     if not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks={callbacks!r}: expected a list of them")
     for callback in callbacks:
         for name in dir(callback):
-            if name.startswith("on_") and name not in known:
-                hint = (
-                    did_you_mean(difflib.get_close_matches(name, known, n=1))
-                    or f"; the methods are {', '.join(known)}"
-                )
-                raise ConfigError(
-                    f"{type(callback).__name__}.{name}: no such method of a callback{hint}"
-                )
+            if not name.startswith("on_") or name in hooks:
+                continue
+            suggestion = did_you_mean(difflib.get_close_matches(name, hooks, n=1))
+            if not suggestion:
+                suggestion = f"; the methods are {', '.join(hooks)}"
+            raise ConfigError(
+                f"{type(callback).__name__}.{name}: no such method of a callback{suggestion}"
+            )

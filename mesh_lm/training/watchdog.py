@@ -33,8 +33,10 @@ class Watchdog:
 
     def __init__(self, config: HealthConfig, phases: Phases, prefix: str = "") -> None:
         """prefix: the prefix of this process's log lines."""
-        self._config, self._phases, self._prefix = config, phases, prefix
-        self._over = threading.Event()
+        self._config = config
+        self._phases = phases
+        self._prefix = prefix
+        self._ended = threading.Event()
 
     @property
     def limit(self) -> float:
@@ -53,30 +55,26 @@ class Watchdog:
         return self
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self._config.stall / 4)):
-            phases, limit = self._phases, self.limit
-            late = max(1.0, limit - phases.idle + _MARGIN)
-            # always exits with status 1
-            faulthandler.dump_traceback_later(late, exit=True, file=_STDERR)
-            if (idle := phases.idle) > limit:
-                self._end(idle, limit)
+        while not self._ended.wait(min(1.0, self._config.stall / 4)):
+            limit = self.limit
+            patience = max(1.0, limit - self._phases.idle + _MARGIN)
+            # In case this thread cannot run (`_MARGIN`). It always exits with status 1.
+            faulthandler.dump_traceback_later(patience, exit=True, file=_STDERR)
+            idle = self._phases.idle
+            if idle > limit:
+                self._end_process(idle, limit)
         faulthandler.cancel_dump_traceback_later()
 
-    def _end(self, idle: float, limit: float) -> None:
-        where = f"phase {self._phases.phase}, {self._phases.step} steps done"
-        why = (
-            f"median step {self._phases.median_step:.2f} s, health.stall={self._config.stall:g}, "
-            f"health.patience={self._config.patience:g}"
+    def _end_process(self, idle: float, limit: float) -> None:
+        message = (
+            f"{self._prefix}error: no progress for {idle:.0f} s (limit {limit:.0f}): "
+            f"phase {self._phases.phase}, {self._phases.step} steps done; "
+            f"median step {self._phases.median_step:.2f} s, "
+            f"health.stall={self._config.stall:g}, health.patience={self._config.patience:g}. "
+            "The stacks of all threads:"
         )
         try:
-            print(
-                (
-                    f"{self._prefix}error: no progress for {idle:.0f} s (limit {limit:.0f}): "
-                    f"{where}; {why}. The stacks of all threads:"
-                ),
-                file=sys.stderr,
-                flush=True,
-            )
+            print(message, file=sys.stderr, flush=True)
             faulthandler.dump_traceback(_STDERR, all_threads=True)
             sys.stdout.flush()
         finally:  # also if the log cannot be written
@@ -88,6 +86,6 @@ class Watchdog:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._over.set()
+        self._ended.set()
         if self._config.stall:
             self._thread.join()
