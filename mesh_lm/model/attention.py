@@ -92,6 +92,7 @@ class Attention(nnx.Module):
             angles = rope if tokens[0] == "batch" else rope.swapaxes(0, 1)
             q = rotate(q, angles)
             k = rotate(k, angles)
+        # remat=save_names and save_attention save q, k and v.
         if not self.config.qk_norm:
             q = checkpoint_name(q, "q")
             k = checkpoint_name(k, "k")

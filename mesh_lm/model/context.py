@@ -125,6 +125,7 @@ def ulysses(
     if sinks is not None:
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * (N // n), N // n)
     y = inner(q, k, v, segment_ids, sinks)
+    # Back: each device gets all heads of its own tokens.
     y = lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True)
     return checkpoint_name(y, "attention_out")
 

@@ -50,6 +50,7 @@ class DenseLayer(nnx.Module):
             segment_ids = ctx.batch.get("segment_ids")
             window = self.windows[ctx.place]
             y_TD, past = self.attention(h_TD, ctx.shared, segment_ids, window, past, ctx.tokens)
+            # remat=save_names and save_attention save the stream between the blocks.
             x_TD = checkpoint_name(self._add(x_TD, y_TD, dropout, 0, ctx), "mid_residual")
         with jax.named_scope("mlp"):
             h_TD = self._enter(self.mlp_norm(x_TD), ctx)

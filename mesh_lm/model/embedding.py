@@ -107,6 +107,7 @@ def add_positions(
         if not gather_first:
             rows = table_sharding.reduce_scatter(rows)
         if seq_axes:
+            # The transpose of dividing the sequence.
             rows = lax.all_gather(rows, seq_axes, axis=0, tiled=True)
         if gather_first:
             rows = table_sharding.reduce_scatter(rows)
@@ -136,12 +137,14 @@ def sum_into(
     """Returns, inside `Shard.shard_map`, partial results summed over mesh axes `summed_axes`, and
     sharded along S and D like the residual stream.
     """
+    # Where an axis both sums and shards, a reduce-scatter does both.
     shards = [(axis, 2) for axis in embed_axes] + [(axis, 1) for axis in seq_axes]
     for axis, dim in shards:
         if axis in summed_axes:
             x_BSD = lax.psum_scatter(x_BSD, axis, scatter_dimension=dim, tiled=True)
         else:
             x_BSD = local_block(x_BSD, (axis,), dim)
+    # The other axes of the sum.
     all_reduced = tuple(axis for axis in summed_axes if axis not in (*seq_axes, *embed_axes))
     return lax.psum(x_BSD, all_reduced) if all_reduced else x_BSD
 
@@ -152,6 +155,7 @@ def gathered_residual(
     """Returns, inside `Shard.shard_map`, the residual stream with full rows, of all tokens of this
     device's sequences.
     """
+    # Tables and the head work on complete rows.
     if embed_axes:
         x_BSD = lax.all_gather(x_BSD, embed_axes, axis=2, tiled=True)
     if seq_axes:

@@ -189,7 +189,10 @@ def _logits(
 
 
 def _over_vocabulary(head: _Head, reduce: Callable[..., jax.Array], value: jax.Array) -> jax.Array:
-    """Returns a sum or maximum over this device's rows, reduced over those of all devices."""
+    """Returns a sum or maximum over this device's rows, [C], reduced over those of all devices.
+
+    With tensor parallelism, the loss of a chunk sends three such vectors, and no logits.
+    """
     return reduce(value, head.axes) if head.axes else value
 
 
@@ -257,6 +260,7 @@ def _on_device(
         (sums, dhead), dx = step((sums, dhead), [a[0] for a in rows])
 
     if batch_axes:
+        # Three scalars.
         sums = lax.psum(sums, batch_axes)
     objective = sums["loss"] + z_loss * sums["z_loss"]
     if not z_loss:

@@ -54,6 +54,7 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, tokens: tuple[str, str] = ("batch", "seq")) -> jax.Array:
         """Returns down(activation(up(x))), like x. tokens: as in `Context`."""
+        # remat=save_names saves it; the nonlinearity is recomputed.
         up = checkpoint_name(self.up(x_BSD, tokens), "mlp_up")
         h = swiglu(up) if self.config.activation == "swiglu" else gelu(up)
         return self.down(self.shard(h, *tokens, "mlp"), tokens)

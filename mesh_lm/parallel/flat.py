@@ -154,6 +154,7 @@ class FlatVector:
     def reduce_scatter_row(self, row: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         """Returns `reduce_scatter` of one layer."""
         vector = self.pack(row).astype(dtype)
+        # One reduce-scatter a level: inside a node, then of a device's part across nodes.
         for level in self.levels:
             vector = lax.psum_scatter(vector, level, tiled=True)
         return vector.astype(jnp.float32)
@@ -289,6 +290,7 @@ class FlatLayout:
             return {}
 
         def all_gather(shards: Params) -> Params:
+            # The distributed optimizer's all-gather, after its update.
             params: Params = {}
             for vector in vectors:
                 shard = serialized_on_cpu(shards[vector.name], params, vector.mesh)

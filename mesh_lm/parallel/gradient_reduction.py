@@ -49,6 +49,7 @@ def reduce_sums(sums: Sums, layout: ModelLayout) -> tuple[Sums, Sums]:
     axes = manual_axes(layout)
     scalars = {name: x for name, x in sums.items() if x.ndim == 0}
     arrays = {name: x for name, x in sums.items() if x.ndim > 0}
+    # Few bytes, once a step.
     return psum(scalars, axes, layout), psum(arrays, axes - {"pipeline"}, layout)
 
 
@@ -172,6 +173,7 @@ def _summed(name: str, grad: jax.Array, axes: AbstractSet[str], layout: ModelLay
     ]
 
     def on_device(grad: jax.Array) -> jax.Array:
+        # The type before the sum is that on the wire.
         grad = grad.astype(_sum_dtype(layout))
         if in_two_levels:
             return two_level_sum(grad, rules.node_axis, axes_across_nodes)

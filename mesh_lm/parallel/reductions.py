@@ -47,10 +47,13 @@ def two_level_sum(x: jax.Array, inner: str, outer: Sequence[str]) -> jax.Array:
     A device sends 2 (n - 1) / n of the bytes along `inner`, and along `outer` those of its part
     alone: one n-th, for n devices of `inner`.
     """
+    # 1. Each device gets the sum of its part over `inner`.
     part = lax.psum_scatter(_padded(x.reshape(-1), lax.axis_size(inner)), inner, tiled=True)
+    # 2. Only parts cross nodes.
     if outer:
         part = lax.psum(part, tuple(outer))
-    return lax.all_gather(part, inner, tiled=True)[: x.size].reshape(x.shape)
+    # 3. All parts come together again.
+    return _unpadded(lax.all_gather(part, inner, tiled=True), x)
 
 
 def quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -107,6 +107,7 @@ def _program(
         ) -> tuple[jax.Array, None]:
             row, layer = step
             if dim is None:
+                # No dimension divides: every stage gets complete rows.
                 exchanged = lax.all_gather(row, _AXIS)
             else:
                 # Every stage gets its part of the row of every other one.
@@ -125,6 +126,7 @@ def _program(
                 stage_layer = layer[lax.axis_index(_AXIS)]
                 return None, canonical.at[stage_layer].get(mode="fill", fill_value=0)
             exchanged = canonical.at[layer].get(mode="fill", fill_value=0)
+            # Every stage gets all parts of its own row.
             parts = jnp.moveaxis(lax.all_to_all(exchanged, _AXIS, 0, 0, tiled=True), 0, dim - 1)
             return None, parts.reshape(*local[1:dim], -1, *local[dim + 1 :])
 

@@ -208,6 +208,7 @@ def _tick(
     if "F" in slots:
         with jax.named_scope("forward_slot"):
             y, saved = program.forward(forward, x_forward)
+        # The hop ends with the slot, so that only the slot can hide it.
         received_grad, y, saved = lax.optimization_barrier((received_grad, y, saved))
         # The last virtual stage reads what was just written. Without the barrier XLA reads the old
         # stash, and copies it for that.
@@ -221,6 +222,7 @@ def _tick(
         saved = read(residuals, row["backward_residual"])
         with jax.named_scope("backward_slot"):
             result = program.backward(backward, x_backward, saved, dy, stacked_grads)
+        # The hop ends with the slot, as above.
         received_input, result = lax.optimization_barrier((received_input, result))
         with jax.named_scope("accumulate"):
             grads = added(program, grads, result.shared, result.loss, result.embed)
