@@ -208,8 +208,8 @@ def _forward(
     for block in ring.blocks(0):
         total = add(total, kv, block)
     (y, lse), _ = ring.walk(C, step, (total, next_kv))
-    # remat=save_names and save_attention save both, so that the backward pass does not go around for
-    # them once more.
+    # remat=save_names and save_attention save both, so that the backward pass does not go around
+    # for them once more.
     y = checkpoint_name(y.astype(q.dtype), "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
     return y, Residuals(q, kv, ids, sinks, y, lse)
