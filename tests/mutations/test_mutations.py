@@ -15,8 +15,8 @@ from mutations import copies, planted, run, server
 
 MUTATIONS = planted.load_texts()
 PACKAGES = {
-    "mesh_lm": 2, "mesh_lm/model": 16, "mesh_lm/parallel": 30, "mesh_lm/schedules": 6,
-    "mesh_lm/optim": 8, "mesh_lm/training": 6,
+    "mesh_lm": 2, "mesh_lm/model": 16, "mesh_lm/parallel": 30, "mesh_lm/parallel/problems": 3,
+    "mesh_lm/schedules": 6, "mesh_lm/optim": 8, "mesh_lm/training": 6,
     "mesh_lm/state": 6, "mesh_lm/checkpoint": 14, "mesh_lm/data": 10, "mesh_lm/data/tokenizer": 1,
     "mesh_lm/data/prepare": 1,
     "mesh_lm/inference": 4, "mesh_lm/huggingface": 2, "mesh_lm/launch": 1, "mesh_lm/network": 10,

@@ -27,11 +27,11 @@ from mesh_lm.config import DataConfig
 from mesh_lm.data import corpus, lost_bytes
 from mesh_lm.data.prepare import plan, run, unfinished
 from mesh_lm.data.prepare.run import prepare
+from mesh_lm.data.problems import data_problems
 from mesh_lm.data.tokenizer import EOD, Tokenizer, load_tokenizer
 from mesh_lm.data.tokenizer.hugging_face import HuggingFace
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Scorer, perplexity
-from mesh_lm.training.check_data import data_problems
 
 TEXT = "".join(f"abc line {i}: caf\u00e9\n" for i in range(90))
 

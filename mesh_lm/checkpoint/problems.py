@@ -1,5 +1,5 @@
-"""Checks the settings by which a run finds errors and recovers from them: node-local checkpoints,
-rollbacks, replayed steps.
+"""Contradictions of the settings by which a run finds errors and recovers from them: node-local
+checkpoints, rollbacks, replayed steps.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from mesh_lm.config import TrainConfig
 
 
 def recovery_problems(config: TrainConfig) -> Iterator[str]:
-    """Yields what is wrong with them, each with what would work."""
-    policy, health = config.checkpoint, config.health
+    """Yields the contradictions, each with what would work."""
+    policy = config.checkpoint
+    health = config.health
     if health.rewinds and policy.keep < 2:
         yield (
             f"health.rewinds={health.rewinds} needs checkpoint.keep=2 or more: the newest "
             "checkpoint may be from the bad steps"
         )
     if health.replay_every > 0 and not config.launch.deterministic:
-        why = "without it, two runs of one step may differ in bits on a GPU"
-        yield f"health.replay_every={health.replay_every} needs launch.deterministic=True: {why}"
+        yield (
+            f"health.replay_every={health.replay_every} needs launch.deterministic=True: without "
+            "it, two runs of one step may differ in bits on a GPU"
+        )
     if policy.local_every > 0 and not policy.local:
         yield (
             f"checkpoint.local_every={policy.local_every} needs checkpoint.local, a directory on "
@@ -38,8 +41,8 @@ def recovery_problems(config: TrainConfig) -> Iterator[str]:
     if "://" in policy.local:
         yield f"checkpoint.local={policy.local} must be a directory, on each node's own disk"
     if policy.local_every > 0 and policy.every > 0 and policy.local_every % policy.every == 0:
-        why = (
-            f"is a multiple of checkpoint.every={policy.every}, and those steps are saved to the "
-            "output"
+        yield (
+            f"checkpoint.local_every={policy.local_every} is a multiple of "
+            f"checkpoint.every={policy.every}, and those steps are saved to the output; set it "
+            f"below {policy.every}"
         )
-        yield f"checkpoint.local_every={policy.local_every} {why}; set it below {policy.every}"

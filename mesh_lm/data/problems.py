@@ -11,7 +11,7 @@ from mesh_lm.errors import ConfigError
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    """Yields what is wrong with the settings of `data`."""
+    """Yields contradictions and wrong values of the settings of `data`."""
     prefixes: list[set[str]] = []
     for field, words in (("data.blend", data.blend), ("data.valid_blend", data.valid_blend)):
         try:
@@ -32,18 +32,21 @@ def data_problems(data: DataConfig) -> Iterator[str]:
             f"data.split={data.split} has no effect with data.valid_blend, which holds out "
             "complete prefixes; leave one of them out"
         )
-    if len(prefixes) == 2 and (both := prefixes[0] & prefixes[1]):
-        yield (
-            f"data.valid_blend: {min(both)} is in data.blend, too, so that it would be trained on; "
-            "leave it out of one of them"
-        )
+    if len(prefixes) == 2:
+        in_both = prefixes[0] & prefixes[1]
+        if in_both:
+            yield (
+                f"data.valid_blend: {min(in_both)} is in data.blend, too, so that it would be "
+                "trained on; leave it out of one of them"
+            )
     if not data.add_extra_token and (not data.blend or data.documents == "packed" or data.fim_rate):
         yield (
             "data.add_extra_token=false is for a data.blend without packed documents and without "
             "data.fim_rate; leave it out"
         )
     for name in ("fim_rate", "fim_spm_rate", "max_lost_bytes"):
-        if not 0 <= (value := getattr(data, name)) <= 1:
+        value = getattr(data, name)
+        if not 0 <= value <= 1:
             yield f"data.{name}={value} must be in [0, 1]"
     if data.fim_rate and data.documents == "packed":
         yield (
