@@ -11,15 +11,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
 from mesh_lm import distributed
-from mesh_lm.training import loop
+from mesh_lm.training import session
 
 
-class Slow(loop.Monitor):
+class Slow(session.Monitor):
     def step(self, step: int, metrics: Any) -> Any:
         time.sleep(float(os.environ["MESH_LM_PACE"]))
         return super().step(step, metrics)
 
 
 if __name__ == "__main__":
-    loop.Monitor = Slow
+    session.Monitor = Slow
     sys.exit(distributed.run(train.main, sys.argv[1:]))

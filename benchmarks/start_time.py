@@ -48,7 +48,7 @@ def child(began: float, argv: list[str]) -> int:
     import train
     from mesh_lm.checkpoint.lease import Lease
     from mesh_lm.distributed.compile_cache import VerifiedPath
-    from mesh_lm.training import loop
+    from mesh_lm.training import session
 
     mark("interpreter_imports_s")()
     jax.monitoring.register_event_duration_secs_listener(
@@ -56,7 +56,7 @@ def child(began: float, argv: list[str]) -> int:
             duration_secs
         )
     )
-    prepare = loop.prepare
+    prepare = session.prepare
     checks = {"digests_s": 0.0, "lease_s": 0.0}
 
     def counted(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +77,7 @@ def child(began: float, argv: list[str]) -> int:
         mark("data_s")()
         return corpus
 
-    class Monitor(loop.Monitor):
+    class Monitor(session.Monitor):
         def __init__(self, *args: Any) -> None:
             mark("state_s")()
             super().__init__(*args)
@@ -88,7 +88,7 @@ def child(began: float, argv: list[str]) -> int:
             super().step(step, metrics)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    loop.prepare, loop.Monitor = timed_prepare, Monitor
+    session.prepare, session.Monitor = timed_prepare, Monitor
     status = train.main(argv)
     times = list(marks.values())
     stages = {

@@ -73,6 +73,11 @@ class StopOnSignal:
         """What the user calls the signal."""
         return "Ctrl-C" if self.interrupted else "SIGTERM"
 
+    @property
+    def phases(self) -> Phases:
+        """This process's progress."""
+        return self._phases
+
     def poll(self) -> bool:
         """Returns whether to stop now."""
         if jax.process_count() == 1:

@@ -21,7 +21,7 @@ import train
 from mesh_lm import distributed
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.data.loader import Loader
-from mesh_lm.training import loop, replicas
+from mesh_lm.training import post_step, replicas, session
 from mesh_lm.training.monitor import Monitor
 
 FAULTS = Path(os.environ["MESH_LM_FAULTS"])
@@ -127,14 +127,14 @@ def install() -> None:
     def compared(state: Any) -> None:
         compare(flipped(state) if strikes(int(state["step"]), "flip") else state)
 
-    Monitor.step, Checkpoints.save, Loader.__next__, loop.require_equal = (
+    Monitor.step, Checkpoints.save, Loader.__next__, post_step.require_equal = (
         stepped,
         saved,
         loaded,
         compared,
     )
-    made = loop.train_step
-    loop.train_step = lambda *given: miscomputed(made(*given))
+    made = session.train_step
+    session.train_step = lambda *given: miscomputed(made(*given))
 
 
 if __name__ == "__main__":

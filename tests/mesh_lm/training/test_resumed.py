@@ -7,7 +7,7 @@ import pytest
 
 from mesh_lm.config import OptimizerConfig
 from mesh_lm.optim import Optimizer
-from mesh_lm.training import loop
+from mesh_lm.training import session
 
 COMPILE_BUDGET = 20
 
@@ -32,5 +32,5 @@ def test_another_length_names_the_learning_rates(also: tuple[str, ...], clause: 
         changed=lambda config: ["train.steps: 400 -> 801", *also],
         certificate="-",
     )
-    said = loop._resumed(saved, run, cast("Any", SimpleNamespace(changed=[])))
+    said = session._resumed(saved, run, cast("Any", SimpleNamespace(changed=[])))
     assert said.splitlines()[1] == f"  changed since: train.steps: 400 -> 801{clause}"

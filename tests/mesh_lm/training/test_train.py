@@ -24,7 +24,7 @@ import train
 from mesh_lm import distributed
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.trained import TrainedModel
-from mesh_lm.training import loop, monitor
+from mesh_lm.training import monitor, post_step, session
 
 COMPILE_BUDGET = 400
 ROOT = Path(__file__).parents[3]
@@ -129,15 +129,15 @@ def test_gpt_175b_shrunk_by_overrides_alone(
 
 KILLED = """
 import os, signal, sys, time, train
-from mesh_lm.training import loop
-due = loop.Checkpoints.due
+from mesh_lm.training import session
+due = session.Checkpoints.due
 def die(self, n):
     if n == 6:
         while not (self.directory / "4").exists():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
     return due(self, n)
-loop.Checkpoints.due = die
+session.Checkpoints.due = die
 sys.exit(train.main(sys.argv[1:]))
 """
 
@@ -258,9 +258,9 @@ def test_a_signal_between_save_and_exit_loses_nothing(
     arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM arrives just after step 2 decided not to save, so step 3 saves."""
-    due = loop.Checkpoints.due
+    due = session.Checkpoints.due
     monkeypatch.setattr(
-        loop.Checkpoints,
+        session.Checkpoints,
         "due",
         lambda self, n: (os.kill(os.getpid(), signal.SIGTERM) if n == 2 else None, due(self, n))[1],
     )
@@ -273,7 +273,7 @@ def test_an_evaluation_that_dies_is_made_up_for(
     arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr(loop, "mean_loss", lambda *args: 1 / 0)
+        patched.setattr(post_step, "mean_loss", lambda *args: 1 / 0)
         train.main(arguments(tmp_path, train__steps=2))
     for _ in range(2):
         assert train.main(arguments(tmp_path, train__steps=2)) == 0
@@ -295,7 +295,7 @@ def test_a_signal_during_evaluation_ends_it(
             os.kill(os.getpid(), number)
         return 0.0
 
-    monkeypatch.setattr(loop, "mean_loss", mean_loss)
+    monkeypatch.setattr(post_step, "mean_loss", mean_loss)
     assert train.main(arguments(tmp_path, train__eval_every=2)) == status
     assert len(seen) == 1 and leaves(tmp_path, 3)["['step']"] == 3
     assert not [row for row in metrics(tmp_path) if "heldout_bpb" in row]
@@ -307,7 +307,7 @@ def test_a_signal_during_the_last_evaluation_leaves_it_to_the_next_start(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(
-            loop,
+            post_step,
             "mean_loss",
             lambda step, params, batches: (
                 os.kill(os.getpid(), signal.SIGTERM) or len(list(batches))
@@ -499,7 +499,7 @@ def test_text_that_is_new_is_counted_before_the_state_is_made(
     arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        loop, "init_state", lambda *about: pytest.fail("the first compilation came first")
+        session, "init_state", lambda *about: pytest.fail("the first compilation came first")
     )
     fields = {
         "data__tokenizer_vocab": 300,
