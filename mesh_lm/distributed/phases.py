@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, TypeVar, get_args
 
-from mesh_lm.launch.generation import PREPARING
+from mesh_lm.network.protocol import PREPARING
 
 Phase = Literal["start", "data", "restore", "compile", "batch", "step", "save", "evaluate"]
 """start: until all processes are connected. batch: waiting for the next batch. compile: the first

@@ -29,7 +29,8 @@ from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.distributed.prefix import log_prefix
 from mesh_lm.errors import ConfigError, ReplacedError, StorageError, storage_failed
-from mesh_lm.launch import (
+from mesh_lm.network.environment import ELASTIC
+from mesh_lm.network.exit_status import (
     EXIT_CANNOT,
     EXIT_FEWER,
     EXIT_INTERRUPTED,
@@ -37,7 +38,6 @@ from mesh_lm.launch import (
     EXIT_STALLED,
     EXIT_UNEXPECTED,
 )
-from mesh_lm.network.environment import ELASTIC
 from mesh_lm.network.process_slot import ProcessSlot
 from mesh_lm.network.secret import Secret
 from mesh_lm.network.wire import is_loopback

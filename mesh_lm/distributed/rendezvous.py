@@ -27,12 +27,11 @@ from typing import Any
 import jax
 
 from mesh_lm.distributed import gpu
-from mesh_lm.errors import ConfigError, listed
-from mesh_lm.launch.messages import QUIET, number_ranges
+from mesh_lm.errors import ConfigError, listed, number_ranges
 from mesh_lm.network import protocol
 from mesh_lm.network.process_slot import ProcessSlot
 from mesh_lm.network.secret import Secret
-from mesh_lm.network.wire import LOOPBACK, Peer, is_loopback, listen
+from mesh_lm.network.wire import LOOPBACK, QUIET, Peer, is_loopback, listen
 
 Description = dict[str, Any]
 """What must be the same on every process, as nested dicts of JSON values."""

@@ -19,8 +19,8 @@ import jax
 from jax.experimental import multihost_utils
 
 from mesh_lm.distributed.phases import Phases
-from mesh_lm.launch import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from mesh_lm.network.environment import HEARTBEAT
+from mesh_lm.network.exit_status import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 _UNWIND = 2.0
 """Seconds that the main thread has to end by itself, which it cannot while XLA compiles."""

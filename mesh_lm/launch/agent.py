@@ -16,17 +16,17 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, health
+from mesh_lm.launch import health
 from mesh_lm.launch.controller import PURPOSE
 from mesh_lm.launch.generation import AT_ONCE, UNKILLABLE, SignalPlan, log
 from mesh_lm.launch.job import VARIABLES as JOB_VARIABLES
 from mesh_lm.launch.job import Job
-from mesh_lm.launch.messages import QUIET
 from mesh_lm.launch.worker import Worker
 from mesh_lm.network import process_slot, protocol
 from mesh_lm.network.environment import BEGUN, ELASTIC, GENERATION, LEAST, SECRET, SECRET_FILE
+from mesh_lm.network.exit_status import EXIT_PREEMPTED, EXIT_STALLED
 from mesh_lm.network.secret import Secret
-from mesh_lm.network.wire import LOOPBACK, Peer, free_port
+from mesh_lm.network.wire import LOOPBACK, QUIET, Peer, free_port
 
 _TICK = 0.05
 _RETRY = 0.5

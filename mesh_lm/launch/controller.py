@@ -14,15 +14,8 @@ import socket
 import time
 from typing import Any
 
-from mesh_lm.launch import (
-    EXIT_CANNOT,
-    EXIT_FEWER,
-    EXIT_PREEMPTED,
-    EXIT_REPLACED,
-    EXIT_STALLED,
-    EXIT_USAGE,
-    messages,
-)
+from mesh_lm.errors import number_ranges
+from mesh_lm.launch import messages
 from mesh_lm.launch.generation import (
     AT_ONCE,
     CRASHED,
@@ -37,6 +30,14 @@ from mesh_lm.launch.job import Job
 from mesh_lm.launch.nodes import Node, Nodes
 from mesh_lm.launch.restarts import Restarts
 from mesh_lm.network import protocol
+from mesh_lm.network.exit_status import (
+    EXIT_CANNOT,
+    EXIT_FEWER,
+    EXIT_PREEMPTED,
+    EXIT_REPLACED,
+    EXIT_STALLED,
+    EXIT_USAGE,
+)
 from mesh_lm.network.secret import Secret
 from mesh_lm.network.wire import Peer
 
@@ -321,7 +322,7 @@ class Controller:
             log(what)
             stalled = status in (EXIT_STALLED, -signal.SIGABRT)
             if early := now.left_early():  # the others wait for it, and fail in its place
-                names = messages.number_ranges(early)
+                names = number_ranges(early)
                 log(
                     f"{names} had ended with status 0 before that: if the run was not complete, "
                     "this is the cause"

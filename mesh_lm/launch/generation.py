@@ -12,7 +12,9 @@ import sys
 import time
 from typing import Any
 
-from mesh_lm.launch import EXIT_FEWER, EXIT_PREEMPTED, messages
+from mesh_lm.launch import messages
+from mesh_lm.network.exit_status import EXIT_FEWER, EXIT_PREEMPTED
+from mesh_lm.network.protocol import PREPARING
 
 SignalPlan = tuple[tuple[float, int], ...]
 """(seconds after the order, signal) of each signal that a worker gets while it lives."""
@@ -23,8 +25,6 @@ FEWER: SignalPlan = ((10.0, signal.SIGTERM), (12.0, signal.SIGKILL))
 AT_ONCE: SignalPlan = ((0.0, signal.SIGKILL),)
 # A process that compiles obeys only when XLA has finished.
 IDLE: SignalPlan = ((0.0, signal.SIGTERM), (2.0, signal.SIGKILL))
-PREPARING = ("start", "data", "restore", "compile")
-"""Phases before the first new step is done (`mesh_lm.distributed.phases`)."""
 UNKILLABLE = 60.0
 """Seconds after SIGKILL by which a worker must be gone. One that hangs in the kernel, on a dead
 disk or GPU, stays."""

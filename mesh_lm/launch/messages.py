@@ -10,7 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mesh_lm.launch import (
+from mesh_lm.errors import number_ranges
+from mesh_lm.network.exit_status import (
     EXIT_CANNOT,
     EXIT_FEWER,
     EXIT_PREEMPTED,
@@ -41,8 +42,6 @@ _ABORTED = (
     "usual cause: JAX's coordination service aborted it, because another process had died or "
     "stopped responding"
 )
-QUIET = 2.0
-"""Seconds after which a node or a process that has no answer says for whom it waits."""
 GONE = "is gone: its launcher exited, or closed the connection"
 _SILENT = 3.0
 """Seconds without a heartbeat that are reported."""
@@ -151,18 +150,3 @@ def stragglers(before: Beats, now: Beats) -> list[str]:
             )
             lines.append(f"process {process} is a straggler: {spends}")
     return lines
-
-
-def number_ranges(numbers: list[int], singular: str = "process", plural: str = "processes") -> str:
-    """Returns the numbers as ranges: "process 3", "processes 0-6, 8"."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges[:8])
-    return (
-        f"{plural if len(numbers) > 1 else singular} "
-        f"{shown}{' and more' if len(ranges) > 8 else ''}"
-    )

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from mesh_lm.launch import messages
+from mesh_lm.errors import number_ranges
 from mesh_lm.launch.generation import log
 from mesh_lm.launch.job import Job
 from mesh_lm.network.wire import LOOPBACK, Peer, free_port
@@ -174,7 +174,7 @@ class Nodes(dict[int, Node]):
             idle := [number for number in usable if number not in self._places]
         ):
             log(
-                f"{messages.number_ranges(idle, 'node', 'nodes')} "
+                f"{number_ranges(idle, 'node', 'nodes')} "
                 f"{'stands' if len(idle) == 1 else 'stand'} by"
             )
         return [*self._places]
@@ -197,7 +197,7 @@ class Nodes(dict[int, Node]):
     def absent(self) -> str:
         """Returns the nodes that are not connected, such as "nodes 1-3"; empty: all are."""
         away = [number for number in range(self._job.nodes) if number not in self]
-        return messages.number_ranges(away, "node", "nodes") if away else ""
+        return number_ranges(away, "node", "nodes") if away else ""
 
     def unhealthy(self) -> list[str]:
         """Returns a phrase for each unhealthy node."""

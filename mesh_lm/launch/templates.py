@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import shlex
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_PREEMPTED, EXIT_USAGE
 from mesh_lm.launch.job import Job, Options
+from mesh_lm.network.exit_status import EXIT_CANNOT, EXIT_PREEMPTED, EXIT_USAGE
 
 _DEFAULT = ["train.py", "--config=configs/llama3_8b.py", "--config.data.blend=data/web"]
 _SLURM = """\

@@ -16,8 +16,7 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.job import VARIABLES
-from mesh_lm.network.environment import ELASTIC, LEAST
+from mesh_lm.network.environment import ELASTIC, LEAST, NODES
 from mesh_lm.optim import Rule
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, MeshError, axes_of
@@ -37,7 +36,7 @@ def fit(
     """
     if not (full := int(environment.get(ELASTIC, 0))):
         return config
-    nodes = int(environment[VARIABLES["nodes"]])
+    nodes = int(environment[NODES])
     per_node = jax.device_count() // nodes
     try:
         on_nodes(config, full, least := int(environment.get(LEAST, nodes)), per_node, rule)

@@ -94,9 +94,3 @@ def test_stragglers() -> None:
         "no steps, no time per step"
     )
     assert messages.stragglers({0: before[0]}, {0: now[0]}) == [], "alone"
-
-
-def test_many_numbers_are_few_words() -> None:
-    assert messages.number_ranges([0, 1, 2, 5, 7, 8]) == "processes 0-2, 5, 7-8"
-    assert messages.number_ranges([3], "node", "nodes") == "node 3"
-    assert messages.number_ranges([*range(0, 40, 2)]).endswith("12, 14 and more")
