@@ -3,6 +3,7 @@
 import re
 import shlex
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,9 +105,10 @@ def test_the_table_of_health_checks(tmp_path: Path) -> None:
 
 def test_who_is_where() -> None:
     """The table on the page, from heartbeats like those it tells of."""
+    now = time.monotonic()
     beats = {
-        0: {"step": 412, "phase": "step", "since": 30.4, "age": 0.3},
-        1: {"step": 411, "phase": "batch", "since": 0.3, "age": 30.0},
+        0: messages.Beat(412, "step", 30.4, -1, {}, received_at=now - 0.3),
+        1: messages.Beat(411, "batch", 0.3, -1, {}, received_at=now - 30.0),
     }
     assert (
         "\n".join(["[launch] last heartbeats:", *messages.progress_table(beats, {1})]) in OPERATIONS
