@@ -60,26 +60,26 @@ def mapping(key_check: Check, value_check: Check) -> Check:
     )
 
 
-def fields(known: Mapping[str, Check], *required: str) -> Check:
-    """Accepts objects with the required fields, whose known fields are accepted.
+def fields(checks: Mapping[str, Check], *required: str) -> Check:
+    """Accepts objects with the required fields, whose values `checks` accept.
 
-    Unknown fields are ignored.
+    Fields without a check are ignored.
     """
-    return lambda value: isinstance(value, dict) and not _invalid_fields(value, known, required)
+    return lambda value: isinstance(value, dict) and not _invalid_fields(value, checks, required)
 
 
-def require(message: Mapping[str, Any], known: Mapping[str, Check], *required: str) -> None:
+def require(message: Mapping[str, Any], checks: Mapping[str, Check], *required: str) -> None:
     """Raises ValueError, which names the fields, if `fields` does not accept the message."""
-    invalid = _invalid_fields(message, known, required)
+    invalid = _invalid_fields(message, checks, required)
     if invalid:
         raise ValueError(f"fields that are missing or not as expected: {', '.join(invalid)}")
 
 
 def _invalid_fields(
-    message: Mapping[str, Any], known: Mapping[str, Check], required: tuple[str, ...]
+    message: Mapping[str, Any], checks: Mapping[str, Check], required: tuple[str, ...]
 ) -> list[str]:
     invalid = [name for name in required if name not in message]
-    for name, check in known.items():
+    for name, check in checks.items():
         if name in message and not check(message[name]):
             invalid.append(name)
     return invalid

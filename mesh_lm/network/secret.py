@@ -89,7 +89,7 @@ class Secret:
 def _read(path: Path) -> bytes:
     try:
         with open(path, "rb") as file:
-            # Of the open file: the path may name another one by now.
+            # fstat, because the path may name another file by now.
             status = os.fstat(file.fileno())
             content = file.read(_LONGEST + 1)
     except OSError as error:

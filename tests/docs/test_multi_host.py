@@ -13,11 +13,10 @@ from configs import llama3_8b
 from mesh_lm.commands import command_line
 from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import HealthConfig, LaunchConfig
-from mesh_lm.distributed import rendezvous
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch import controller, generation, health, job, messages, nodes
 from mesh_lm.launch.health import finding, gpu, programs, system
-from mesh_lm.network import exit_status
+from mesh_lm.network import exit_status, rendezvous
 from mesh_lm.network.process_slot import VARIABLES, ProcessSlot
 from mesh_lm.network.secret import Secret
 from mesh_lm.network.wire import free_port
