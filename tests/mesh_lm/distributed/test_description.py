@@ -59,8 +59,8 @@ def difference(first: Description, second: Description) -> str:
 def test_a_host_that_has_lost_its_gpus_or_has_another_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both are told before JAX waits for devices that do not come, or compiles what does not
-    fit."""
+    """The error comes before JAX waits for devices that do not come, or compiles programs that do
+    not fit."""
     compiler = {"jax-cuda13-pjrt": "0.12.0"}
     monkeypatch.setattr(description, "_compiler_versions", compiler.copy)
     monkeypatch.setattr(gpu, "visible", lambda environment: "")

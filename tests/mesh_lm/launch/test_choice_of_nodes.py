@@ -1,4 +1,4 @@
-"""Which nodes compute, and where, without launchers: reports of their checks, and nodes whose
+"""The choice of the nodes that compute, without launchers: reports of their checks, and nodes whose
 workers fail."""
 
 from typing import Any

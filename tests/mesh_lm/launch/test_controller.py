@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,14 @@ class Speaker:
         """Reports that its workers ended. died: (process, status, the signal that it was sent) of
         each."""
         self.peer.send(generation=life, died=died, ended=True, **fields)
+
+
+def exit_statuses(speakers: Collection[Speaker]) -> list[int]:
+    """Returns the statuses with which agents are told to exit. They hang up then."""
+    statuses = [speaker.hears("exit")["exit"] for speaker in speakers]
+    for speaker in speakers:
+        speaker.peer.close()
+    return statuses
 
 
 Run = Callable[..., tuple[partial[Speaker], Callable[[], int]]]
@@ -142,7 +150,7 @@ def test_a_node_that_fails_first_again_and_again_is_left_out(run: Run) -> None:
     speaker, status = run(nodes=3, min_nodes=2)
     speakers = [speaker(node) for node in range(3)]
     for life in (1, 2):
-        assert [each.hears("start")["nodes"] for each in speakers] == [3, 3, 3]
+        assert [fake.hears("start")["nodes"] for fake in speakers] == [3, 3, 3]
         speakers[1].dies(life, (1, -signal.SIGBUS, 0))
         speakers[2].dies(life, (2, -signal.SIGABRT, 0))
         speakers[0].dies(life, (0, -signal.SIGKILL, signal.SIGKILL))
@@ -154,9 +162,7 @@ def test_a_node_that_fails_first_again_and_again_is_left_out(run: Run) -> None:
     )
     for process, node in enumerate((0, 2)):
         speakers[node].dies(3, (process, 0, 0))
-    assert [each.hears("exit")["exit"] for each in speakers] == [0, 0, 0]
-    for each in speakers:
-        each.peer.close()
+    assert exit_statuses(speakers) == [0, 0, 0]
     assert status() == 0
 
 
@@ -174,15 +180,13 @@ def test_sigterm_to_all_is_a_farewell(run: Run, sent: int) -> None:
     """Slurm's SIGTERM may reach a worker before its launcher has forwarded it."""
     speaker, status = run(nodes=2)
     speakers = [speaker(node) for node in range(2)]
-    for each in speakers:
-        each.hears("start")
+    for fake in speakers:
+        fake.hears("start")
     speakers[1].peer.send(stop="SIGTERM")
     speakers[1].dies(1, (1, -signal.SIGTERM, sent))
     speakers[0].hears("end")
     speakers[0].dies(1, (0, 99, signal.SIGTERM))
-    assert [each.hears("exit")["exit"] for each in speakers] == [99, 99]
-    for each in speakers:
-        each.peer.close()
+    assert exit_statuses(speakers) == [99, 99]
     assert status() == 99
 
 
@@ -288,11 +292,9 @@ def test_a_second_launcher_of_a_node_and_one_that_is_no_node(
     again.send(hello="mesh_lm", node=1, life=3, host="n1", job={})
     while again.open:
         again.receive()
-    for process, each in enumerate((first, second)):
-        each.dies(1, (process, 0, 0))
-    assert [each.hears("exit")["exit"] for each in (first, second)] == [0, 0]
-    for each in (first, second):
-        each.peer.close()
+    for process, fake in enumerate((first, second)):
+        fake.dies(1, (process, 0, 0))
+    assert exit_statuses([first, second]) == [0, 0]
     assert status() == 0
     log = capfd.readouterr().err
     assert "refused a second launcher of node 1 on n1: the one on n1 is connected" in log
@@ -307,8 +309,8 @@ def test_a_message_that_is_not_understood_costs_its_node_the_connection(
     speaker, status = run(nodes=2)
     first = speaker(0)
     second = speaker(1)
-    for each in (first, second):
-        each.hears("start")
+    for fake in (first, second):
+        fake.hears("start")
     second.peer.send(generation=1, died=[[0, 1, 0]], silent=0, seconds=9)  # of node 0
     second.peer.send(generation=1, beats={"0": {"step": "many"}})
     with pytest.raises(ConnectionError):
@@ -339,7 +341,7 @@ def test_spares_come_first_and_then_fewer_nodes(
         nonlocal life
         life += 1
         orders = [speakers[node].hears("start") for node in members]
-        assert [(each["first"], each["nodes"], each["start"]) for each in orders] == [
+        assert [(order["first"], order["nodes"], order["start"]) for order in orders] == [
             (i, len(members), life) for i in range(len(members))
         ]
 
@@ -362,9 +364,7 @@ def test_spares_come_first_and_then_fewer_nodes(
     speakers[1] = speaker(1)
     for rank, node in enumerate((0, 2, 3)):
         speakers[node].dies(life, (rank, 0, 0))
-    assert [each.hears("exit")["exit"] for each in speakers.values()] == [0, 0, 0, 0]
-    for each in speakers.values():
-        each.peer.close()
+    assert exit_statuses(speakers.values()) == [0, 0, 0, 0]
     assert status() == 0
     log = capfd.readouterr().err
     assert "node 3 (n3) takes the place of node 1" in log
@@ -379,19 +379,17 @@ def test_a_crash_of_a_worker_that_was_asked_to_stop_is_its_stop(
     nothing is said of faulty memory."""
     speaker, status = run(nodes=3, min_nodes=2, start=0.3, restarts=0)
     speakers = [speaker(node) for node in range(2)]
-    assert [each.hears("start")["nodes"] for each in speakers] == [2, 2]
+    assert [fake.hears("start")["nodes"] for fake in speakers] == [2, 2]
     speakers.append(speaker(2))
-    for each in speakers[:2]:
-        each.hears("end")
+    for fake in speakers[:2]:
+        fake.hears("end")
     speakers[1].dies(1, (1, -signal.SIGSEGV, signal.SIGTERM))
     time.sleep(0.2)
     speakers[0].dies(1, (0, 70, signal.SIGTERM))
-    assert [each.hears("start")["nodes"] for each in speakers] == [3, 3, 3]
-    for process, each in enumerate(speakers):
-        each.dies(2, (process, 0, 0))
-    assert [each.hears("exit")["exit"] for each in speakers] == [0, 0, 0]
-    for each in speakers:
-        each.peer.close()
+    assert [fake.hears("start")["nodes"] for fake in speakers] == [3, 3, 3]
+    for process, fake in enumerate(speakers):
+        fake.dies(2, (process, 0, 0))
+    assert exit_statuses(speakers) == [0, 0, 0]
     assert status() == 0
     log = capfd.readouterr().err
     assert (
@@ -427,14 +425,12 @@ def test_a_node_that_is_repaired_takes_part_again(
     second.peer.send(checked=second_check, port=1, findings=[])
     first.hears("end")
     first.dies(1, (0, 99, signal.SIGTERM))
-    for each in (first, second):  # also for ports that are free now
-        each.peer.send(checked=each.hears("check")["check"], port=1, findings=[])
+    for fake in (first, second):  # also for ports that are free now
+        fake.peer.send(checked=fake.hears("check")["check"], port=1, findings=[])
     assert first.hears("start")["nodes"] == second.hears("start")["nodes"] == 2
-    for process, each in enumerate((first, second)):
-        each.dies(2, (process, 0, 0))
-    assert [each.hears("exit")["exit"] for each in (first, second)] == [0, 0]
-    for each in (first, second):
-        each.peer.close()
+    for process, fake in enumerate((first, second)):
+        fake.dies(2, (process, 0, 0))
+    assert exit_statuses([first, second]) == [0, 0]
     assert status() == 0
     log = capfd.readouterr().err
     assert "node 1 (n1) is unhealthy, and is left out: gpu: GPU 3 is lost" in log
@@ -445,19 +441,17 @@ def test_another_node_runs_process_0_where_node_0_is_unhealthy(run: Run) -> None
     """The processes meet there, at a port that was free on it."""
     speaker, status = run(nodes=3, spares=1, health="all")
     speakers = [speaker(node) for node in range(3)]
-    for node, each in enumerate(speakers):
+    for node, fake in enumerate(speakers):
         wrong = [{"check": "gpu", "outcome": "failed", "text": "lost"}] if node == 0 else []
-        each.peer.send(checked=each.hears("check")["check"], port=4711 + node, findings=wrong)
-    orders = [each.hears("start") for each in speakers[1:]]
+        fake.peer.send(checked=fake.hears("check")["check"], port=4711 + node, findings=wrong)
+    orders = [fake.hears("start") for fake in speakers[1:]]
     assert [(order["coordinator"], order["first"], order["nodes"]) for order in orders] == [
         ("127.0.0.1:4712", 0, 2),
         ("127.0.0.1:4712", 1, 2),
     ]
-    for process, each in enumerate(speakers[1:]):
-        each.dies(1, (process, 0, 0))
-    assert [each.hears("exit")["exit"] for each in speakers] == [0, 0, 0]
-    for each in speakers:
-        each.peer.close()
+    for process, fake in enumerate(speakers[1:]):
+        fake.dies(1, (process, 0, 0))
+    assert exit_statuses(speakers) == [0, 0, 0]
     assert status() == 0
 
 

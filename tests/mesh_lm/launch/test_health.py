@@ -466,8 +466,8 @@ def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What keeps its output open, as a process that SIGKILL does not end, is not waited for, and
-    Xids in the kernel's log count."""
+    """The check does not wait for a process that keeps the output open, as one that SIGKILL does
+    not end would. Xids in the kernel's log count."""
     monkeypatch.setattr(gpu, "_LIMIT", 0.5)
     planted(tmp_path / "nvidia-smi", "#!/bin/sh\nsetsid sleep 20 &\nsleep 20\n").chmod(0o755)
     start = time.monotonic()

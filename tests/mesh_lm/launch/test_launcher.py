@@ -119,7 +119,7 @@ def test_a_run_whose_output_was_taken_over_is_not_restarted(tmp_path: Path) -> N
 
 
 def test_a_log_that_takes_no_more_ends_nothing(tmp_path: Path) -> None:
-    """Nor does it block a process that prints more than a pipe holds."""
+    """It blocks no process either that prints more than a pipe holds."""
     script = tmp_path / "script.py"
     script.write_text(
         (
@@ -307,7 +307,7 @@ def test_a_second_interrupt_is_impatient(tmp_path: Path) -> None:
 
 
 def test_a_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
-    """Not even a stopped worker, which could not notice that its launcher is gone."""
+    """A stopped worker, which could not notice that its launcher is gone, ends, too."""
     process = start(tmp_path, "--per-node=2", "1:stop deaf")
     workers = [life(tmp_path, 1, index, process)["pid"] for index in (0, 1)]
     wait_for(lambda: state(workers[1]) == "T", process)

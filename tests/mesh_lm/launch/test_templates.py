@@ -129,7 +129,7 @@ def test_slurm_requeues_what_was_preempted_or_an_accident(printed, tmp_path) -> 
         assert ran.stdout == ("requeue 17\n" if requeued else "")
     secrets = (tmp_path / "secrets").read_text(encoding="utf-8").split()
     assert len({*secrets}) == len(secrets) == 8
-    assert all(re.fullmatch("[0-9a-f]{64}", each) for each in secrets), (
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets), (
         "each start has a secret of its own"
     )
 
@@ -207,18 +207,18 @@ def test_jobset(printed) -> None:
     (container,) = pod["containers"]
     assert pod["restartPolicy"] == "Never"
     assert pod["terminationGracePeriodSeconds"] == 150
-    assert {each["key"]: each["tolerationSeconds"] for each in pod["tolerations"]} == dict.fromkeys(
-        ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"), 30
-    )
+    assert {
+        entry["key"]: entry["tolerationSeconds"] for entry in pod["tolerations"]
+    } == dict.fromkeys(("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"), 30)
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     assert {mount["name"] for mount in container["volumeMounts"]} == {
         volume["name"] for volume in pod["volumes"]
     }
     assert "/dev/shm" in [mount["mountPath"] for mount in container["volumeMounts"]]
-    variables = {each["name"]: each.get("value", "2") for each in container["env"]}
+    variables = {entry["name"]: entry.get("value", "2") for entry in container["env"]}
     assert {*variables} == {*VARIABLES.values(), "MESH_LM_SECRET"}
-    (handed,) = [each for each in container["env"] if each["name"] == "MESH_LM_SECRET"]
-    assert handed["valueFrom"] == {"secretKeyRef": {"name": "mesh-lm", "key": "secret"}}
+    (secret,) = [entry for entry in container["env"] if entry["name"] == "MESH_LM_SECRET"]
+    assert secret["valueFrom"] == {"secretKeyRef": {"name": "mesh-lm", "key": "secret"}}
     host = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['spec']['network']['subdomain']}"
     launched = job(container["command"], **variables)
     assert launched.nodes == 3

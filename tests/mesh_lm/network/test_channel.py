@@ -94,7 +94,7 @@ def test_lines_of_another_connection_repeated_reordered_or_sent_back_are_refused
 
 @pytest.mark.parametrize("end", ["server", "client"])
 def test_a_whole_conversation_that_was_recorded_is_refused(end: str) -> None:
-    """By either end: its own nonce is a new one."""
+    """Either end refuses it, because its own nonce is a new one."""
     server = Channel(SECRET, "test", serves=True)
     client = Channel(SECRET, "test", serves=False)
     recorded = {"server": b"", "client": b""}
@@ -266,7 +266,7 @@ def test_a_peer_that_floods_is_closed_and_one_call_ends() -> None:
 
 
 def test_a_peer_that_reads_nothing_is_given_up() -> None:
-    """And what waits for it has a limit."""
+    """The bytes that wait for it have a limit."""
     with (
         listen(0, LOOPBACK) as listener,
         socket.create_connection(listener.getsockname()) as theirs,

@@ -117,7 +117,7 @@ def test_slurm_shares_the_gpus_of_a_node(
 
 
 def test_gpus_of_which_slurm_says_nothing(tmp_path: Path) -> None:
-    """As where it does not manage them: all tasks see all that the driver lists, unless a script
+    """Where Slurm does not manage GPUs, all tasks see all that the driver lists, unless a script
     has given each its own."""
 
     path = tools(tmp_path, EIGHT_GPUS)
@@ -195,8 +195,8 @@ FOUR_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 )
 @pytest.mark.parametrize("below_slurm", [False, True])
 def test_other_starters_give_places(started: dict[str, str], below_slurm: bool) -> None:
-    """Also where srun has started one of them per node, whose tasks are not the processes; what
-    this project sets wins over both."""
+    """They do so where srun has started one of them per node, too, whose tasks are not the
+    processes. The variables of this project win over both."""
     environment = started | FOUR_GPUS | (SLURM if below_slurm else {})
     slot = ProcessSlot.of(LaunchConfig(), environment)
     assert slot is not None
@@ -212,7 +212,7 @@ def test_other_starters_give_places(started: dict[str, str], below_slurm: bool) 
 
 
 def test_variables_of_pmi_alone() -> None:
-    """As Cray's PALS and other starters set them; where `srun` sets them, too, it knows better."""
+    """Cray's PALS and other starters set them. Where `srun` sets them, too, its own are right."""
     slot = ProcessSlot.of(LaunchConfig(), CRAY_PALS | FOUR_GPUS | {"MASTER_ADDR": "node1"})
     assert slot is not None
     assert slot.count == 8
@@ -271,8 +271,8 @@ def test_starters_of_one_host_need_no_address() -> None:
 
 
 def test_torchruns_variables_without_torchrun() -> None:
-    """As a PyTorchJob of Kubernetes sets them, one process per pod; a batch script's do not replace
-    what srun says."""
+    """A PyTorchJob of Kubernetes sets them, one process per pod. Those that a batch script exports
+    do not replace what srun says."""
     job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "fd00::1", "MASTER_PORT": "23456"}
     assert ProcessSlot.of(LaunchConfig(), job) == ProcessSlot("[fd00::1]:23456", 2, 1)
     one_of_four = ProcessSlot.of(LaunchConfig(), job | FOUR_GPUS | {"LOCAL_RANK": "3"})

@@ -70,7 +70,7 @@ def test_visitors_may_come_first() -> None:
 def test_who_waits_says_for_whom(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once, when there was no answer for a while."""
+    """It says so once, when there was no answer for a while."""
     monkeypatch.setattr(rendezvous, "QUIET", 0.1)
     address = slots(3)[0].coordinator
     for index, whom in ((0, "processes 1-2 of 3"), (1, "process 0")):
