@@ -52,6 +52,19 @@ def listed(head: str, lines: Sequence[str]) -> str:
     return "\n  - ".join([head, *lines[:_SHOWN], *more])
 
 
+def number_ranges(numbers: list[int], singular: str = "process", plural: str = "processes") -> str:
+    """Returns the numbers as ranges: "process 3", "processes 0-6, 8"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in ranges[:_SHOWN]]
+    noun = plural if len(numbers) > 1 else singular
+    return f"{noun} {', '.join(texts)}{' and more' if len(ranges) > _SHOWN else ''}"
+
+
 def hub_hint(name: str, kind: str = "") -> str:
     """How to get what may be the name of a repository on the Hugging Face Hub; empty where `name`
     is a path. kind: "dataset" or a model.

@@ -29,7 +29,7 @@ from mesh_lm.checkpoint.copies import Copies
 from mesh_lm.checkpoint.reader import SavedCheckpoint, certificate, names_a_step, seal
 from mesh_lm.checkpoint.transfer import FILES, clear, flush, sync
 from mesh_lm.config import CheckpointConfig, LaunchConfig
-from mesh_lm.launch.messages import number_ranges
+from mesh_lm.errors import number_ranges
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, abstract_state

@@ -21,10 +21,11 @@ from mesh_lm.commands.meanings import of_command
 from mesh_lm.commands.options import command
 from mesh_lm.commands.other_names import TORCHRUN
 from mesh_lm.errors import ConfigError, did_you_mean, storage_failed
-from mesh_lm.launch import EXIT_CANNOT, EXIT_STALLED, EXIT_UNEXPECTED, templates
+from mesh_lm.launch import templates
 from mesh_lm.launch.agent import Agent
 from mesh_lm.launch.controller import Controller
 from mesh_lm.launch.job import Job, Options
+from mesh_lm.network.exit_status import EXIT_CANNOT, EXIT_STALLED, EXIT_UNEXPECTED
 from mesh_lm.network.secret import Secret
 from mesh_lm.network.wire import LOOPBACK, listen
 

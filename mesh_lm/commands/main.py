@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import mesh_lm
 from mesh_lm import output
 from mesh_lm.errors import ConfigError, did_you_mean
-from mesh_lm.launch import EXIT_CANNOT, EXIT_INTERRUPTED
+from mesh_lm.network.exit_status import EXIT_CANNOT, EXIT_INTERRUPTED
 
 PROG = "mesh-lm"
 _STOPPED = "stopped by Ctrl-C\n"

@@ -13,7 +13,7 @@ from mesh_lm.commands.other_names import PREPROCESS
 from mesh_lm.data import formats, lost_bytes
 from mesh_lm.data.indexed import seal
 from mesh_lm.data.prepare.run import prepare
-from mesh_lm.launch import EXIT_INTERRUPTED
+from mesh_lm.network.exit_status import EXIT_INTERRUPTED
 
 DESCRIPTION = (
     "Tokenizes text into Megatron's .bin/.idx files: one sequence per document, followed by the "

@@ -21,7 +21,6 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 from etils import epath
@@ -38,8 +37,9 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 def use(directory: str) -> None:
-    """Makes JAX keep its compiled programs in `directory`. Must run before the first compilation.
-    Raises ConfigError for an address.
+    """Makes JAX keep its compiled programs in `directory`.
+
+    Must run before the first compilation. Raises ConfigError for an address.
     """
     if "://" in directory:
         raise ConfigError(
@@ -56,16 +56,19 @@ def use(directory: str) -> None:
 
 
 @dataclasses.dataclass
-class _Count:
-    damaged: int = 0
+class _Damage:
+    """A count that all paths of a cache share."""
+
+    n_entries: int = 0
 
 
 @epath.register_path_cls(_SCHEME)
 class VerifiedPath(os.PathLike[str]):
     """A path with what JAX calls: that of the cache, or of a file in it."""
 
-    def __init__(self, path: str, count: _Count | None = None) -> None:
-        self._path, self._count = Path(path.removeprefix(_SCHEME)), count or _Count()
+    def __init__(self, path: str, damage: _Damage | None = None) -> None:
+        self._path = Path(path.removeprefix(_SCHEME))
+        self._damage = damage or _Damage()
         self._content: bytes | None = None
 
     def __fspath__(self) -> str:
@@ -75,11 +78,11 @@ class VerifiedPath(os.PathLike[str]):
         return str(self._path)
 
     def __truediv__(self, name: str) -> VerifiedPath:
-        return VerifiedPath(str(self._path / name), self._count)
+        return self.joinpath(name)
 
     def joinpath(self, *names: str) -> VerifiedPath:
-        """As `pathlib.Path.joinpath`."""
-        return VerifiedPath(str(self._path.joinpath(*names)), self._count)
+        """See `pathlib.Path.joinpath`."""
+        return VerifiedPath(str(self._path.joinpath(*names)), self._damage)
 
     @property
     def name(self) -> str:
@@ -87,8 +90,9 @@ class VerifiedPath(os.PathLike[str]):
         return self._path.name
 
     def exists(self) -> bool:
-        """Whether the file is there and, if it is an entry, intact. One that is not is deleted, and
-        counted and named in the log.
+        """Whether the file is there and, if it is an entry, intact.
+
+        One that is not is deleted, and counted and named in the log.
         """
         try:
             self._content = self._path.read_bytes() if self._path.is_file() else None
@@ -96,22 +100,29 @@ class VerifiedPath(os.PathLike[str]):
             self._content = None
         if self._content is None or not self.name.endswith(_ENTRY):
             return self._path.exists()
-        content, digest = self._content[:-_DIGEST], self._content[-_DIGEST:]
-        self._content = content if digest == self._digest(content) else None
-        if self._content is not None:
+
+        content = self._content[:-_DIGEST]
+        digest = self._content[-_DIGEST:]
+        if digest == self._digest(content):
+            self._content = content
             return True
-        self._count.damaged += 1
-        # a process that has compiled it again may have replaced it just now: that one is lost
+        self._content = None
+        self._discard()
+        return False
+
+    def _discard(self) -> None:
+        """Deletes a damaged entry, and logs it."""
+        self._damage.n_entries += 1
+        # A process that has compiled it again may have replaced it just now: that one is lost.
         with contextlib.suppress(OSError):
             self._path.unlink()
         with contextlib.suppress(OSError):
             print(
                 f"{log_prefix()}warning: compile cache: {self.name} in {self._path.parent} is not "
                 "as it was written (SHA-256); it is deleted and compiled again "
-                f"({self._count.damaged} so far)",
+                f"({self._damage.n_entries} so far)",
                 flush=True,
             )
-        return False
 
     def read_bytes(self) -> bytes:
         """Returns the verified content. Raises FileNotFoundError if there is none."""
@@ -120,8 +131,9 @@ class VerifiedPath(os.PathLike[str]):
         return self._content or b""
 
     def write_bytes(self, content: bytes) -> int:
-        """Writes the file atomically, an entry with its digest. A crash of the host may damage it,
-        which the next reader sees.
+        """Writes the file atomically, an entry with its digest.
+
+        A crash of the host may damage it, which the next reader sees.
         """
         temporary = self._path.with_name(f".{self.name}.{secrets.token_hex(4)}")
         try:
@@ -140,22 +152,24 @@ class VerifiedPath(os.PathLike[str]):
         return digest.digest()
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """As `pathlib.Path.mkdir`."""
+        """See `pathlib.Path.mkdir`."""
         self._path.mkdir(mode, parents, exist_ok)
 
     def glob(self, pattern: str) -> Iterator[VerifiedPath]:
-        """As `pathlib.Path.glob`."""
-        return (VerifiedPath(str(path), self._count) for path in self._path.glob(pattern))
+        """See `pathlib.Path.glob`."""
+        return (VerifiedPath(str(path), self._damage) for path in self._path.glob(pattern))
 
-    def stat(self) -> Any:
-        """Returns an object with `length`, which is what `etils.epath` calls a file's size."""
+    def stat(self) -> _Stat:
+        """Returns the file's size."""
         return _Stat(self._path.stat().st_size)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """As `pathlib.Path.unlink`."""
+        """See `pathlib.Path.unlink`."""
         self._path.unlink(missing_ok)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stat:
+    """A part of `etils.epath.StatResult`."""
+
     length: int

@@ -20,6 +20,8 @@ from sharding_rules.lab import flags
 from sharding_rules.lab.targets import MEMORY_FRACTION
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
+_ACCELERATORS = ("nvidia*", "dxg", "kfd", "accel*", "vfio")
+"""Patterns of device files of accelerators that JAX can use."""
 _CAPABILITIES = {
     r"\b(G?H100|G?H200|GH200|H800|H20)\b": (9, 0),
     r"\b(A100|A800)\b": (8, 0),
@@ -27,10 +29,12 @@ _CAPABILITIES = {
 }
 """Pattern of the driver's name for a GPU -> its compute capability."""
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
+_NVIDIA_SMI_LIMIT = 30
+"""Seconds that nvidia-smi may take."""
 
 
 def set_flags(
-    chosen: str,
+    flag_set: str,
     environment: MutableMapping[str, str] = os.environ,
     driver: Path = _DRIVER,
     *,
@@ -47,23 +51,25 @@ def set_flags(
     autotuning results (made here), if its operations must be deterministic. Raises ConfigError for
     an unknown set, and if the run cannot be made deterministic.
     """
-    if chosen not in (known := ("auto", "none", *flags.FLAG_SETS)):
-        raise ConfigError(f"launch.xla_flags={chosen!r} must be one of {', '.join(known)}")
-    if not (name := visible(environment, driver)):
+    names = ("auto", "none", *flags.FLAG_SETS)
+    if flag_set not in names:
+        raise ConfigError(f"launch.xla_flags={flag_set!r} must be one of {', '.join(names)}")
+    gpu = visible(environment, driver)
+    if not gpu:
         return ""
-    known_as, lines = capability(name), []
-    if chosen != "none" and known_as is None:
-        lines.append(f"XLA flags: none, because none are vetted for {name}")
-    elif (
-        known_as
-        and chosen != "none"
-        and (added := _add(flags.xla_flags(chosen, known_as, pipeline, pairs), environment))
-    ):
-        lines.append(f"XLA flags for {name} (launch.xla_flags={chosen}): {added}")
-    if deterministic and (
-        added := _add(_deterministic_flags(deterministic, environment), environment)
-    ):
-        lines.append(f"XLA flags for determinism (launch.deterministic): {added}")
+    lines = []
+    version = capability(gpu)
+    if flag_set != "none" and version is None:
+        lines.append(f"XLA flags: none, because none are vetted for {gpu}")
+    elif flag_set != "none" and version:
+        vetted = flags.xla_flags(flag_set, version, pipeline, pairs)
+        added = _add(vetted, environment)
+        if added:
+            lines.append(f"XLA flags for {gpu} (launch.xla_flags={flag_set}): {added}")
+    if deterministic:
+        added = _add(_deterministic_flags(deterministic, environment), environment)
+        if added:
+            lines.append(f"XLA flags for determinism (launch.deterministic): {added}")
     return "\n".join(lines)
 
 
@@ -71,9 +77,10 @@ def capability(name: str) -> tuple[int, int] | None:
     """Returns the compute capability of a GPU by the driver's name for it; None if the name is not
     known here.
     """
-    return next(
-        (value for pattern, value in _CAPABILITIES.items() if re.search(pattern, name)), None
-    )
+    for pattern, version in _CAPABILITIES.items():
+        if re.search(pattern, name):
+            return version
+    return None
 
 
 def _deterministic_flags(autotuning: Path, environment: Mapping[str, str]) -> str:
@@ -101,19 +108,34 @@ def _deterministic_flags(autotuning: Path, environment: Mapping[str, str]) -> st
     )
 
 
-def _add(wanted: str, environment: MutableMapping[str, str]) -> str:
+def _add(new_flags: str, environment: MutableMapping[str, str]) -> str:
     """Adds the flags that are not set yet to XLA_FLAGS, and returns them."""
-    if added := missing(wanted, present := environment.get("XLA_FLAGS", "")):
+    present = environment.get("XLA_FLAGS", "")
+    added = missing(new_flags, present)
+    if added:
         environment["XLA_FLAGS"] = f"{present} {added}".strip()
     return added
 
 
+def missing(new_flags: str, present: str) -> str:
+    """Returns the new flags that `present` does not set to any value.
+
+    Both have the format of XLA_FLAGS.
+    """
+    present_names = {_flag_name(word) for word in present.split()}
+    return " ".join(word for word in new_flags.split() if _flag_name(word) not in present_names)
+
+
+def _flag_name(word: str) -> str:
+    return word.lstrip("-").partition("=")[0]
+
+
 def set_memory(environment: MutableMapping[str, str] = os.environ, driver: Path = _DRIVER) -> None:
     """Gives JAX the fraction of GPU memory that `--plan` assumes, unless the user has set one."""
-    # JAX accepts only one of them
-    old, name = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
-    if old not in environment and visible(environment, driver):
-        environment.setdefault(name, str(MEMORY_FRACTION))
+    # JAX accepts only one of XLA_CLIENT_MEM_FRACTION and its old name.
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" in environment or not visible(environment, driver):
+        return
+    environment.setdefault("XLA_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
 
 
 def choose_platform() -> None:
@@ -123,11 +145,9 @@ def choose_platform() -> None:
     A choice by JAX_PLATFORMS or jax.config is kept. Call it before JAX first uses a device; later
     it has no effect.
     """
-    if (
-        jax.config.values["jax_platforms"] is None
-        and absent()
-        and importlib.util.find_spec("jax_cuda13_plugin")
-    ):
+    if jax.config.values["jax_platforms"] is not None:
+        return
+    if absent() and importlib.util.find_spec("jax_cuda13_plugin"):
         jax.config.update("jax_platforms", "cpu")
 
 
@@ -136,21 +156,13 @@ def absent(
     devices: Path = Path("/dev"),
     driver: Path = _DRIVER,
 ) -> bool:
-    """Returns whether there is no sign of an accelerator; JAX would then only warn about the CUDA
-    plugin that the extra `aot` installs.
-    """
-    known = ("nvidia*", "dxg", "kfd", "accel*", "vfio")
-    return not (any(any(devices.glob(name)) for name in known) or visible(environment, driver))
+    """Returns whether there is no sign of an accelerator.
 
-
-def missing(wanted: str, present: str) -> str:
-    """Returns the flags of `wanted` that `present` does not set to any value. Both have the format
-    of XLA_FLAGS.
+    JAX would then only warn about the CUDA plugin that the extra `aot` installs.
     """
-    have = {word.lstrip("-").partition("=")[0] for word in present.split()}
-    return " ".join(
-        word for word in wanted.split() if word.lstrip("-").partition("=")[0] not in have
-    )
+    if any(any(devices.glob(pattern)) for pattern in _ACCELERATORS):
+        return False
+    return not visible(environment, driver)
 
 
 def visible(environment: Mapping[str, str], driver: Path = _DRIVER) -> str:
@@ -158,16 +170,21 @@ def visible(environment: Mapping[str, str], driver: Path = _DRIVER) -> str:
     if not may_use_gpus(environment) or visible_gpus(environment) == []:
         return ""
     for file in sorted(driver.glob("*/information")):
-        if model := re.search(
-            r"^Model:\s*(.+?)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE
-        ):
+        content = file.read_text(encoding="utf-8")
+        model = re.search(r"^Model:\s*(.+?)\s*$", content, re.MULTILINE)
+        if model:
             return model[1]
-    if not (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
+    tool = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    if not tool:
         return ""
     try:
-        command = [tool, "--query-gpu=name", "--format=csv,noheader"]
         names = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=True
+            [tool, "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_NVIDIA_SMI_LIMIT,
+            check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

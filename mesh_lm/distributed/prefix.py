@@ -1,4 +1,4 @@
-"""Which process a line of the log is from."""
+"""The prefix of a process's log lines."""
 
 import jax
 

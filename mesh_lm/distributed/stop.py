@@ -19,8 +19,8 @@ import jax
 from jax.experimental import multihost_utils
 
 from mesh_lm.distributed.phases import Phases
-from mesh_lm.launch import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from mesh_lm.network.environment import HEARTBEAT
+from mesh_lm.network.exit_status import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 _UNWIND = 2.0
 """Seconds that the main thread has to end by itself, which it cannot while XLA compiles."""
@@ -28,6 +28,7 @@ _NATIVE = ("restore", "compile")
 """Phases in which XLA and Orbax work in threads of their own. An interpreter that is torn down
 meanwhile ends with SIGSEGV."""
 _SHOW_CURSOR = b"\x1b[?25h"
+_SIGNALS_A_READ = 64
 _TOGETHER = (
     "Ctrl-C: the processes of this run stop together, after their next step; a second Ctrl-C ends "
     "this one at once"
@@ -35,8 +36,9 @@ _TOGETHER = (
 
 
 def status_of(*, by_interrupt: bool) -> Literal[99, 130]:
-    """The status of a process that a signal has ended: 130 for SIGINT, but under a launcher 99,
-    which it does not take for a failure.
+    """Returns the status of a process that a signal has ended.
+
+    It is 130 for SIGINT, but under a launcher 99, which it does not take for a failure.
     """
     return EXIT_INTERRUPTED if by_interrupt and HEARTBEAT not in os.environ else EXIT_PREEMPTED
 
@@ -63,14 +65,17 @@ class StopOnSignal:
 
     def __init__(self, phases: Phases) -> None:
         """phases: this process's progress."""
-        self._phases, self._polls = phases, 0
-        self._signalled = self._leaving = self._is_native = False
-        self._said = threading.Lock()
+        self._phases = phases
+        self._n_polls = 0
+        self._signalled = False  # by a signal that JAX does not catch
+        self._leaving = False  # whether an exception is on its way out of the context
+        self._is_native = False  # whether it was raised in one of the phases _NATIVE
+        self._announced = threading.Lock()  # held once the end of this process was announced
         self._is_interactive = hasattr(sys, "ps1")
 
     @property
     def cause(self) -> str:
-        """What the user calls the signal."""
+        """The signal, as the user calls it."""
         return "Ctrl-C" if self.interrupted else "SIGTERM"
 
     @property
@@ -83,29 +88,30 @@ class StopOnSignal:
         if jax.process_count() == 1:
             self.requested |= self._signalled
         elif not self.requested:
-            self._polls += 1
-            self.requested = multihost_utils.reached_preemption_sync_point(self._polls)
+            self._n_polls += 1
+            self.requested = multihost_utils.reached_preemption_sync_point(self._n_polls)
         return self.requested
 
     def __enter__(self) -> StopOnSignal:
-        # Python delivers signals to no other thread
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            # Python's own handler runs when XLA returns; this pipe is written to at once.
-            self._signals, self._writer = os.pipe()
-            for end in (self._signals, self._writer):
-                os.set_blocking(end, end == self._signals)
-            self._woken = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            handlers = {signal.SIGTERM: self._terminate, signal.SIGINT: self._interrupt}
-            if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-                del handlers[signal.SIGINT]
-            self._before = {
-                number: signal.signal(number, handler) for number, handler in handlers.items()
-            }
-            os.register_at_fork(after_in_child=self._forked)
-            self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
-            self._watcher.start()
+        # Python delivers signals to no other thread.
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        if not self._in_main_thread:
+            return self
+
+        # Python's own handler runs when XLA returns; this pipe is written to at once.
+        self._signals, self._writer = os.pipe()
+        os.set_blocking(self._signals, True)
+        os.set_blocking(self._writer, False)
+        self._old_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+
+        self._old_handlers = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._terminate)}
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            self._old_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+        os.register_at_fork(after_in_child=self._restore_in_child)
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
+
+    # Handlers, in the main thread.
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self._stop()
@@ -123,37 +129,44 @@ class StopOnSignal:
         self._signalled = True
         if self._leaving or not self._phases.nothing_to_save:
             return  # a second exception would break off the cleaning up after the first
-        self._leaving, self._is_native = True, self._phases.phase in _NATIVE
-        self._say(
-            f"stopped by {self.cause} in phase {self._phases.phase}: there is nothing new to save"
-        )
+        self._leaving = True
+        self._is_native = self._phases.phase in _NATIVE
+        self._announce_nothing_to_save(self.cause)
         if self.interrupted and self._is_interactive:
             raise KeyboardInterrupt
-        # files are closed and removed on the way to __exit__
+        # Files are closed and removed on the way to __exit__.
         raise SystemExit(status_of(by_interrupt=self.interrupted))
 
     def _end_at_once(self) -> NoReturn:
-        """Ends the process without a save, as SIGKILL would: checkpoints and corpora are renamed
-        into place when they are complete.
+        """Ends the process without a save, as SIGKILL would.
+
+        Checkpoints and corpora are renamed into place when they are complete.
         """
         if self._is_interactive:
             raise KeyboardInterrupt
         newest = self._phases.saved
         cure = f"continues from step {newest}" if newest > 0 else "starts again"
-        self._say(f"ended at once by a second Ctrl-C, without a save; the same command {cure}")
+        self._announce(f"ended at once by a second Ctrl-C, without a save; the same command {cure}")
         _exit(status_of(by_interrupt=True))
 
-    def _say(self, text: str) -> None:
+    def _announce_nothing_to_save(self, cause: str) -> None:
+        self._announce(
+            f"stopped by {cause} in phase {self._phases.phase}: there is nothing new to save"
+        )
+
+    def _announce(self, text: str) -> None:
         """Prints once why this process ends."""
-        if self._said.acquire(blocking=False):
+        if self._announced.acquire(blocking=False):
             _write(text)
 
+    # The thread that acts while the main thread is in XLA and Python cannot run the handlers.
+
     def _watch(self) -> None:
-        """Does what the handlers would, while the main thread is in XLA and Python cannot run
-        them.
-        """
         n_interrupts = 0
-        for numbers in iter(lambda: os.read(self._signals, 64), b""):
+        while True:
+            numbers = os.read(self._signals, _SIGNALS_A_READ)
+            if not numbers:  # the context was left
+                break
             n_interrupts += numbers.count(signal.SIGINT)
             if n_interrupts > 1 and not self._is_interactive:
                 self._end_at_once()
@@ -173,15 +186,15 @@ class StopOnSignal:
         """Ends the process after _UNWIND seconds, or at a second SIGINT, unless a step was done
         meanwhile, which is saved.
         """
-        cause = "Ctrl-C" if by_interrupt else "SIGTERM"
-        self._say(f"stopped by {cause} in phase {self._phases.phase}: there is nothing new to save")
+        self._announce_nothing_to_save("Ctrl-C" if by_interrupt else "SIGTERM")
         deadline = time.monotonic() + _UNWIND
-        more = select.poll()
-        more.register(self._signals, select.POLLIN)
-        while (seconds := deadline - time.monotonic()) > 0:
-            if not more.poll(1e3 * seconds):
+        signals = select.poll()
+        signals.register(self._signals, select.POLLIN)
+        while True:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0 or not signals.poll(1e3 * seconds):
                 break
-            numbers = os.read(self._signals, 64)
+            numbers = os.read(self._signals, _SIGNALS_A_READ)
             if not numbers:  # the context was left, which is not yet the end of the process
                 threading.Event().wait(deadline - time.monotonic())
                 break
@@ -191,14 +204,19 @@ class StopOnSignal:
         if self._leaving or self._phases.nothing_to_save:
             _exit(status_of(by_interrupt=by_interrupt))
 
-    def _forked(self) -> None:
-        """In a child: its signals are not those of this process, whose pipe it has inherited."""
+    # The end of the context.
+
+    def _restore_in_child(self) -> None:
+        """Undoes `__enter__` in a forked child.
+
+        Its signals are not those of this process, whose pipe it has inherited.
+        """
         if signal.getsignal(signal.SIGTERM) == self._terminate:
             signal.set_wakeup_fd(-1)
-            self._restore()
+            self._restore_handlers()
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
+    def _restore_handlers(self) -> None:
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     def __exit__(
@@ -207,15 +225,15 @@ class StopOnSignal:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._main:
+        if not self._in_main_thread:
             return
         if self._is_native and isinstance(value, SystemExit):
             _flush()
             _exit(status_of(by_interrupt=self.interrupted))
-        signal.set_wakeup_fd(self._woken)
+        signal.set_wakeup_fd(self._old_wakeup_fd)
         if jax.distributed.is_initialized():
-            del self._before[signal.SIGTERM]  # the handler is JAX's
-        self._restore()
+            del self._old_handlers[signal.SIGTERM]  # the handler is JAX's
+        self._restore_handlers()
         os.close(self._writer)  # ends the watcher, unless it has a signal to obey
 
 
@@ -227,8 +245,9 @@ def _write(text: str) -> None:
 
 
 def _flush() -> None:
-    """Writes out what the interpreter would on its way out; what a full disk or a closed pipe does
-    not take is lost there, too.
+    """Writes out what the interpreter would on its way out.
+
+    Output that a full disk or a closed pipe does not take is lost there, too.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

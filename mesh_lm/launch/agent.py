@@ -7,6 +7,7 @@ workers and tries to reconnect.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import signal
@@ -16,17 +17,17 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from mesh_lm.launch import EXIT_PREEMPTED, EXIT_STALLED, health
+from mesh_lm.launch import health
 from mesh_lm.launch.controller import PURPOSE
 from mesh_lm.launch.generation import AT_ONCE, UNKILLABLE, SignalPlan, log
 from mesh_lm.launch.job import VARIABLES as JOB_VARIABLES
 from mesh_lm.launch.job import Job
-from mesh_lm.launch.messages import QUIET
 from mesh_lm.launch.worker import Worker
 from mesh_lm.network import process_slot, protocol
 from mesh_lm.network.environment import BEGUN, ELASTIC, GENERATION, LEAST, SECRET, SECRET_FILE
+from mesh_lm.network.exit_status import EXIT_PREEMPTED, EXIT_STALLED
 from mesh_lm.network.secret import Secret
-from mesh_lm.network.wire import LOOPBACK, Peer, free_port
+from mesh_lm.network.wire import LOOPBACK, QUIET, Peer, free_port
 
 _TICK = 0.05
 _RETRY = 0.5
@@ -34,11 +35,55 @@ _HANDSHAKE = 10.0
 """Seconds within which the controller must have proved that it belongs to the job."""
 
 
-class Agent:
-    """Runs this node's part of a job to its end: `run` returns the job's status. It must run in the
-    main thread, to receive signals.
+@dataclasses.dataclass
+class Disconnected:
+    """The state in which this node looks for its controller.
 
-    Linux kills the workers when the thread that started them ends, so no worker outlives its agent.
+    Workers of an earlier connection are being killed.
+    """
+
+    since: float
+    """The time at which it began (time.monotonic)."""
+    patience: float
+    """Seconds after which this node gives up."""
+    obstacle: str = ""
+    """Why it could not connect, for the log."""
+
+
+@dataclasses.dataclass
+class Connected:
+    """The state in which a controller tells this node what to do."""
+
+    peer: Peer
+    """The controller."""
+    previous: Disconnected
+    """The state to which this node returns if the controller never answers."""
+    answered: bool = False
+    """Whether the controller has said anything but a refusal."""
+    check: int | None = None
+    """The number of the health check whose result it awaits; None: none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The state after the job, or after this node has given up."""
+
+    status: int
+
+
+State = Disconnected | Connected | Ended
+"""Disconnected -> Connected: a controller listens (`_reconnect`).
+Disconnected -> Ended: a signal, or patience is over (`_reconnect`).
+Connected -> Disconnected: the connection is lost (`_disconnect`); the workers are killed.
+Connected -> Ended: the controller says so (`_obey`).
+"""
+
+
+class Agent:
+    """Runs this node's part of a job to its end: `run` returns the job's status.
+
+    It must run in the main thread, to receive signals. Linux kills the workers when the thread that
+    started them ends, so no worker outlives its agent.
     """
 
     def __init__(
@@ -52,219 +97,276 @@ class Agent:
 
         Raises ConfigError if the GPUs of this node cannot be divided equally among its workers.
         """
-        self._job, self._address, self._secret, self._environment = (
-            job,
-            address,
-            secret,
-            environment,
-        )
-        self._life, self._told = secrets.token_hex(8), ""
+        self._job = job
+        self._address = address
+        self._secret = secret
+        self._environment = environment
+        self._life = secrets.token_hex(8)
         self._devices = [job.devices_of(local, environment) for local in range(job.per_node)]
-        self._checks, self._check = health.checks(job, environment), 0
-        self._examination: health.Examination | None = None
-        self._examining = False
-        self._doubts: set[str] = set()
-        self._peer: Peer | None = None
-        self._workers: dict[int, Worker] = {}
+        self._state: State = Disconnected(time.monotonic(), job.first_wait)
+        self._last_tick = time.monotonic()
+
+        self._pending_signals: list[int] = []
+        self._stop_requested = False
+        self._interrupted = False  # by SIGINT
+
+        self._wait_logged = False  # whether the log says that this node waits
+        self._last_refusal = ""  # the last one in the log
+
+        self._workers: dict[int, Worker] = {}  # by process
         self._generation = 0
         self._plan: SignalPlan = ()
-        self._ordered = 0.0
-        self._signals: list[int] = []
-        self._stop = self._interrupted = False
-        self._status: int | None = None
-        self._reported, self._ticked, self._welcome = 0.0, time.monotonic(), False
-        self._since, self._patience, self._why = time.monotonic(), job.first_wait, ""
-        self._silent = True  # whether the log has yet to say for whom this node waits
+        self._plan_began = 0.0
+        self._last_report = 0.0
+
+        self._checks = health.checks(job, environment)
+        self._examination: health.Examination | None = None  # the last one
+        self._doubts: set[str] = set()  # checks of which the log says that they are in doubt
 
     def run(self) -> int:
         """Runs until the job has ended, and returns its status."""
-        wanted = [
-            n
-            for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            if signal.getsignal(n) is not signal.SIG_IGN
-        ]
-        before = {number: signal.signal(number, self._caught) for number in wanted}
+        old_handlers = {}
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                old_handlers[number] = signal.signal(number, self._catch)
         try:
-            while self._status is None:
+            while not isinstance(self._state, Ended):
                 self._tick()
                 time.sleep(_TICK)
         finally:
-            self._signal(AT_ONCE)
+            self._signal_workers(AT_ONCE)
             if self._peer:
                 self._peer.close()
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
-        return self._status
+        return self._state.status
 
-    def _caught(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
+    @property
+    def _peer(self) -> Peer | None:
+        """The controller, if it is connected."""
+        return self._state.peer if isinstance(self._state, Connected) else None
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self._pending_signals.append(number)
 
     def _tick(self) -> None:
-        self._stops()
-        before, self._ticked = self._ticked, time.monotonic()
-        paused = self._ticked - before > self._job.pause
-        if self._peer:
-            for message in self._peer.receive(excused=paused):
-                self._obey(message)
-            late = not self._peer.proven and self._peer.age > _HANDSHAKE
-            if self._status is None and (
-                late or not self._peer.open or self._peer.silence > self._job.heartbeat
-            ):
-                self._disconnect()
-        elif self._stop and not self._workers:
-            self._status = EXIT_PREEMPTED  # no controller is connected that could decide this
-        elif not self._workers:
-            self._connect()
-        elif time.monotonic() - self._since > max(self._patience, UNKILLABLE):
-            log(
-                f"node {self._job.node} is giving up: SIGKILL does not end its workers, which hang "
-                "in the kernel"
-            )
-            self._status = EXIT_STALLED
-        self._look(excused=paused)
-        self._examine()
-        self._signal(self._plan)
+        self._forward_signals()
+        previous_tick = self._last_tick
+        self._last_tick = time.monotonic()
+        # After a pause of this process itself, the silence of others proves nothing.
+        paused = self._last_tick - previous_tick > self._job.pause
+        if isinstance(self._state, Connected):
+            self._state = self._serve(self._state, excused=paused)
+        elif isinstance(self._state, Disconnected):
+            self._state = self._reconnect(self._state)
+        self._watch_workers(excused=paused)
+        self._report_health()
+        self._signal_workers(self._plan)
 
-    def _stops(self) -> None:
-        """Forwards a signal to all nodes, through the controller. A second SIGINT kills the
-        workers.
+    def _forward_signals(self) -> None:
+        """Forwards signals to all nodes, through the controller.
+
+        A second SIGINT kills the workers.
         """
-        signals, self._signals = self._signals, []
+        signals = self._pending_signals
+        self._pending_signals = []
         for number in signals:
             at_once = number == signal.SIGINT and self._interrupted
             self._interrupted |= number == signal.SIGINT
             if at_once:
-                self._end(AT_ONCE)
+                self._begin_plan(AT_ONCE)
             if self._peer:
                 self._peer.send(stop=signal.Signals(number).name, at_once=at_once)
-            self._stop = True
+            self._stop_requested = True
 
     # The connection to the controller.
 
-    def _connect(self) -> None:
-        if time.monotonic() - self._since > self._patience:
-            where = f"the controller at {self._address[0]}:{self._address[1]}"
+    @property
+    def _controller(self) -> str:
+        return f"the controller at {self._address[0]}:{self._address[1]}"
+
+    def _reconnect(self, disconnected: Disconnected) -> State:
+        """Tries to connect, once the workers of an earlier connection have ended."""
+        waited = time.monotonic() - disconnected.since
+        if self._workers:
+            if waited <= max(disconnected.patience, UNKILLABLE):
+                return disconnected
             log(
-                f"node {self._job.node} is giving up: no answer from {where} within "
-                f"{self._patience:g} s{self._why}"
+                f"node {self._job.node} is giving up: SIGKILL does not end its workers, which hang "
+                "in the kernel"
             )
-            self._status = EXIT_STALLED
-            return
-        if self._silent and time.monotonic() - self._since > QUIET:
-            where = f"the controller at {self._address[0]}:{self._address[1]}"
-            log(f"node {self._job.node} waits for {where}, for up to {self._patience:g} s")
-            self._silent = False
+            return Ended(EXIT_STALLED)
+        if self._stop_requested:
+            return Ended(EXIT_PREEMPTED)  # no controller is connected that could decide this
+        if waited > disconnected.patience:
+            log(
+                f"node {self._job.node} is giving up: no answer from {self._controller} within "
+                f"{disconnected.patience:g} s{disconnected.obstacle}"
+            )
+            return Ended(EXIT_STALLED)
+        if waited > QUIET and not self._wait_logged:
+            log(
+                f"node {self._job.node} waits for {self._controller}, for up to "
+                f"{disconnected.patience:g} s"
+            )
+            self._wait_logged = True
         try:
-            self._peer = Peer(
-                socket.create_connection(self._address, timeout=_RETRY),
-                self._secret,
-                PURPOSE,
-                serves=False,
-            )
+            connection = socket.create_connection(self._address, timeout=_RETRY)
+            peer = Peer(connection, self._secret, PURPOSE, serves=False)
         except OSError as error:
-            self._why = f" ({error})"
+            disconnected.obstacle = f" ({error})"
             time.sleep(_RETRY)
-            return
-        self._welcome = False
-        host = socket.gethostname()
-        self._peer.send(
+            return disconnected
+        peer.send(
             hello="mesh_lm",
             node=self._job.node,
             life=self._life,
-            host=host,
+            host=socket.gethostname(),
             job=self._job.digests(),
         )
+        return Connected(peer, disconnected)
 
-    def _disconnect(self) -> None:
-        assert self._peer is not None
-        how = "is gone" if not self._peer.open else f"sent nothing for {self._peer.silence:.0f} s"
-        if self._peer.refused:
-            fix = "give all nodes of this run the same secret (docs/multi_host.md)"
-            self._refused(
-                f"the controller at {self._address[0]}:{self._address[1]} was refused: "
-                f"{self._peer.refused}; {fix}"
+    def _serve(self, connected: Connected, *, excused: bool) -> State:
+        """Carries out the messages that have arrived, and drops a connection that is lost.
+
+        excused: the controller's silence proves nothing, because this process was paused itself.
+        """
+        controller = connected.peer
+        for message in controller.receive(excused=excused):
+            ended = self._obey(connected, message)
+            if ended:
+                controller.close()
+                return ended
+        unproven = not controller.proven and controller.age > _HANDSHAKE
+        if unproven or not controller.open or controller.silence > self._job.heartbeat:
+            return self._disconnect(connected)
+        return connected
+
+    def _disconnect(self, connected: Connected) -> Disconnected:
+        controller = connected.peer
+        silence = f"sent nothing for {controller.silence:.0f} s"
+        event = silence if controller.open else "is gone"
+        if controller.refused:
+            self._log_refusal(
+                connected,
+                f"{self._controller} was refused: {controller.refused}; give all nodes of this run "
+                "the same secret (docs/multi_host.md)",
             )
-        self._peer.close()
-        self._peer, self._examining = None, False
-        if self._welcome:  # the controller had answered before, so the time to reconnect starts now
+        controller.close()
+        disconnected = connected.previous
+        if connected.answered:  # so the time to reconnect starts now
             log(
-                f"node {self._job.node}: the controller on node 0 {how}; reconnecting, for up to "
+                f"node {self._job.node}: the controller on node 0 {event}; reconnecting, for up to "
                 f"{self._job.rejoin:g} s"
             )
-            self._since, self._patience = time.monotonic(), self._job.rejoin
-        self._end(AT_ONCE)
+            disconnected = Disconnected(time.monotonic(), self._job.rejoin)
+        self._begin_plan(AT_ONCE)
         time.sleep(_RETRY)
+        return disconnected
 
-    def _refused(self, why: str) -> None:
-        """Logs why this node is refused, once, and that it tries again."""
-        if why != self._told:
-            log(f"node {self._job.node}: {why}; trying again, for up to {self._patience:g} s")
-        self._told, self._why = why, f" ({why})"
-
-    def _obey(self, message: dict[str, Any]) -> None:
-        try:
-            protocol.require(
-                message, protocol.ORDER, *(protocol.START if "start" in message else ())
+    def _log_refusal(self, connected: Connected, reason: str) -> None:
+        """Logs once why this node is refused, and that it tries again."""
+        disconnected = connected.previous
+        if reason != self._last_refusal:
+            log(
+                f"node {self._job.node}: {reason}; trying again, for up to "
+                f"{disconnected.patience:g} s"
             )
-            if "start" in message and message["first"] + self._job.per_node > message["count"]:
-                raise ValueError("first and count do not leave room for this node's processes")
+        self._last_refusal = reason
+        disconnected.obstacle = f" ({reason})"
+
+    def _obey(self, connected: Connected, message: dict[str, Any]) -> Ended | None:
+        """Carries out one message of the controller. Returns the end of the job if it says so."""
+        try:
+            self._require_understood(message)
         except ValueError as error:
-            assert self._peer is not None  # it has just sent this
             log(
                 f"node {self._job.node}: the controller sent a message that is not understood: "
                 f"{error}"
             )
-            return self._peer.close()
+            connected.peer.close()
+            return None
         if message.get("refused") == "busy":
-            who = (
-                f"another launcher of node {self._job.node} is connected, on {message.get('host')}"
+            self._log_refusal(
+                connected,
+                f"another launcher of node {self._job.node} is connected, on "
+                f"{message.get('host')}; each launcher needs its own --node",
             )
-            return self._refused(f"{who}; each launcher needs its own --node")
-        self._welcome = True
+            return None
+        connected.answered = True
         if "start" in message:
-            self._start(message)
+            self._start_workers(message)
         elif message.get("end") == self._generation:
-            self._end(tuple((after, number) for after, number in message.get("schedule", AT_ONCE)))
+            plan = message.get("schedule", AT_ONCE)
+            self._begin_plan(tuple((seconds, number) for seconds, number in plan))
         elif "check" in message:
-            self._check, self._examining = message["check"], True
-            self._examination = health.Examination(self._checks, before=self._examination)
+            connected.check = message["check"]
+            self._examination = health.Examination(self._checks, previous=self._examination)
         elif "exit" in message:
-            self._status = message["exit"]
             if message.get("refused"):
                 fields = self._job.explained(message.get("fields", ()))
                 log(f"node {self._job.node} was started differently from node 0: {fields}")
+            return Ended(message["exit"])
+        return None
 
-    def _examine(self) -> None:
-        """Reports the result of a health check when it is there, and logs, once each, what could
-        not be checked.
+    def _require_understood(self, message: dict[str, Any]) -> None:
+        """Raises ValueError for a message that another version of mesh_lm would send."""
+        is_start = "start" in message
+        protocol.require(message, protocol.ORDER, *(protocol.START if is_start else ()))
+        if is_start and message["first"] + self._job.per_node > message["count"]:
+            raise ValueError("first and count do not leave room for this node's processes")
+
+    # Health checks.
+
+    def _report_health(self) -> None:
+        """Reports the result of a health check once it is complete.
+
+        Logs, once each, the checks that could not be done.
         """
-        if (
-            not self._peer
-            or not self._examining
-            or not self._examination
-            or (found := self._examination.findings()) is None
-        ):
+        connected = self._state
+        if not isinstance(connected, Connected) or connected.check is None:
             return
-        self._examining = False
-        for each in found:
-            if each.outcome == "unknown" and each.check not in self._doubts:
-                self._doubts.add(each.check)
+        assert self._examination is not None  # it was started for this check
+        findings = self._examination.findings()
+        if findings is None:
+            return
+        for finding in findings:
+            if finding.outcome == "unknown" and finding.check not in self._doubts:
+                self._doubts.add(finding.check)
                 log(
                     f"node {self._job.node} takes part, with a warning of the health check "
-                    f"'{each.check}': {each.text}"
+                    f"'{finding.check}': {finding.text}"
                 )
-        failed = [each._asdict() for each in found if each.outcome == "failed"]
-        port = free_port(LOOPBACK if self._job.nodes == 1 else "")
-        self._peer.send(checked=self._check, port=port, findings=failed, **self._checks.count)
+        report: dict[str, Any] = {
+            "checked": connected.check,
+            "port": free_port(LOOPBACK if self._job.nodes == 1 else ""),
+            "findings": [finding._asdict() for finding in findings if finding.outcome == "failed"],
+        }
+        if self._checks.n_gpus is not None:
+            report["gpus"] = self._checks.n_gpus
+        connected.check = None
+        connected.peer.send(**report)
 
     # The workers.
 
-    def _start(self, order: dict[str, Any]) -> None:
-        self._generation, self._plan = order["start"], ()
-        hidden = {*JOB_VARIABLES.values(), SECRET_FILE}
-        environment = {
-            name: value for name, value in self._environment.items() if name not in hidden
-        }
+    def _start_workers(self, order: dict[str, Any]) -> None:
+        self._generation = order["start"]
+        self._plan = ()
+        environment = self._worker_environment(order)
+        for local, devices in enumerate(self._devices):
+            index = order["first"] + local
+            variables = {process_slot.VARIABLES["index"]: str(index)}
+            if devices:
+                variables[process_slot.LOCAL_DEVICES] = devices
+            self._workers[index] = Worker(
+                self._job.command, environment | variables, index, relay=order["count"] > 1
+            )
+
+    def _worker_environment(self, order: dict[str, Any]) -> dict[str, str]:
+        """Returns the variables that all workers of this node share."""
+        environment = {**self._environment}
+        for name in (*JOB_VARIABLES.values(), SECRET_FILE):
+            environment.pop(name, None)
         environment |= {
             process_slot.VARIABLES["coordinator"]: order["coordinator"],
             process_slot.VARIABLES["processes"]: str(order["count"]),
@@ -277,54 +379,52 @@ class Agent:
             environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self._job.devices)}
         if self._job.least < self._job.size:
             environment |= {ELASTIC: str(self._job.size), LEAST: str(self._job.least)}
-        for local, devices in enumerate(self._devices):
-            index = order["first"] + local
-            own = {process_slot.VARIABLES["index"]: str(index)} | (
-                {process_slot.LOCAL_DEVICES: devices} if devices else {}
-            )
-            self._workers[index] = Worker(
-                self._job.command, environment | own, index, relay=order["count"] > 1
-            )
+        return environment
 
-    def _look(self, *, excused: bool) -> None:
+    def _watch_workers(self, *, excused: bool) -> None:
         """Reports the workers' heartbeats and exits to the controller, at least once a second."""
-        died, fewer, looked = [], 0, {**self._workers}
+        died = []
+        fewer = 0
+        beats = {}
         for index, worker in [*self._workers.items()]:
             worker.read(excused=excused)
-            if (status := worker.status()) is not None:
+            status = worker.status()
+            if status is not None:
                 died.append((index, status, worker.sent))
                 fewer = fewer or worker.nodes
                 del self._workers[index]
-            elif not self._kill_is_near and (
-                seconds := worker.silence(self._job.start, self._job.heartbeat)
-            ):
-                self._report(silent=index, seconds=seconds)
-        beats = {
-            index: worker.beat | {"age": time.monotonic() - worker.heard}
-            for index, worker in looked.items()
-            if worker.beat
-        }
-        if died or time.monotonic() - self._reported > min(1.0, self._job.heartbeat / 4):
+            elif not self._kill_is_near:
+                seconds = worker.silence(self._job.start, self._job.heartbeat)
+                if seconds:
+                    self._report(silent=index, seconds=seconds)
+            if worker.beat:
+                beats[index] = worker.beat | {"age": time.monotonic() - worker.last_beat}
+        if died or time.monotonic() - self._last_report > min(1.0, self._job.heartbeat / 4):
             self._report(beats=beats, died=died, fewer=fewer, ended=not self._workers)
 
     def _report(self, **message: Any) -> None:
         if self._peer:
-            self._reported = time.monotonic()
+            self._last_report = time.monotonic()
             self._peer.send(generation=self._generation, **message)
 
-    def _end(self, plan: SignalPlan) -> None:
-        self._plan, self._ordered = plan, time.monotonic()
+    def _begin_plan(self, plan: SignalPlan) -> None:
+        self._plan = plan
+        self._plan_began = time.monotonic()
 
     @property
     def _kill_is_near(self) -> bool:
-        """Returns whether the workers are about to be killed anyway."""
+        """Whether the workers are about to be killed anyway."""
         return any(
-            number == signal.SIGKILL and after < self._job.heartbeat for after, number in self._plan
+            number == signal.SIGKILL and seconds < self._job.heartbeat
+            for seconds, number in self._plan
         )
 
-    def _signal(self, plan: SignalPlan) -> None:
+    def _signal_workers(self, plan: SignalPlan) -> None:
         """Sends each worker the signal that is due by now, once."""
-        due = [number for after, number in plan if time.monotonic() >= self._ordered + after]
+        elapsed = time.monotonic() - self._plan_began
+        due = [number for seconds, number in plan if elapsed >= seconds]
+        if not due:
+            return
         for worker in self._workers.values():
-            if due and worker.sent != due[-1]:
+            if worker.sent != due[-1]:
                 worker.signal(due[-1])

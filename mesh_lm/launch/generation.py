@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import math
 import signal
 import sys
 import time
-from typing import Any
 
-from mesh_lm.launch import EXIT_FEWER, EXIT_PREEMPTED, messages
+from mesh_lm.launch import messages
+from mesh_lm.launch.messages import Beat
+from mesh_lm.network.exit_status import EXIT_FEWER, EXIT_PREEMPTED
+from mesh_lm.network.protocol import PREPARING
 
 SignalPlan = tuple[tuple[float, int], ...]
 """(seconds after the order, signal) of each signal that a worker gets while it lives."""
@@ -23,11 +26,18 @@ FEWER: SignalPlan = ((10.0, signal.SIGTERM), (12.0, signal.SIGKILL))
 AT_ONCE: SignalPlan = ((0.0, signal.SIGKILL),)
 # A process that compiles obeys only when XLA has finished.
 IDLE: SignalPlan = ((0.0, signal.SIGTERM), (2.0, signal.SIGKILL))
-PREPARING = ("start", "data", "restore", "compile")
-"""Phases before the first new step is done (`mesh_lm.distributed.phases`)."""
 UNKILLABLE = 60.0
 """Seconds after SIGKILL by which a worker must be gone. One that hangs in the kernel, on a dead
 disk or GPU, stays."""
+
+
+class EndReason(enum.Enum):
+    """Why the end of a generation was ordered."""
+
+    CRASH = "a worker crashed, or a node was lost"
+    SIGNAL = "a launcher or a worker got SIGTERM"
+    GROW = "more nodes are connected than are in use"
+    FEWER = "the largest mesh needs fewer nodes"
 
 
 @dataclasses.dataclass
@@ -36,30 +46,33 @@ class Generation:
 
     number: int
     members: list[int]
-    running: set[int]
-    """Members with workers that have not ended."""
     per_node: int
     """Processes of each member."""
+    running: set[int] = dataclasses.field(init=False)
+    """Members with workers that have not ended."""
     statuses: dict[int, int] = dataclasses.field(default_factory=dict)
     """Process -> its status, for the processes that ended by themselves."""
-    stopping: str = ""
-    """Why its end was ordered: crash, signal, grow or fewer."""
+    beats: dict[int, Beat] = dataclasses.field(default_factory=dict)
+    """Process -> its last heartbeat."""
+    end_reason: EndReason | None = None
+    """Why its end was ordered; None: it was not."""
+    deadline: float = math.inf
+    """The time at which nodes whose workers still run count as lost (time.monotonic)."""
     failure: int | None = None
     """The status to fail with."""
     culprit: int | None = None
     """The node whose worker failed first."""
-    deadline: float = math.inf
-    """When nodes whose workers still run count as lost (time.monotonic)."""
     idle: bool = False
     """Whether a signal ended it when there was nothing to save."""
     cut_short: bool = False
     """Whether a signal killed a process that was asked to stop."""
     fewer: int = 0
     """The number of nodes that is enough, as its workers reported; 0: they did not."""
-    beats: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """Process -> its last heartbeat, with "heard": when it came (time.monotonic)."""
-    looked: tuple[float, dict[int, dict[str, Any]]] = (0.0, {})
-    """The time of the last search for stragglers, and the heartbeats at that time."""
+
+    def __post_init__(self) -> None:
+        self.running = {*self.members}
+        self._stragglers_searched_at = time.monotonic()
+        self._searched_beats: dict[int, Beat] = {}  # those at the last search for stragglers
 
     @property
     def n_processes(self) -> int:
@@ -82,81 +95,89 @@ class Generation:
 
     def fail(self, status: int, node: int | None = None) -> None:
         """Sets the status to fail with, and the node to blame."""
-        self.failure, self.culprit = status, self.culprit if node is None else node
+        self.failure = status
+        if node is not None:
+            self.culprit = node
 
     def left_early(self) -> list[int]:
         """The processes that have ended with status 0."""
         return sorted(process for process, status in self.statuses.items() if status == 0)
 
+    def has_begun(self) -> bool:
+        """Whether a process came past the connection of all processes."""
+        return any(beat.phase != "start" for beat in self.beats.values())
+
     def nothing_to_save(self) -> bool:
         """Whether every process reports that it has made no step since the checkpoint from which it
         started.
         """
-        return len(self.beats) == self.n_processes and all(
-            beat["phase"] in PREPARING and beat["step"] <= max(beat["saved"], 0)
+        if len(self.beats) < self.n_processes:
+            return False
+        return all(
+            beat.phase in PREPARING and beat.step <= max(beat.saved, 0)
             for beat in self.beats.values()
         )
 
     def has_trained(self, process: int) -> bool:
         """Whether a process came past its preparations."""
-        return self.beats.get(process, {}).get("phase", "start") not in PREPARING
+        beat = self.beats.get(process)
+        return beat is not None and beat.phase not in PREPARING
 
     def restarts_from(self, newest: int) -> str:
-        """Returns where the next life begins, as far as it is known. newest: the step of the newest
-        checkpoint that was reported; -1: none.
+        """Returns where the next life begins, as far as it is known.
 
-        A checkpoint is reported only some steps after it is complete, so it is at the start for
-        sure only if no save was begun.
+        newest: the step of the newest checkpoint that was reported; -1: none.
         """
-        first = self.beats.get(0, {})
-        looked = (
-            first.get("phase", "start") not in ("start", "restore") and first.get("saved") == -1
-        )
         if newest >= 0:
             return f"from its newest checkpoint (step {newest} or later)"
-        if looked and first["phase"] != "save" and not first["seconds"].get("save"):
-            return "from the start"
-        return "from its newest checkpoint, if there is one"
+        # A checkpoint is reported only some steps after it is complete, so the next life begins
+        # at the start for sure only if no save was begun.
+        if_any = "from its newest checkpoint, if there is one"
+        first = self.beats.get(0)
+        if first is None or first.phase in ("start", "restore") or first.saved != -1:
+            return if_any
+        has_saved = first.phase == "save" or first.seconds.get("save")
+        return if_any if has_saved else "from the start"
 
     def saved_and_left(self) -> bool:
         """Whether all processes ended in order after a signal asked them to, or had nothing to
         save.
         """
+        if self.failure is not None:
+            return False
         if self.idle:
-            return self.failure is None
-        return (
-            self.failure is None
-            and {*self.statuses.values()} <= {0, EXIT_FEWER, EXIT_PREEMPTED, -signal.SIGTERM}
-            and self.all_ended
-        )
+            return True
+        in_order = {0, EXIT_FEWER, EXIT_PREEMPTED, -signal.SIGTERM}
+        return self.all_ended and {*self.statuses.values()} <= in_order
 
     def log_progress(self, *blamed: int, stalled: bool = True) -> None:
-        """Logs the last heartbeats of all processes, with the suspects marked: those `blamed`,
-        else, if `stalled`, `messages.suspects`.
-        """
-        if self.n_processes > 1 and self.beats:
-            beats = {
-                process: beat | {"age": time.monotonic() - beat["heard"]}
-                for process, beat in self.beats.items()
-            }
-            marked = blamed or (messages.suspects(beats) if stalled else ())
-            log("\n".join(["last heartbeats:", *messages.progress_table(beats, marked)]))
+        """Logs the last heartbeats of all processes, with the suspects marked.
 
-    def log_stragglers(self, every: float) -> None:
-        """Logs processes that slow the others down, once every `every` seconds."""
-        when, before = self.looked
-        if time.monotonic() - when > every:
-            for line in messages.stragglers(before, self.beats):
-                log(line)
-            self.looked = (
-                time.monotonic(),
-                {process: beat for process, beat in self.beats.items() if beat["step"] > 0},
-            )
+        They are the `blamed`, else, if `stalled`, `messages.suspects`.
+        """
+        if self.n_processes == 1 or not self.beats:
+            return
+        marked = {*blamed}
+        if not marked and stalled:
+            marked = messages.suspects(self.beats)
+        log("\n".join(["last heartbeats:", *messages.progress_table(self.beats, marked)]))
+
+    def log_stragglers(self, interval: float) -> None:
+        """Logs processes that slow the others down, once every `interval` seconds."""
+        if time.monotonic() - self._stragglers_searched_at <= interval:
+            return
+        for line in messages.stragglers(self._searched_beats, self.beats):
+            log(line)
+        self._stragglers_searched_at = time.monotonic()
+        self._searched_beats = {
+            process: beat for process, beat in self.beats.items() if beat.step > 0
+        }
 
 
 def log(text: str) -> None:
-    """Prints an event on the launcher's stderr. A log that cannot be written (full disk, no reader)
-    is ignored.
+    """Prints an event on the launcher's stderr.
+
+    A log that cannot be written (full disk, no reader) is ignored.
     """
     with contextlib.suppress(OSError):
         print(f"[launch] {text}", file=sys.stderr, flush=True)

@@ -10,9 +10,10 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mesh_lm.errors import ConfigError
+from mesh_lm.network.environment import NODES
 from mesh_lm.network.process_slot import (
     gpus_here,
     host_and_port,
@@ -22,8 +23,10 @@ from mesh_lm.network.process_slot import (
     starter_of,
 )
 
-VARIABLES = {"nodes": "MESH_LM_NODES", "node": "MESH_LM_NODE", "rendezvous": "MESH_LM_RENDEZVOUS"}
+VARIABLES = {"nodes": NODES, "node": "MESH_LM_NODE", "rendezvous": "MESH_LM_RENDEZVOUS"}
 """Option -> the environment variable that can replace it."""
+_DIGEST = 32
+"""Characters of a setting's digest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +82,9 @@ class Job:
 
     @property
     def pause(self) -> float:
-        """A launcher whose loop pauses for longer was itself stopped, and excuses heartbeats that
-        it missed.
+        """The longest pause of a launcher's loop.
+
+        One that pauses for longer was itself stopped, and excuses heartbeats that it missed.
         """
         return min(1.0, self.heartbeat / 2)
 
@@ -91,103 +95,65 @@ class Job:
 
     def shared(self) -> dict[str, Any]:
         """Returns the settings that must be equal on all nodes, as JSON values."""
-        counts = {
+        return {
             "nodes": self.nodes,
             "spares": self.spares,
             "per-node": self.per_node,
             "devices": self.devices,
+            "command": " ".join(self.command),
         }
-        return counts | {"command": " ".join(self.command)}
 
     def digests(self) -> dict[str, str]:
-        """Returns a digest of each shared setting: what a launcher compares, without values on the
-        network.
+        """Returns a digest of each shared setting.
+
+        Launchers compare these, without values on the network.
         """
-        return {
-            name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
-            for name, value in self.shared().items()
-        }
+        return {name: _digest(value) for name, value in self.shared().items()}
 
     def explained(self, names: Sequence[str]) -> str:
         """Returns those settings with their values here, for a message."""
-        have = self.shared() | {"node": f"{self.node} of {self.nodes}"}
-        return ", ".join(f"{name} ({have[name]} here)" if name in have else name for name in names)
+        values = self.shared() | {"node": f"{self.node} of {self.nodes}"}
+        phrases = []
+        for name in names:
+            phrases.append(f"{name} ({values[name]} here)" if name in values else name)
+        return ", ".join(phrases)
 
     def devices_of(self, local: int, environment: Mapping[str, str]) -> str:
         """Returns the GPUs of local worker number `local`, such as 0,1; empty: all that it sees.
+
         Raises as `gpus_here` and `share`.
         """
-        gpus = 0 if self.devices or self.per_node == 1 else gpus_here(environment)
-        return ",".join(map(str, share(local, self.per_node, gpus, "worker"))) if gpus else ""
+        if self.devices or self.per_node == 1:
+            return ""
+        n_gpus = gpus_here(environment)
+        if not n_gpus:
+            return ""
+        return ",".join(map(str, share(local, self.per_node, n_gpus, "worker")))
 
     @classmethod
     def of(cls, options: Options, command: list[str], environment: Mapping[str, str]) -> Job:
-        """Options win over variables, and variables over Slurm. Raises ConfigError if they are
+        """Returns the job from options and variables.
+
+        Options win over variables, and variables over Slurm. Raises ConfigError if they are
         incomplete or impossible.
         """
-        given = {name: getattr(options, name) for name in VARIABLES}
-        if all(value is None for value in given.values()):
-            given = {
-                name: environment.get(variable) or None for name, variable in VARIABLES.items()
-            }
-        if all(value is None for value in given.values()):
-            if is_slurm_step(environment):
-                given = _slurm(environment)
-            else:
-                _require_one_launcher(environment)
+        place = _place(options, environment)
         try:
-            nodes, node = int(given["nodes"] or 1), int(given["node"] or 0)
+            nodes = int(place.nodes or 1)
+            node = int(place.node or 0)
         except ValueError:
             raise ConfigError(
-                f"nodes={given['nodes']} and node={given['node']} must be integers"
+                f"nodes={place.nodes} and node={place.node} must be integers"
             ) from None
-        rendezvous = given["rendezvous"]
-        names = ", ".join(f"--{option} (or {variable})" for option, variable in VARIABLES.items())
-        if nodes > 1 and (rendezvous is None or given["node"] is None):
-            raise ConfigError(
-                f"several nodes need all of {names}: --nodes={nodes} --node={given['node']} "
-                f"--rendezvous={rendezvous}"
-            )
-        if not 0 <= node < nodes:
-            raise ConfigError(f"node={node} must be 0 to nodes - 1 = {nodes - 1}; see {names}")
-        if rendezvous is not None and not re.fullmatch(r".+:\d+", rendezvous):
-            raise ConfigError(
-                f"rendezvous={rendezvous} must be host:port of node 0, such as node1:9876"
-            )
-        if not options.heartbeat:
-            raise ConfigError(
-                "heartbeat=0 would declare every process dead; set at least a few seconds"
-            )
-        if options.spares >= nodes:
-            raise ConfigError(
-                f"spares={options.spares} are among the nodes={nodes}, and at least one must "
-                "compute; use more nodes"
-            )
-        if options.min_nodes > nodes - options.spares:
-            less = f" - spares={options.spares}" if options.spares else ""
-            raise ConfigError(f"min-nodes={options.min_nodes} must be at most nodes={nodes}{less}")
-        try:
-            words = shlex.split(options.health_command)
-        except ValueError as error:
-            raise ConfigError(
-                f"health-command={options.health_command} cannot be split into words: {error}"
-            ) from error
-        if words and not shutil.which(words[0], path=environment.get("PATH")):
-            raise ConfigError(
-                f"health-command={options.health_command}: there is no such program on this node, "
-                "or it is not executable"
-            )
-        rest = {
-            f.name: getattr(options, f.name)
-            for f in dataclasses.fields(cls)
-            if f.name not in (*VARIABLES, "command")
-        }
+        _require_valid_place(place, nodes, node)
+        _require_valid(options, nodes, environment)
+        same_names = {field.name for field in dataclasses.fields(cls)} - {*VARIABLES, "command"}
         return cls(
             tuple(command),
             nodes,
             node,
-            rendezvous if nodes > 1 and rendezvous else cls.rendezvous,
-            **rest,
+            place.rendezvous if nodes > 1 and place.rendezvous else cls.rendezvous,
+            **{name: getattr(options, name) for name in same_names},
         )
 
 
@@ -232,54 +198,137 @@ class Options:
 
     def __post_init__(self) -> None:
         """Raises ConfigError with every value that is out of range."""
-        least = {
-            "nodes": 1,
-            "node": 0,
-            "per_node": 1,
-            "devices": 0,
-            "spares": 0,
-            "min_nodes": 0,
-            "restarts": 0,
-            "gpus": 1,
-        }
-        least |= {"heartbeat": 0, "start": 0, "grace": 0, "rejoin": 0}
-        values = {name: getattr(self, name) for name in least}
-        wrong = [
-            (
-                f"--{name.replace('_', '-')}={value:g} must be at least "
-                f"{least[name]}{'' if value < math.inf else ', and finite'}"
+        problems = []
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is None or least <= value < math.inf:
+                continue
+            finite = "" if value < math.inf else ", and finite"
+            problems.append(
+                f"--{name.replace('_', '-')}={value:g} must be at least {least}{finite}"
             )
-            for name, value in values.items()
-            if value is not None and not least[name] <= value < math.inf
-        ]
-        if wrong:
-            raise ConfigError("\n  - ".join(["bad command line", *wrong]))
+        if problems:
+            raise ConfigError("\n  - ".join(["bad command line", *problems]))
 
 
-def _require_one_launcher(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError if several launchers were started that would each take the whole run for
-    its own.
+_LEAST = {
+    "nodes": 1,
+    "node": 0,
+    "per_node": 1,
+    "devices": 0,
+    "spares": 0,
+    "min_nodes": 0,
+    "restarts": 0,
+    "gpus": 1,
+    "heartbeat": 0,
+    "start": 0,
+    "grace": 0,
+    "rejoin": 0,
+}
+"""Option -> its least value."""
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:_DIGEST]
+
+
+class _Place(NamedTuple):
+    """The place of a launcher in the run, as its source spells it; None: that does not say."""
+
+    nodes: int | str | None
+    node: int | str | None
+    rendezvous: str | None
+
+
+def _place(options: Options, environment: Mapping[str, str]) -> _Place:
+    """Returns the place from options, else from variables, else from Slurm.
+
+    Raises ConfigError if Slurm started several launchers on a node, or another program started this
+    one as one of several.
     """
-    starter = starter_of(environment)
-    if starter is None or environment.get(starter.size) in (None, "", "1"):
-        return
-    options = ", ".join(f"--{option} (or {variable})" for option, variable in VARIABLES.items())
-    raise ConfigError(
-        f"{starter.size}={environment[starter.size]}: {starter.name} has started this launcher as "
-        f"one of several, of which each would train alone; give each of them {options}, or "
-        "--nodes=1 if it is to"
-    )
+    place = _Place(options.nodes, options.node, options.rendezvous)
+    if place != _NOWHERE:
+        return place
+    place = _Place(*(environment.get(variable) or None for variable in VARIABLES.values()))
+    if place != _NOWHERE:
+        return place
+    if is_slurm_step(environment):
+        return _slurm_place(environment)
+    _require_one_launcher(environment)
+    return _NOWHERE
 
 
-def _slurm(environment: Mapping[str, str]) -> dict[str, str | None]:
-    nodes, tasks = environment.get("SLURM_STEP_NUM_NODES", "1"), environment["SLURM_STEP_NUM_TASKS"]
+_NOWHERE = _Place(None, None, None)
+
+
+def _slurm_place(environment: Mapping[str, str]) -> _Place:
+    nodes = environment.get("SLURM_STEP_NUM_NODES", "1")
+    tasks = environment["SLURM_STEP_NUM_TASKS"]
     if tasks != nodes:
         raise ConfigError(
             f"srun starts {tasks} launchers on {nodes} nodes; pass --ntasks-per-node=1 to srun and "
             "use --per-node"
         )
-    return {
-        "nodes": nodes,
-        "node": environment["SLURM_NODEID"],
-        "rendezvous": slurm_address(environment),
-    }
+    return _Place(nodes, environment["SLURM_NODEID"], slurm_address(environment))
+
+
+def _require_one_launcher(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if several launchers were started, of which each would take the whole run
+    for its own.
+    """
+    starter = starter_of(environment)
+    if starter is None or environment.get(starter.size) in (None, "", "1"):
+        return
+    raise ConfigError(
+        f"{starter.size}={environment[starter.size]}: {starter.name} has started this launcher as "
+        f"one of several, of which each would train alone; give each of them {_place_options()}, "
+        "or --nodes=1 if it is to"
+    )
+
+
+def _place_options() -> str:
+    return ", ".join(f"--{option} (or {variable})" for option, variable in VARIABLES.items())
+
+
+def _require_valid_place(place: _Place, nodes: int, node: int) -> None:
+    """nodes, node: those of `place`, as numbers."""
+    if nodes > 1 and (place.rendezvous is None or place.node is None):
+        raise ConfigError(
+            f"several nodes need all of {_place_options()}: --nodes={nodes} --node={place.node} "
+            f"--rendezvous={place.rendezvous}"
+        )
+    if not 0 <= node < nodes:
+        raise ConfigError(
+            f"node={node} must be 0 to nodes - 1 = {nodes - 1}; see {_place_options()}"
+        )
+    if place.rendezvous is not None and not re.fullmatch(r".+:\d+", place.rendezvous):
+        raise ConfigError(
+            f"rendezvous={place.rendezvous} must be host:port of node 0, such as node1:9876"
+        )
+
+
+def _require_valid(options: Options, nodes: int, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if an option does not go with the number of nodes, or cannot be used."""
+    if not options.heartbeat:
+        raise ConfigError(
+            "heartbeat=0 would declare every process dead; set at least a few seconds"
+        )
+    if options.spares >= nodes:
+        raise ConfigError(
+            f"spares={options.spares} are among the nodes={nodes}, and at least one must "
+            "compute; use more nodes"
+        )
+    if options.min_nodes > nodes - options.spares:
+        spares = f" - spares={options.spares}" if options.spares else ""
+        raise ConfigError(f"min-nodes={options.min_nodes} must be at most nodes={nodes}{spares}")
+    try:
+        words = shlex.split(options.health_command)
+    except ValueError as error:
+        raise ConfigError(
+            f"health-command={options.health_command} cannot be split into words: {error}"
+        ) from error
+    if words and not shutil.which(words[0], path=environment.get("PATH")):
+        raise ConfigError(
+            f"health-command={options.health_command}: there is no such program on this node, "
+            "or it is not executable"
+        )

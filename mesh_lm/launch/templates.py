@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import shlex
 
-from mesh_lm.launch import EXIT_CANNOT, EXIT_PREEMPTED, EXIT_USAGE
 from mesh_lm.launch.job import Job, Options
+from mesh_lm.network.exit_status import EXIT_CANNOT, EXIT_PREEMPTED, EXIT_USAGE
 
 _DEFAULT = ["train.py", "--config=configs/llama3_8b.py", "--config.data.blend=data/web"]
 _SLURM = """\
@@ -155,10 +155,11 @@ _TEMPLATES = {
     "dockerfile-pip": _DOCKERFILE_PIP,
 }
 NAMES = tuple(_TEMPLATES)
-_MARGIN, _EARLIER = 30, 60
-"""Seconds on top of --grace: before Kubernetes kills a pod, and of Slurm's warning before the time
-limit."""
-_OWN = (
+_KILL_MARGIN = 30
+"""Seconds on top of --grace before Kubernetes kills a pod."""
+_WARNING_MARGIN = 60
+"""Seconds on top of --grace of Slurm's warning before the time limit."""
+_COPIED = (
     "per_node",
     "spares",
     "min_nodes",
@@ -170,46 +171,64 @@ _OWN = (
     "health",
     "health_command",
 )
+"""Options that the command in the template has, too, if they differ from their defaults."""
 _SLOW = {"start": 1800.0, "rejoin": 1800.0}
 """Kubernetes needs time to find a node for a pod and to pull its image."""
+_DEFAULT_NODES = 8
 
 
 def fill(options: Options, command: list[str]) -> str:
-    """Returns the file that --template names, filled in from the options and the command (default:
-    Llama 3 8B on 8 nodes).
+    """Returns the file that --template names, filled in from the options and the command.
+
+    Default: Llama 3 8B on 8 nodes.
     """
-    nodes = options.nodes or 8 + options.spares
-    own = {name: getattr(options, name) for name in _OWN}
-    own = {name: value for name, value in own.items() if value != getattr(Job, name)}
-    if options.template == "jobset":
-        own = _SLOW | own
-    words = [
-        f"--{name.replace('_', '-')}={value if isinstance(value, int | str) else f'{value:g}'}"
-        for name, value in own.items()
-    ]
-    words += command or _DEFAULT
+    n_nodes = options.nodes or _DEFAULT_NODES + options.spares
+    words = [*_launcher_words(options), *(command or _DEFAULT)]
     launch = ["python", "-m", "mesh_lm.launch", *words]
-    shown = words if options.template.startswith("dockerfile") else launch
+    # The entry point of a container has the first words.
+    in_container = options.template.startswith("dockerfile")
     return _TEMPLATES[options.template].format(
-        nodes=nodes, per_node=options.per_node, gpus=options.gpus,
-        warning=int(options.grace) + _EARLIER, patience=int(options.grace) + _MARGIN,
-        backoff=4 * nodes, preempted=EXIT_PREEMPTED, cannot=EXIT_CANNOT, usage=EXIT_USAGE,
-        launch=shlex.join(launch), command=json.dumps(shown),
-        **_when_nodes_are_lost(options, nodes),
-    )  # fmt: skip
+        nodes=n_nodes,
+        per_node=options.per_node,
+        gpus=options.gpus,
+        warning=int(options.grace) + _WARNING_MARGIN,
+        patience=int(options.grace) + _KILL_MARGIN,
+        backoff=4 * n_nodes,
+        preempted=EXIT_PREEMPTED,
+        cannot=EXIT_CANNOT,
+        usage=EXIT_USAGE,
+        launch=shlex.join(launch),
+        command=json.dumps(words if in_container else launch),
+        **_phrases_about_lost_nodes(options, n_nodes),
+    )
 
 
-def _when_nodes_are_lost(options: Options, nodes: int) -> dict[str, str]:
+def _launcher_words(options: Options) -> list[str]:
+    """Returns the options of the command in the template."""
+    values = _SLOW.copy() if options.template == "jobset" else {}
+    for name in _COPIED:
+        value = getattr(options, name)
+        if value != getattr(Job, name):
+            values[name] = value
+    words = []
+    for name, value in values.items():
+        text = value if isinstance(value, int | str) else f"{value:g}"
+        words.append(f"--{name.replace('_', '-')}={text}")
+    return words
+
+
+def _phrases_about_lost_nodes(options: Options, n_nodes: int) -> dict[str, str]:
     """Returns the fields that depend on --spares and --min-nodes."""
-    spares, least = options.spares, options.min_nodes
-    instead = ["a spare replaces it"] * bool(spares) + [
-        f"it continues with the remaining nodes, at least {least}"
-    ] * bool(least)
-    return {
-        "spares": _SPARES.format(size=nodes - spares, spares=spares) if spares else "",
-        "spare_pods": f"           # {spares} of them {'stands' if spares == 1 else 'stand'} by"
-        if spares
-        else "",
-        "no_kill": "--no-kill " if instead else "",
-        "no_kill_job": _NO_KILL.format(instead="; else ".join(instead)) if instead else "",
-    }
+    remedies = []
+    fields = {"spares": "", "spare_pods": "", "no_kill": "", "no_kill_job": ""}
+    if options.spares:
+        remedies.append("a spare replaces it")
+        stand = "stands" if options.spares == 1 else "stand"
+        fields["spares"] = _SPARES.format(size=n_nodes - options.spares, spares=options.spares)
+        fields["spare_pods"] = f"           # {options.spares} of them {stand} by"
+    if options.min_nodes:
+        remedies.append(f"it continues with the remaining nodes, at least {options.min_nodes}")
+    if remedies:
+        fields["no_kill"] = "--no-kill "
+        fields["no_kill_job"] = _NO_KILL.format(instead="; else ".join(remedies))
+    return fields

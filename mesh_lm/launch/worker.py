@@ -31,7 +31,7 @@ try:
 except OSError as error:
     sys.exit(print(f"{sys.argv[2]}: {error.strerror}") or 126)
 """
-_BEAT = {"step": -1, "phase": "start", "since": 0.0, "saved": -1, "seconds": {}}
+_FIRST_BEAT = {"step": -1, "phase": "start", "since": 0.0, "saved": -1, "seconds": {}}
 _PIECES = 16
 """Pieces that one call reads, so that no worker keeps the launcher busy."""
 _LONGEST = 2**16
@@ -44,9 +44,8 @@ class Worker:
     """A process that is running or has ended.
 
     Attributes:
-      index: its index in the run.
-      beat: its last heartbeat: step, phase, since, saved, seconds.
-      heard: when that came (time.monotonic); at first, when it was started.
+      beat: its last heartbeat: step, phase, since, saved, seconds; empty: it has sent none.
+      last_beat: when that came (time.monotonic); at first, when it was started.
       nodes: the number of nodes that is enough for its mesh, if it reported one; else 0.
       sent: the last signal that it was sent; 0: none.
     """
@@ -54,95 +53,111 @@ class Worker:
     def __init__(
         self, program: Sequence[str], environment: Mapping[str, str], index: int, *, relay: bool
     ) -> None:
-        """Starts `program`: a script, or -m and a module, with arguments. relay: prefix its lines;
-        else it inherits this terminal.
+        """Starts `program`: a script, or -m and a module, with arguments.
+
+        relay: prefix its lines; else it inherits this terminal.
         """
-        self.index, self.beat, self.heard = index, dict[str, Any](), time.monotonic()
-        self.nodes = self.sent = 0
+        self.beat: dict[str, Any] = {}
+        self.last_beat = time.monotonic()
+        self.nodes = 0
+        self.sent = 0
+        self._unread = b""  # the beginning of a line
+        self._relay_thread: threading.Thread | None = None
         self._pipe, writer = os.pipe()
         os.set_blocking(self._pipe, False)
-        self._text, self._reader = b"", None
         # A new session, so that Ctrl-C reaches it only once, through its launcher, and its children
         # can be killed with it.
         self._process = subprocess.Popen(
-            tied([sys.executable, "-u", *program]), env={**environment, HEARTBEAT: str(writer)},
-            pass_fds=[writer], start_new_session=True,
-            stdout=subprocess.PIPE if relay else None, stderr=subprocess.STDOUT if relay else None,
-        )  # fmt: skip
+            tied([sys.executable, "-u", *program]),
+            env={**environment, HEARTBEAT: str(writer)},
+            pass_fds=[writer],
+            start_new_session=True,
+            stdout=subprocess.PIPE if relay else None,
+            stderr=subprocess.STDOUT if relay else None,
+        )
         os.close(writer)
         if self._process.stdout:
-            self._reader = threading.Thread(
+            self._relay_thread = threading.Thread(
                 target=_relay, args=(self._process.stdout, index), daemon=True
             )
-            self._reader.start()
+            self._relay_thread.start()
 
     def read(self, *, excused: bool = False) -> None:
-        """Reads its heartbeats. excused: do not count its silence until now."""
+        """Reads its heartbeats. excused: do not count its silence so far."""
         if excused:
-            self.heard = time.monotonic()
+            self.last_beat = time.monotonic()
         if self._pipe < 0:
             return
         with contextlib.suppress(BlockingIOError):
             for _ in range(_PIECES):
-                if not (piece := os.read(self._pipe, _LONGEST)):
+                piece = os.read(self._pipe, _LONGEST)
+                if not piece:
                     break
-                self._text += piece
-        *lines, rest = self._text.split(b"\n")
-        self._text = rest[-_LONGEST:]
+                self._unread += piece
+        *lines, unfinished = self._unread.split(b"\n")
+        self._unread = unfinished[-_LONGEST:]
         for line in lines:
             with contextlib.suppress(ValueError):  # the run's own code may write there, too
                 message = strict_json.loads(line, size=_LONGEST)
                 protocol.require(message, protocol.BEAT)
                 self.nodes = message.get("nodes", self.nodes)
-                self.beat, self.heard = _BEAT | self.beat | message, time.monotonic()
+                self.beat = _FIRST_BEAT | self.beat | message
+                self.last_beat = time.monotonic()
 
-    def silence(self, first: float, later: float) -> float:
-        """Returns the seconds since its last heartbeat if they exceed the limit, else 0. The limit
-        is `first` before the first heartbeat (0: none), and `later` after it.
+    def silence(self, first_limit: float, limit: float) -> float:
+        """Returns the seconds since its last heartbeat if they exceed the limit, else 0.
+
+        The limit is `first_limit` before the first heartbeat (0: none), and `limit` after it.
         """
-        seconds = time.monotonic() - self.heard
-        limit = later if self.beat else first
+        seconds = time.monotonic() - self.last_beat
+        if not self.beat:
+            limit = first_limit
         return seconds if limit and seconds > limit else 0.0
 
     def status(self) -> int | None:
         """Returns its exit status, -N after signal N; None while it runs."""
-        if (status := self._process.poll()) is not None and self._pipe >= 0:
-            self.read()
-            os.close(self._pipe)
-            self._pipe = -1
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # children that it left running
-            if self._reader:
-                self._reader.join(_FAREWELL)
+        status = self._process.poll()
+        if status is None or self._pipe < 0:
+            return status
+        self.read()
+        os.close(self._pipe)
+        self._pipe = -1
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # children that it left running
+        if self._relay_thread:
+            self._relay_thread.join(_FAREWELL)
         return status
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process. SIGKILL goes to its children, too."""
+        send = os.killpg if number == signal.SIGKILL else os.kill
         with contextlib.suppress(ProcessLookupError):
-            (os.killpg if number == signal.SIGKILL else os.kill)(self._process.pid, number)
+            send(self._process.pid, number)
             self.sent = number
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """Returns a command that runs the given one, whose first word is a path, in a process that does
-    not outlive this thread.
+    """Returns a command that runs the given one in a process that does not outlive this thread.
+
+    The command's first word must be a path.
     """
     return [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *command]
 
 
 def _relay(lines: IO[bytes], index: int) -> None:
-    """Prints a process's output; lines of all but process 0 get a prefix, unless they have one
-    already.
+    """Prints a process's output.
+
+    Lines of all but process 0 get a prefix, unless they have one already.
     """
     mark = f"[process {index}] ".encode()
     with contextlib.suppress(ValueError, OSError):  # the pipe is gone
         for line in lines:
-            # one for every group of devices, sometimes in pieces
+            # Gloo prints these for every group of devices, sometimes in pieces.
             if b"[Gloo] Rank" in line or b"peer ranks" in line:
                 continue
-            # the log cannot be written; the process must not block on it
+            if index != 0 and not line.startswith(mark):
+                line = mark + line
+            # If the log cannot be written, the process must not block on it.
             with contextlib.suppress(ValueError, OSError):
-                sys.stdout.buffer.write(
-                    line if index == 0 or line.startswith(mark) else mark + line
-                )
+                sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()

@@ -1,1 +1,3 @@
-"""How the processes of a job find each other and talk, proven by its secret. Needs no JAX."""
+"""Authenticated connections between the processes of a job, and what the launcher and its workers
+share: places, messages, environment variables and exit statuses. Needs no JAX.
+"""

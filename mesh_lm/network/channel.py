@@ -22,20 +22,24 @@ from mesh_lm.network.secret import Secret
 _GREETING = b"mesh_lm 1 "
 _REFUSED = b"refused"
 _NONCE = 32
+"""Characters of a nonce, in hexadecimal."""
 _TAG = 64
-"""Characters of a nonce and of an HMAC, in hexadecimal."""
+"""Characters of an HMAC, in hexadecimal."""
 _BEFORE_PROOF = 256
+"""Bytes of a line from an end that has not proved itself."""
 _LONGEST = _TAG + 1 + strict_json.MESSAGE
+"""Bytes of a line from one that has."""
 
 
 class Refused(ValueError):
-    """The other end does not belong to the job, or does not keep to the protocol. The text has no
-    part of what it sent.
+    """The other end does not belong to the job, or does not keep to the protocol.
+
+    The text has no part of what it sent.
     """
 
 
 class Channel:
-    """One end.
+    """One end of a conversation.
 
     Attributes:
       proven: whether the other end has proved that it knows the secret.
@@ -43,68 +47,72 @@ class Channel:
     """
 
     def __init__(self, secret: Secret, purpose: str, *, serves: bool) -> None:
-        """purpose: what the conversation is about; both ends must agree. serves: whether this end
+        """Greets the other end.
+
+        purpose: what the conversation is about; both ends must agree. serves: whether this end
         accepted the connection.
         """
-        self._secret, self._purpose, self._serves = secret, purpose.encode(), serves
+        self._secret = secret
+        self._purpose = purpose.encode()
+        self._serves = serves
         self._nonce = secrets.token_hex(_NONCE // 2).encode()
-        self._key: Secret | None = None
-        self._sent = self._received = 0
-        self._incoming = bytearray()
-        self._waiting: list[bytes] = []
+        self._key: Secret | None = None  # known when the other end has greeted
+        self._n_sent = 0
+        self._n_received = 0
+        self._incoming = bytearray()  # the beginning of a line
+        self._unsent: list[bytes] = []  # messages that wait for the other end's proof
         self.proven = False
         self.outgoing = _GREETING + self._nonce + b"\n"
 
     def send(self, message: dict[str, Any]) -> None:
-        """Adds a message to `outgoing`, once the other end has proved itself. Raises ValueError if
-        it is longer than 1 MiB.
+        """Adds a message to `outgoing`, once the other end has proved itself.
+
+        Raises ValueError if it is longer than 1 MiB.
         """
         body = json.dumps(message).encode()
         if len(body) > strict_json.MESSAGE:
             raise ValueError(
                 f"a message of {len(body)} bytes; at most {strict_json.MESSAGE} can be sent"
             )
-        self._waiting.append(body)
+        self._unsent.append(body)
         self._flush()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Takes what arrived and returns the messages that are complete. Raises Refused, after
-        which the connection must be closed.
+        """Takes bytes that have arrived, and returns the messages that are complete.
+
+        Raises Refused, after which the connection must be closed.
         """
         messages = []
-        for piece in data.splitlines(keepends=True) if b"\n" in data else [data]:
+        # bytes.splitlines also splits at \r, which costs nothing: only \n ends a line.
+        pieces = data.splitlines(keepends=True) if b"\n" in data else [data]
+        for piece in pieces:
             self._incoming += piece
             limit = _LONGEST if self.proven else _BEFORE_PROOF
             if len(self._incoming) > limit + 1:
                 raise Refused(f"it sent more than {limit} bytes without the end of a line")
             if self._incoming.endswith(b"\n"):
-                line, self._incoming = bytes(self._incoming[:-1]), bytearray()
-                messages += self._line(line)
+                line = bytes(self._incoming[:-1])
+                self._incoming = bytearray()
+                messages += self._handle(line)
         return messages
 
     def refuse(self) -> bytes:
-        """Returns what to send to an end that was refused before it proved itself. It says nothing
-        but that.
+        """Returns what to send to an end that was refused before it proved itself.
+
+        It says nothing but that.
         """
         return b"" if self.proven else _REFUSED + b"\n"
 
-    def _line(self, line: bytes) -> list[dict[str, Any]]:
+    def _handle(self, line: bytes) -> list[dict[str, Any]]:
         if self._key is None:
-            self._greeted(line)
+            self._accept_greeting(line)
             return []
         if not self.proven and not self._serves and line == _REFUSED:
             raise Refused("it does not accept this secret")
-        tag, _, body = line[:_TAG], line[_TAG : _TAG + 1], line[_TAG + 1 :]
-        if not hmac.compare_digest(
-            tag, self._tag(b"client" if self._serves else b"server", self._received, body)
-        ):
-            raise Refused(
-                "it sent a line without a valid signature"
-                if self.proven
-                else "it has another secret"
-            )
-        self._received += 1
+        body = self._verified_body(line)
         if not self.proven:
+            # This line was the other end's proof. A server proves itself only now, so that a
+            # client that does not know the secret learns nothing.
             if self._serves:
                 self._seal(b"")
             self.proven = True
@@ -115,23 +123,33 @@ class Channel:
         except ValueError as error:
             raise Refused(f"it sent a message that is {error}") from None
 
-    def _greeted(self, line: bytes) -> None:
+    def _accept_greeting(self, line: bytes) -> None:
+        """Derives the key from both nonces. A client then proves itself."""
         nonce = line.removeprefix(_GREETING)
         if not line.startswith(_GREETING) or len(nonce) != _NONCE or nonce == self._nonce:
             raise Refused("it is not mesh_lm, or another version of it")
-        server, client = (self._nonce, nonce) if self._serves else (nonce, self._nonce)
+        server = self._nonce if self._serves else nonce
+        client = nonce if self._serves else self._nonce
         self._key = Secret(self._secret.tag(_GREETING, self._purpose, server, client))
         if not self._serves:
             self._seal(b"")
 
+    def _verified_body(self, line: bytes) -> bytes:
+        tag = line[:_TAG]
+        body = line[_TAG + 1 :]
+        sender = b"client" if self._serves else b"server"
+        if not hmac.compare_digest(tag, self._tag(sender, self._n_received, body)):
+            if self.proven:
+                raise Refused("it sent a line without a valid signature")
+            raise Refused("it has another secret")
+        self._n_received += 1
+        return body
+
     def _seal(self, body: bytes) -> None:
-        self.outgoing += (
-            self._tag(b"server" if self._serves else b"client", self._sent, body)
-            + b" "
-            + body
-            + b"\n"
-        )
-        self._sent += 1
+        """Adds a signed line to `outgoing`."""
+        sender = b"server" if self._serves else b"client"
+        self.outgoing += self._tag(sender, self._n_sent, body) + b" " + body + b"\n"
+        self._n_sent += 1
 
     def _tag(self, side: bytes, number: int, body: bytes) -> bytes:
         assert self._key is not None  # both have greeted
@@ -139,6 +157,6 @@ class Channel:
 
     def _flush(self) -> None:
         if self.proven:
-            for body in self._waiting:
+            for body in self._unsent:
                 self._seal(body)
-            self._waiting.clear()
+            self._unsent.clear()

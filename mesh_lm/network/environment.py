@@ -4,6 +4,8 @@ of a job.
 
 HEARTBEAT = "MESH_LM_HEARTBEAT"
 """File descriptor of the pipe to which a worker writes its heartbeats."""
+NODES = "MESH_LM_NODES"
+"""Number of nodes on which the workers run; for a launcher, the number of launchers (--nodes)."""
 ELASTIC = "MESH_LM_ELASTIC"
 """Number of nodes of the full job, set if it may continue with fewer
 (`mesh_lm.training.elastic`)."""

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mesh_lm.errors import ConfigError
+from mesh_lm.network.wire import LOOPBACK
 
 if TYPE_CHECKING:  # the launcher imports this file too, and needs no JAX
     from mesh_lm.config import LaunchConfig
@@ -33,6 +34,8 @@ all."""
 _PORTS = range(61_440, 65_536)
 _GPU = re.compile(r"\d+|(GPU|MIG)-.+")
 """An entry of CUDA_VISIBLE_DEVICES that names a GPU, by its number or its UUID."""
+_NVIDIA_SMI_LIMIT = 30
+"""Seconds that nvidia-smi may take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,54 +58,52 @@ class Starter:
 
 TORCHRUN = Starter(
     "torchrun",
-    "TORCHELASTIC_RUN_ID",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    ("MASTER_PORT",),
+    mark="TORCHELASTIC_RUN_ID",
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    job=("MASTER_PORT",),
 )
-STARTERS = (
-    TORCHRUN,
-    Starter(
-        "mpirun",
-        mark="OMPI_COMM_WORLD_RANK",
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    ),
-    # MPICH's and Intel's. `srun --mpi=pmi2` sets the first two as well.
-    Starter(
-        "mpirun",
-        "MPI_LOCALRANKID",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
-        ("PMI_PORT",),
-    ),
-    # MVAPICH2's.
-    Starter(
-        "mpirun",
-        mark="MV2_COMM_WORLD_RANK",
-        rank="MV2_COMM_WORLD_RANK",
-        size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
+_OPEN_MPI = Starter(
+    "mpirun",
+    mark="OMPI_COMM_WORLD_RANK",
+    rank="OMPI_COMM_WORLD_RANK",
+    size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )
-PMI = Starter(
+_MPICH = Starter(
+    "mpirun",
+    mark="MPI_LOCALRANKID",
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    local_rank="MPI_LOCALRANKID",
+    local_size="MPI_LOCALNRANKS",
+    job=("PMI_PORT",),
+)
+"""MPICH's mpirun, and Intel's. `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE as well."""
+_MVAPICH = Starter(
+    "mpirun",
+    mark="MV2_COMM_WORLD_RANK",
+    rank="MV2_COMM_WORLD_RANK",
+    size="MV2_COMM_WORLD_SIZE",
+    local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+    local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+)
+_PMI = Starter(
     "mpiexec",
-    "PMI_RANK",
-    "PMI_RANK",
-    "PMI_SIZE",
-    "PMI_LOCAL_RANK",
-    "PMI_LOCAL_SIZE",
-    ("PALS_APID", "PMI_PORT"),
+    mark="PMI_RANK",
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    local_rank="PMI_LOCAL_RANK",
+    local_size="PMI_LOCAL_SIZE",
+    job=("PALS_APID", "PMI_PORT"),
 )
 """Any other that speaks PMI, such as Cray's PALS. `srun` may set these variables, too."""
+_MARKED = (TORCHRUN, _OPEN_MPI, _MPICH, _MVAPICH)
+"""Starters that are known by their marks, below `srun`, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,29 +128,29 @@ class ProcessSlot:
     def of(
         cls, config: LaunchConfig, environment: Mapping[str, str] = os.environ
     ) -> ProcessSlot | None:
-        """Returns the slot that flags give, else variables, else what started this process; None if
-        the run has one process.
+        """Returns the slot from flags, else from variables, else from the starter of this process;
+        None if the run has one process.
 
-        That is torchrun, mpirun or Slurm, or whatever sets torchrun's RANK, WORLD_SIZE and
-        MASTER_ADDR, as Kubernetes' PyTorchJob does.
+        The starter is torchrun, mpirun or Slurm, or anything that sets torchrun's RANK, WORLD_SIZE
+        and MASTER_ADDR, as Kubernetes' PyTorchJob does.
 
         Raises ConfigError if the settings are incomplete or impossible.
         """
-        names = {field: f"launch.{field}" for field in VARIABLES}
-        index = "" if config.index < 0 else str(config.index)
-        given = {
+        flags = {
             "coordinator": config.coordinator,
             "processes": str(config.processes or ""),
-            "index": index,
+            "index": "" if config.index < 0 else str(config.index),
         }
-        if not any(given.values()):
-            names, given = (
-                VARIABLES,
-                {field: environment.get(name, "") for field, name in VARIABLES.items()},
-            )
-        if any(given.values()):
-            return cls._explicit(given, names, _own_devices(environment))
-        if starter := starter_of(environment):
+        if any(flags.values()):
+            names = {field: f"launch.{field}" for field in VARIABLES}
+            return cls._explicit(flags, names, _launcher_devices(environment))
+
+        variables = {field: environment.get(name, "") for field, name in VARIABLES.items()}
+        if any(variables.values()):
+            return cls._explicit(variables, VARIABLES, _launcher_devices(environment))
+
+        starter = starter_of(environment)
+        if starter:
             return cls._started(starter, environment)
         if is_slurm_step(environment):
             return cls._slurm(environment)
@@ -162,26 +163,30 @@ class ProcessSlot:
 
     @classmethod
     def _explicit(
-        cls, given: Mapping[str, str], names: Mapping[str, str], devices: tuple[int, ...] | None
+        cls, values: Mapping[str, str], names: Mapping[str, str], devices: tuple[int, ...] | None
     ) -> ProcessSlot | None:
-        if missing := [names[field] for field, value in given.items() if not value]:
-            have = ", ".join(f"{names[field]}={value}" for field, value in given.items() if value)
+        """Returns the slot from all three settings. names: what the user calls each, for errors."""
+        missing = [names[field] for field, value in values.items() if not value]
+        if missing:
+            present = [f"{names[field]}={value}" for field, value in values.items() if value]
             raise ConfigError(
-                f"{have} is given without {' and '.join(missing)}; a run of several processes "
-                "needs all three"
+                f"{', '.join(present)} is given without {' and '.join(missing)}; a run of several "
+                "processes needs all three"
             )
         try:
-            count, index = int(given["processes"]), int(given["index"])
+            count = int(values["processes"])
+            index = int(values["index"])
         except ValueError:
-            pair = (
-                f"{names['processes']}={given['processes']} and {names['index']}={given['index']}"
-            )
-            raise ConfigError(f"{pair} must be integers") from None
+            raise ConfigError(
+                f"{names['processes']}={values['processes']} and "
+                f"{names['index']}={values['index']} must be integers"
+            ) from None
         if not 0 <= index < count:
             raise ConfigError(
                 f"{names['index']}={index} must be 0 to {names['processes']} - 1 = {count - 1}"
             )
-        if not re.fullmatch(r".+:\d+", coordinator := given["coordinator"]):
+        coordinator = values["coordinator"]
+        if not re.fullmatch(r".+:\d+", coordinator):
             raise ConfigError(
                 f"{names['coordinator']}={coordinator} must be host:port of process 0, such as "
                 "node1:9876"
@@ -190,93 +195,88 @@ class ProcessSlot:
 
     @classmethod
     def _started(cls, starter: Starter, environment: Mapping[str, str]) -> ProcessSlot | None:
-        """The slot of a process of torchrun or mpirun, or None if that started one process."""
-        rank, count = (_number(environment, name, starter) for name in (starter.rank, starter.size))
+        """Returns the slot of a process of torchrun or mpirun; None if that started one process."""
+        rank = _number(environment, starter.rank, starter)
+        count = _number(environment, starter.size, starter)
         if count <= 1:
             return None
         if not 0 <= rank < count:
             raise ConfigError(
                 f"{starter.rank}={rank} must be 0 to {starter.size} - 1 = {count - 1}"
             )
+
         n_local = _number(environment, starter.local_size, starter, default=0)
-        host = "127.0.0.1" if n_local == count else environment.get("MASTER_ADDR", "")
+        host = LOOPBACK if n_local == count else environment.get("MASTER_ADDR", "")
         if not host:
-            names = " and ".join(
-                f"{name}={environment[name]}" for name in (starter.rank, starter.size)
-            )
-            ours = ", ".join(VARIABLES.values())
             raise ConfigError(
-                f"{names}: {starter.name} has started this process, but does not say on which host "
-                "process 0 is; give all processes MASTER_ADDR (of Open MPI: mpirun -x "
-                f"MASTER_ADDR=node1), or set {ours}"
+                f"{starter.rank}={environment[starter.rank]} and "
+                f"{starter.size}={environment[starter.size]}: {starter.name} has started this "
+                "process, but does not say on which host process 0 is; give all processes "
+                "MASTER_ADDR (of Open MPI: mpirun -x MASTER_ADDR=node1), or set "
+                f"{', '.join(VARIABLES.values())}"
             )
-        host = f"[{host}]" if ":" in host else host
-        port = _started_port(starter, environment)
+        if ":" in host:
+            host = f"[{host}]"
+        coordinator = f"{host}:{_started_port(starter, environment)}"
+
         if n_local:
-            local = _number(
-                environment, starter.local_rank, starter, default=0 if n_local == 1 else None
-            )
+            default_rank = 0 if n_local == 1 else None
+            local = _number(environment, starter.local_rank, starter, default=default_rank)
             devices = _share_of_host(local, n_local, environment)
         else:
-            devices = _by_local_rank(starter, environment)
-        return cls(f"{host}:{port}", count, rank, devices)
+            devices = _gpu_of_local_rank(starter, environment)
+        return cls(coordinator, count, rank, devices)
 
     @classmethod
     def _slurm(cls, environment: Mapping[str, str]) -> ProcessSlot:
-        """The slot of a task of `srun`. The tasks of a node share its GPUs equally (JAX's own
-        detection would use one GPU per task).
+        """Returns the slot of a task of `srun`.
+
+        The tasks of a node share its GPUs equally (JAX's own detection would use one GPU per task).
         """
-        tasks = tasks_here(
+        n_local = tasks_here(
             environment.get("SLURM_STEP_TASKS_PER_NODE", "1"),
             int(environment.get("SLURM_NODEID", 0)),
         )
-        needed = ("SLURM_PROCID", "SLURM_STEP_NODELIST", *(("SLURM_LOCALID",) if tasks > 1 else ()))
-        if missing := [name for name in needed if name not in environment]:
+        required = ["SLURM_PROCID", "SLURM_STEP_NODELIST"]
+        if n_local > 1:
+            required.append("SLURM_LOCALID")
+        missing = [name for name in required if name not in environment]
+        if missing:
             raise ConfigError(
                 f"SLURM_STEP_NUM_TASKS={environment['SLURM_STEP_NUM_TASKS']}, but "
                 f"{' and '.join(missing)} is not set; pass all of Slurm's variables on to this "
                 f"process, or set {', '.join(VARIABLES.values())}"
             )
-        address = slurm_address(environment)
-        # nothing outside this node needs to reach it
+        coordinator = slurm_address(environment)
+        # Nothing outside this node needs to reach it.
         if environment.get("SLURM_STEP_NUM_NODES") == "1":
-            address = f"127.0.0.1:{host_and_port(address)[1]}"
+            _, port = host_and_port(coordinator)
+            coordinator = f"{LOOPBACK}:{port}"
+        local = int(environment.get("SLURM_LOCALID", 0))
         return cls(
-            address,
+            coordinator,
             int(environment["SLURM_STEP_NUM_TASKS"]),
             int(environment["SLURM_PROCID"]),
-            _share_of_slurm(int(environment.get("SLURM_LOCALID", 0)), tasks, environment),
+            _share_of_slurm(local, n_local, environment),
         )
 
 
-def _own_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Returns the GPUs that the launcher gives to this process; None: all."""
-    text = environment.get(LOCAL_DEVICES, "")
-    try:
-        return tuple(int(device) for device in text.split(",") if device) or None
-    except ValueError:
-        raise ConfigError(
-            f"{LOCAL_DEVICES}={text} must be numbers of GPUs as this process sees them, such as 0,1"
-        ) from None
+# Starters, addresses and ports.
 
 
 def starter_of(environment: Mapping[str, str]) -> Starter | None:
-    """Returns what has started this process and says so, if anything but Slurm has."""
-    for starter in STARTERS:
+    """Returns the program that has started this process, if any but Slurm says so."""
+    for starter in _MARKED:
         if starter.mark in environment:
             return starter
+    # A batch script may export the variables below for all of its tasks, whose places only Slurm
+    # knows.
     if is_slurm_step(environment):
-        # A batch script may export these variables for all of its tasks, whose places only Slurm
-        # knows.
         return None
-    return next(
-        (
-            starter
-            for starter in (TORCHRUN, PMI)
-            if starter.rank in environment and starter.size in environment
-        ),
-        None,
-    )
+    for starter in (TORCHRUN, _PMI):
+        if starter.rank in environment and starter.size in environment:
+            return starter
+    return None
 
 
 def is_slurm_step(environment: Mapping[str, str]) -> bool:
@@ -298,21 +298,24 @@ def first_host(nodelist: str) -> str:
 
 
 def slurm_address(environment: Mapping[str, str]) -> str:
-    """Returns host:port on the first node of a step. The port differs between concurrent steps of a
-    job.
+    """Returns host:port on the first node of a step.
+
+    The port differs between concurrent steps of a job.
     """
-    job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return f"{first_host(environment['SLURM_STEP_NODELIST'])}:{_PORTS[(job * 31 + step) % len(_PORTS)]}"
+    job = int(environment.get("SLURM_JOB_ID", 0))
+    step = int(environment.get("SLURM_STEP_ID", 0))
+    port = _PORTS[(job * 31 + step) % len(_PORTS)]
+    return f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}"
 
 
 def tasks_here(tasks_per_node: str, node: int) -> int:
-    """Returns the number of tasks on node number `node`, from Slurm's format 8(x3),4. Raises
-    ConfigError if it has no such node.
+    """Returns the number of tasks on node number `node`, from Slurm's format 8(x3),4.
+
+    Raises ConfigError if it has no such node.
     """
-    counts = [
-        int(count) for count,
-        times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node) for _ in range(int(times or 1))
-    ]  # fmt: skip
+    counts = []
+    for n_tasks, n_nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
+        counts += [int(n_tasks)] * int(n_nodes or 1)
     if node >= len(counts):
         raise ConfigError(
             f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} counts the tasks "
@@ -331,17 +334,21 @@ def _number(
     try:
         return int(value)
     except ValueError:
-        sign = starter.mark if starter.mark in environment else starter.rank
-        found = f"{name}={value}" if name in environment else f"{name} is not set, but {sign} is"
+        if name in environment:
+            fault = f"{name}={value}"
+        else:
+            evidence = starter.mark if starter.mark in environment else starter.rank
+            fault = f"{name} is not set, but {evidence} is"
         raise ConfigError(
-            f"{found}: {starter.name} gives each process an integer; unset its variables to start "
+            f"{fault}: {starter.name} gives each process an integer; unset its variables to start "
             "a single process"
         ) from None
 
 
 def _started_port(starter: Starter, environment: Mapping[str, str]) -> int:
-    """Returns the coordinator's port, the same for all processes: the user's MASTER_PORT, except
-    that torchrun listens there itself.
+    """Returns the coordinator's port, the same for all processes.
+
+    It is the user's MASTER_PORT, except that torchrun listens there itself.
     """
     port = environment.get("MASTER_PORT", "")
     if port.isdecimal() and starter.mark not in environment:
@@ -350,17 +357,32 @@ def _started_port(starter: Starter, environment: Mapping[str, str]) -> int:
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
 
 
-def _by_local_rank(starter: Starter, environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Returns the one GPU that a process has by its place on its host, as in PyTorch, where nothing
-    says how many processes are there.
+# The GPUs of a process.
+
+
+def _launcher_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Returns the GPUs that the launcher gives to this process; None: all."""
+    text = environment.get(LOCAL_DEVICES, "")
+    try:
+        return tuple(int(device) for device in text.split(",") if device) or None
+    except ValueError:
+        raise ConfigError(
+            f"{LOCAL_DEVICES}={text} must be numbers of GPUs as this process sees them, such as 0,1"
+        ) from None
+
+
+def _gpu_of_local_rank(starter: Starter, environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Returns the one GPU that a process has by its rank on its host, as in PyTorch.
+
+    This is for starters that do not say how many processes the host has.
     """
-    local, visible = environment.get(starter.local_rank, ""), visible_gpus(environment)
-    is_one_of_several = visible is None or len(visible) > 1
-    return (
-        (int(local),)
-        if local.isdecimal() and is_one_of_several and may_use_gpus(environment)
-        else None
-    )
+    local = environment.get(starter.local_rank, "")
+    if not local.isdecimal() or not may_use_gpus(environment):
+        return None
+    visible = visible_gpus(environment)
+    if visible is not None and len(visible) <= 1:
+        return None
+    return (int(local),)
 
 
 def _share_of_slurm(
@@ -368,11 +390,12 @@ def _share_of_slurm(
 ) -> tuple[int, ...] | None:
     if tasks == 1 or not may_use_gpus(environment):
         return None
-    visible, on_node = visible_gpus(environment), int(environment.get("SLURM_GPUS_ON_NODE") or 0)
+    visible = visible_gpus(environment)
+    on_node = int(environment.get("SLURM_GPUS_ON_NODE") or 0)
     if not on_node and (visible is None or len(visible) > 1):
-        # Slurm says nothing about GPUs; perhaps the driver does
+        # Slurm says nothing about GPUs; perhaps the driver does.
         with contextlib.suppress(RuntimeError):
-            on_node = _all_gpus_here(environment)
+            on_node = _gpus_of_node(environment)
     if visible is None and not on_node:
         return (local,)
     return _share(local, tasks, visible, on_node)
@@ -381,14 +404,16 @@ def _share_of_slurm(
 def _share_of_host(
     local: int, tasks: int, environment: Mapping[str, str]
 ) -> tuple[int, ...] | None:
-    """As `_share`. Raises ConfigError if nothing says which GPUs there are: nvidia-smi fails, and
+    """Returns the GPUs of one of several tasks, as `_share`.
+
+    Raises ConfigError if nothing says which GPUs there are: nvidia-smi fails, and
     CUDA_VISIBLE_DEVICES is not set.
     """
     if tasks == 1 or not may_use_gpus(environment):
         return None
     visible = visible_gpus(environment)
     try:
-        on_node = _all_gpus_here(environment)
+        on_node = _gpus_of_node(environment)
     except RuntimeError as error:
         if visible is None:
             raise ConfigError(
@@ -398,13 +423,11 @@ def _share_of_host(
     return _share(local, tasks, visible, on_node)
 
 
-def _all_gpus_here(environment: Mapping[str, str]) -> int:
-    """Returns the number of GPUs of this node, whatever CUDA_VISIBLE_DEVICES names; 0: not
-    known.
-    """
-    return gpus_here(
-        {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
-    )
+def _gpus_of_node(environment: Mapping[str, str]) -> int:
+    """Returns the number of GPUs of this node, visible or not; 0: not known."""
+    every_gpu = {**environment}
+    every_gpu.pop("CUDA_VISIBLE_DEVICES", None)
+    return gpus_here(every_gpu)
 
 
 def _share(
@@ -412,8 +435,8 @@ def _share(
 ) -> tuple[int, ...] | None:
     """Returns the GPUs of one of several tasks, numbered as it sees them; None: all of them.
 
-    visible: what each task sees; None: all of the node's. on_node: GPUs of the node; 0: not known.
-    If the node has as many as its tasks see together, each of them has its own already
+    visible: the GPUs that each task sees; None: all of the node's. on_node: GPUs of the node; 0:
+    not known. If the node has as many as its tasks see together, each of them has its own already
     (--gpus-per-task, or a script that sets CUDA_VISIBLE_DEVICES). Otherwise they see the same, and
     divide them.
     """
@@ -432,14 +455,15 @@ def _share(
     return share(local, tasks, n_visible, "task")
 
 
-def share(local: int, tasks: int, gpus: int, what: str) -> tuple[int, ...]:
-    """Returns the GPUs of task number `local` of `tasks` on a node. Raises ConfigError if they
-    cannot be divided equally.
+def share(local: int, tasks: int, gpus: int, noun: str) -> tuple[int, ...]:
+    """Returns the GPUs of task number `local` of `tasks` on a node.
+
+    noun: what a task is called. Raises ConfigError if the GPUs cannot be divided equally.
     """
     if gpus % tasks:
-        fix = f"start one {what} per node, or one per GPU"
         raise ConfigError(
-            f"{gpus} GPUs of this node cannot be divided equally among its {tasks} {what}s; {fix}"
+            f"{gpus} GPUs of this node cannot be divided equally among its {tasks} {noun}s; start "
+            f"one {noun} per node, or one per GPU"
         )
     return tuple(range(local * (gpus // tasks), (local + 1) * (gpus // tasks)))
 
@@ -457,11 +481,10 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str] | Non
     NoDevFiles.
     """
     ids = environment.get("CUDA_VISIBLE_DEVICES")
-    return (
-        None
-        if ids is None
-        else list(itertools.takewhile(_GPU.fullmatch, map(str.strip, ids.split(","))))
-    )
+    if ids is None:
+        return None
+    entries = map(str.strip, ids.split(","))
+    return list(itertools.takewhile(_GPU.fullmatch, entries))
 
 
 def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
@@ -472,10 +495,12 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
     """
     if not may_use_gpus(environment):
         return 0
-    if (visible := visible_gpus(environment)) is not None:
+    visible = visible_gpus(environment)
+    if visible is not None:
         is_mig = bool(visible) and visible[0].startswith("MIG-")
         return 1 if is_mig else len(visible)  # CUDA shows a process one MIG device
-    if not (tool := shutil.which("nvidia-smi", path=environment.get("PATH"))):
+    tool = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    if not tool:
         return 0
     try:
         listing = subprocess.run(
@@ -483,16 +508,13 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            timeout=30,
+            timeout=_NVIDIA_SMI_LIMIT,
             check=True,
         ).stdout
-    except (
-        OSError,
-        subprocess.SubprocessError,
-    ) as error:  # a node with a failed GPU must not count as a CPU node
-        why = (
+    except (OSError, subprocess.SubprocessError) as error:
+        # A node with a failed GPU must not count as a CPU node.
+        raise RuntimeError(
             f"cannot count the GPUs of {socket.gethostname()}: {error}; if it has none, use "
             "--devices or JAX_PLATFORMS=cpu"
-        )
-        raise RuntimeError(why) from error
+        ) from error
     return sum(line.startswith("GPU ") for line in listing.splitlines())

@@ -15,6 +15,8 @@ from typing import Any
 
 Check = Callable[[Any], bool]
 _LARGEST = 2**53
+_LONGEST_PROBLEM = 2**19
+"""Characters of the outcome of a rendezvous; a message has at most 2^20 bytes."""
 
 
 def whole(low: int = -_LARGEST, high: int = _LARGEST) -> Check:
@@ -43,55 +45,76 @@ def text(longest: int, pattern: str = "") -> Check:
 
 
 def items(check: Check, *, size: int = -1) -> Check:
-    """Accepts lists of what `check` accepts. size: their length; -1: any."""
+    """Accepts lists whose items `check` accepts. size: their length; -1: any."""
     return lambda value: (
         isinstance(value, list) and size in (-1, len(value)) and all(map(check, value))
     )
 
 
-def mapping(key: Check, check: Check) -> Check:
+def mapping(key_check: Check, value_check: Check) -> Check:
     """Accepts objects whose keys and values the two accept."""
     return lambda value: (
-        isinstance(value, dict) and all(key(name) and check(each) for name, each in value.items())
+        isinstance(value, dict)
+        and all(map(key_check, value))
+        and all(map(value_check, value.values()))
     )
 
 
-def fields(known: Mapping[str, Check], *required: str) -> Check:
-    """Accepts objects with the required fields, whose known fields are accepted. Unknown fields are
-    ignored.
+def fields(checks: Mapping[str, Check], *required: str) -> Check:
+    """Accepts objects with the required fields, whose values `checks` accept.
+
+    Fields without a check are ignored.
     """
-    return lambda value: isinstance(value, dict) and not _wrong(value, known, required)
+    return lambda value: isinstance(value, dict) and not _invalid_fields(value, checks, required)
 
 
-def require(message: Mapping[str, Any], known: Mapping[str, Check], *required: str) -> None:
+def require(message: Mapping[str, Any], checks: Mapping[str, Check], *required: str) -> None:
     """Raises ValueError, which names the fields, if `fields` does not accept the message."""
-    if wrong := _wrong(message, known, required):
-        raise ValueError(f"fields that are missing or not as expected: {', '.join(wrong)}")
+    invalid = _invalid_fields(message, checks, required)
+    if invalid:
+        raise ValueError(f"fields that are missing or not as expected: {', '.join(invalid)}")
 
 
-def _wrong(
-    message: Mapping[str, Any], known: Mapping[str, Check], required: tuple[str, ...]
+def _invalid_fields(
+    message: Mapping[str, Any], checks: Mapping[str, Check], required: tuple[str, ...]
 ) -> list[str]:
-    missing = [name for name in required if name not in message]
-    return missing + [
-        name for name, check in known.items() if name in message and not check(message[name])
-    ]
+    invalid = [name for name in required if name not in message]
+    for name, check in checks.items():
+        if name in message and not check(message[name]):
+            invalid.append(name)
+    return invalid
+
+
+def _signal_at(value: Any) -> bool:
+    """Accepts [seconds, number of a signal]."""
+    return items(number, size=2)(value) and _SIGNAL(value[1])
 
 
 _COUNT = whole(0, 2**31)
 _INDEX = whole(0, 2**20)
 _SIGNAL = whole(0, 64)
+_SIGNAL_NAMES = "|".join(member.name for member in signal.Signals)
 _SECONDS = mapping(text(32), number)
+PREPARING = ("start", "data", "restore", "compile")
+"""Phases before the first new step is done (`mesh_lm.distributed.phases`)."""
 BEAT: Mapping[str, Check] = {
-    "pid": _COUNT, "step": whole(), "phase": text(32), "since": number, "saved": whole(),
-    "seconds": _SECONDS, "nodes": _COUNT,
-}  # fmt: skip
+    "pid": _COUNT,
+    "step": whole(),
+    "phase": text(32),
+    "since": number,
+    "saved": whole(),
+    "seconds": _SECONDS,
+    "nodes": _COUNT,
+}
 """A worker's heartbeat."""
 _REPORTED = fields(BEAT | {"age": number}, "step", "phase", "since", "saved", "seconds", "age")
 HELLO: Mapping[str, Check] = {
-    "hello": text(16, "mesh_lm"), "node": whole(), "life": text(64), "host": text(255),
+    "hello": text(16, "mesh_lm"),
+    "node": whole(),
+    "life": text(64),
+    "host": text(255),
     "job": mapping(text(32), text(64)),
-}  # fmt: skip
+}
 """An agent's first message."""
 _FINDING = fields(
     {"check": text(32), "outcome": text(7, "ok|failed|unknown"), "text": text(300)},
@@ -100,31 +123,49 @@ _FINDING = fields(
     "text",
 )
 REPORT: Mapping[str, Check] = {
-    "generation": _COUNT, "beats": mapping(text(8, "[0-9]+"), _REPORTED),
+    "generation": _COUNT,
+    "beats": mapping(text(8, "[0-9]+"), _REPORTED),
     "died": items(items(whole(-255, 2**20), size=3)),
-    "fewer": _INDEX, "ended": boolean, "silent": _INDEX, "seconds": number,
-    "stop": text(16, "|".join(each.name for each in signal.Signals)), "at_once": boolean,
-    "checked": _COUNT, "port": whole(1, 2**16 - 1), "gpus": whole(0, 2**12),
+    "fewer": _INDEX,
+    "ended": boolean,
+    "silent": _INDEX,
+    "seconds": number,
+    "stop": text(16, _SIGNAL_NAMES),
+    "at_once": boolean,
+    "checked": _COUNT,
+    "port": whole(1, 2**16 - 1),
+    "gpus": whole(0, 2**12),
     "findings": items(_FINDING),
-}  # fmt: skip
-"""What else an agent says."""
+}
+"""An agent's other messages."""
 ORDER: Mapping[str, Check] = {
-    "start": _COUNT, "coordinator": text(300, r".+:\d{1,5}"), "count": _INDEX, "first": _INDEX,
-    "nodes": _INDEX, "begun": _COUNT,
-    "end": _COUNT, "schedule": items(lambda each: items(number, size=2)(each) and _SIGNAL(each[1])),
-    "check": _COUNT, "exit": whole(0, 255), "refused": text(32), "fields": items(text(32)),
+    "start": _COUNT,
+    "coordinator": text(300, r".+:\d{1,5}"),
+    "count": _INDEX,
+    "first": _INDEX,
+    "nodes": _INDEX,
+    "begun": _COUNT,
+    "end": _COUNT,
+    "schedule": items(_signal_at),
+    "check": _COUNT,
+    "exit": whole(0, 255),
+    "refused": text(32),
+    "fields": items(text(32)),
     "host": text(255),
-}  # fmt: skip
-"""What the controller says to an agent."""
+}
+"""The controller's messages to an agent."""
 START = ("start", "coordinator", "count", "first", "nodes", "begun")
 """The fields of an order to start."""
 PRESENTED: Mapping[str, Check] = {
-    "magic": text(16, "mesh_lm"), "count": whole(), "index": whole(), "host": text(255),
+    "magic": text(16, "mesh_lm"),
+    "count": whole(),
+    "index": whole(),
+    "host": text(255),
     "description": lambda value: isinstance(value, dict),
-}  # fmt: skip
-"""What a process says at the rendezvous."""
+}
+"""The message of a process at the rendezvous."""
 OUTCOME: Mapping[str, Check] = {
-    "problem": lambda value: isinstance(value, str) and len(value) < 2**19,
+    "problem": lambda value: isinstance(value, str) and len(value) < _LONGEST_PROBLEM,
     "absent": boolean,
 }
-"""What process 0 answers there."""
+"""The answer of process 0."""

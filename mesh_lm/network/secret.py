@@ -43,18 +43,21 @@ class Secret:
 
     @classmethod
     def shared(cls, environment: Mapping[str, str] = os.environ) -> Secret:
-        """Returns the secret that other hosts have, too: MESH_LM_SECRET, else the file
-        MESH_LM_SECRET_FILE, else `OWN_FILE`.
+        """Returns the secret that other hosts have, too.
 
-        It makes `OWN_FILE` if that is absent.
+        It comes from MESH_LM_SECRET, else the file MESH_LM_SECRET_FILE, else `OWN_FILE`, which is
+        made if it is absent.
 
         Raises ConfigError if the file cannot be read or made, is not private, or the secret is
         shorter than 16 characters.
         """
-        if text := environment.get(SECRET, ""):
-            return cls(_long_enough(text.strip(), SECRET))
-        if name := environment.get(SECRET_FILE, ""):
-            return cls(_read(Path(name).expanduser()))
+        text = environment.get(SECRET, "")
+        if text:
+            return cls(_key_bytes(text.strip(), SECRET))
+        file_name = environment.get(SECRET_FILE, "")
+        if file_name:
+            return cls(_read(Path(file_name).expanduser()))
+
         path = Path(environment.get("HOME") or "~", OWN_FILE.removeprefix("~/")).expanduser()
         try:
             if not path.exists():
@@ -71,14 +74,12 @@ class Secret:
         return Secret(self.tag(b"derived", *(part.encode() for part in purpose)))
 
     def tag(self, *parts: bytes) -> bytes:
-        """Returns the HMAC-SHA256 of the parts (32 bytes). Each part is preceded by its length, so
-        that none can pass for another.
+        """Returns the HMAC-SHA256 of the parts (32 bytes).
+
+        Each part is preceded by its length, so that none can pass for another.
         """
-        return hmac.digest(
-            self._key,
-            b"".join(len(part).to_bytes(8, "big") + part for part in parts),
-            hashlib.sha256,
-        )
+        message = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        return hmac.digest(self._key, message, hashlib.sha256)
 
     def text(self) -> str:
         """Returns it as `shared` reads it from MESH_LM_SECRET, for a child process."""
@@ -88,22 +89,26 @@ class Secret:
 def _read(path: Path) -> bytes:
     try:
         with open(path, "rb") as file:
-            about, text = os.fstat(file.fileno()), file.read(_LONGEST + 1)
+            # fstat, because the path may name another file by now.
+            status = os.fstat(file.fileno())
+            content = file.read(_LONGEST + 1)
     except OSError as error:
         raise ConfigError(f"cannot read the secret in {path}: {error.strerror}; {_FIX}") from error
-    if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or about.st_uid not in (0, os.getuid()):
+    is_open_to_others = status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    if is_open_to_others or status.st_uid not in (0, os.getuid()):
         raise ConfigError(
             f"others can read or change the secret in {path}; make it yours alone (chmod 600), and "
             "replace its contents; where that cannot be done, as with a volume of a Kubernetes "
             "secret, set MESH_LM_SECRET instead"
         )
-    return _long_enough(text.decode("utf-8", "replace").strip(), str(path))
+    return _key_bytes(content.decode("utf-8", "replace").strip(), str(path))
 
 
-def _long_enough(text: str, where: str) -> bytes:
+def _key_bytes(text: str, source: str) -> bytes:
+    """Returns the key that a text spells, in hexadecimal or not. source: its place, for errors."""
     if not _SHORTEST <= len(text) <= _LONGEST:
         raise ConfigError(
-            f"the secret in {where} must have {_SHORTEST} to {_LONGEST} characters; make one with "
+            f"the secret in {source} must have {_SHORTEST} to {_LONGEST} characters; make one with "
             "openssl rand -hex 32"
         )
     try:
@@ -113,18 +118,20 @@ def _long_enough(text: str, where: str) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Writes a new secret. If several hosts do it at once, one of them wins, also on NFS, because a
-    link is made only if there is none.
+    """Writes a new secret.
+
+    If several hosts do it at once, one of them wins, also on NFS, because a link is made only if
+    there is none.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    own = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(secrets.token_hex(32) + "\n")
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
-            os.link(own, path)
+            os.link(temporary, path)
     finally:
-        own.unlink()
+        temporary.unlink()

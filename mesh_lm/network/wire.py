@@ -21,6 +21,8 @@ _BACKLOG = 1024
 """Connections that wait to be accepted (the system may allow fewer); where there is no room, one
 waits a second to try again."""
 LOOPBACK = "127.0.0.1"
+QUIET = 2.0
+"""Seconds after which a node or a process that has no answer says for whom it waits."""
 
 
 class Peer:
@@ -28,29 +30,31 @@ class Peer:
 
     Attributes:
       open: whether it is still connected, as far as the system knows.
-      heard: when its last bytes arrived (time.monotonic).
+      address: its IP address; "unknown" if it had hung up at once.
       refused: why it was refused; empty: it was not.
     """
 
     def __init__(
         self, connection: socket.socket, secret: Secret, purpose: str, *, serves: bool
     ) -> None:
-        """Greets the other end. serves: whether this end accepted the connection. The rest is as in
-        `Channel`.
+        """Greets the other end.
+
+        serves: whether this end accepted the connection. secret, purpose: as of `Channel`.
         """
-        self._socket, self._channel, self._unsent = (
-            connection,
-            Channel(secret, purpose, serves=serves),
-            b"",
-        )
-        self.open, self.refused = True, ""
-        self.heard = self._began = time.monotonic()
+        self._socket = connection
+        self._channel = Channel(secret, purpose, serves=serves)
+        self._unsent = b""
+        self._connected_at = time.monotonic()
+        self._last_received = self._connected_at
+        self.open = True
+        self.refused = ""
         connection.setblocking(False)
         try:
             self.address = str(connection.getpeername()[0]).removeprefix("::ffff:")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:  # it has hung up already
-            self.address, self.open = "unknown", False
+            self.address = "unknown"
+            self.open = False
         self._write()
 
     @property
@@ -61,33 +65,36 @@ class Peer:
     @property
     def silence(self) -> float:
         """Seconds since its last bytes arrived."""
-        return time.monotonic() - self.heard
+        return time.monotonic() - self._last_received
 
     @property
     def age(self) -> float:
         """Seconds since it was connected."""
-        return time.monotonic() - self._began
+        return time.monotonic() - self._connected_at
 
     def send(self, **message: Any) -> None:
-        """Sends a message now, or with a later call if the other end does not keep up or has not
-        proved itself.
+        """Sends a message.
+
+        A later call sends it if the other end does not keep up, or has not proved itself.
         """
         self._channel.send(message)
         self._write()
 
     def receive(self, *, excused: bool = False) -> list[dict[str, Any]]:
-        """Returns the messages that have arrived. An end that is refused is closed. excused: do not
-        count its silence until now.
+        """Returns the messages that have arrived. An end that is refused is closed.
+
+        excused: do not count its silence so far.
         """
         if excused:
-            self.heard = time.monotonic()
+            self._last_received = time.monotonic()
         messages = []
         try:
             for _ in range(_PIECES):
-                if not (piece := self._socket.recv(_PIECE)):
+                piece = self._socket.recv(_PIECE)
+                if not piece:
                     self.open = False
                     break
-                self.heard = time.monotonic()
+                self._last_received = time.monotonic()
                 messages += self._channel.feed(piece)
         except BlockingIOError:
             pass
@@ -103,10 +110,12 @@ class Peer:
         return messages
 
     def _write(self) -> None:
-        self._unsent, self._channel.outgoing = self._unsent + self._channel.outgoing, b""
+        self._unsent += self._channel.outgoing
+        self._channel.outgoing = b""
         try:
             while self.open and self._unsent:
-                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+                n_sent = self._socket.send(self._unsent)
+                self._unsent = self._unsent[n_sent:]
         except BlockingIOError:
             self.open = len(self._unsent) < _UNSENT
         except OSError:
@@ -119,8 +128,9 @@ class Peer:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as it is given, is this machine seen by itself only, such as 127.0.0.1 or
-    localhost.
+    """Whether a host's name or address is this machine seen by itself only.
+
+    Such as 127.0.0.1 or localhost.
     """
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -136,15 +146,17 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def listen(port: int, host: str = "", backlog: int = 0) -> socket.socket:
-    """Returns a socket that listens on all addresses of this machine, or on `host`. port 0: any
-    free one. backlog: at least this many connections wait to be accepted, and never fewer than
-    `_BACKLOG`. Raises OSError if the port is taken.
+    """Returns a socket that listens on all addresses of this machine, or on `host`.
+
+    port 0: any free one. backlog: at least this many connections wait to be accepted, and never
+    fewer than `_BACKLOG`. Raises OSError if the port is taken.
     """
+    address = (host, port)
     backlog = max(backlog, _BACKLOG)
     if ":" in host:
-        return socket.create_server((host, port), family=socket.AF_INET6, backlog=backlog)
+        return socket.create_server(address, family=socket.AF_INET6, backlog=backlog)
     if host or not socket.has_dualstack_ipv6():
-        return socket.create_server((host, port), backlog=backlog)
+        return socket.create_server(address, backlog=backlog)
     return socket.create_server(
-        (host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+        address, family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
     )

@@ -16,8 +16,7 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
-from mesh_lm.launch.job import VARIABLES
-from mesh_lm.network.environment import ELASTIC, LEAST
+from mesh_lm.network.environment import ELASTIC, LEAST, NODES
 from mesh_lm.optim import Rule
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, MeshError, axes_of
@@ -38,7 +37,7 @@ def fit(
     full = int(environment.get(ELASTIC, 0))
     if not full:
         return config
-    n_nodes = int(environment[VARIABLES["nodes"]])
+    n_nodes = int(environment[NODES])
     least = int(environment.get(LEAST, n_nodes))
     per_node = jax.device_count() // n_nodes
     try:

@@ -8,9 +8,9 @@ import sys
 import threading
 from types import TracebackType
 
-from mesh_lm import launch
 from mesh_lm.config import HealthConfig
 from mesh_lm.distributed.phases import Phases
+from mesh_lm.network.exit_status import EXIT_STALLED
 
 _BUSY = ("batch", "step")
 """Phases of the training loop, in which every step is a sign of life."""
@@ -78,7 +78,7 @@ class Watchdog:
             faulthandler.dump_traceback(_STDERR, all_threads=True)
             sys.stdout.flush()
         finally:  # also if the log cannot be written
-            os._exit(launch.EXIT_STALLED)
+            os._exit(EXIT_STALLED)
 
     def __exit__(
         self,

@@ -3,20 +3,20 @@
 import re
 import shlex
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from configs import llama3_8b
-from mesh_lm import launch
 from mesh_lm.commands import command_line
 from mesh_lm.commands.launch import parse as _parse
 from mesh_lm.config import HealthConfig, LaunchConfig
-from mesh_lm.distributed import rendezvous
 from mesh_lm.errors import ConfigError
 from mesh_lm.launch import controller, generation, health, job, messages, nodes
 from mesh_lm.launch.health import finding, gpu, programs, system
+from mesh_lm.network import exit_status, rendezvous
 from mesh_lm.network.process_slot import VARIABLES, ProcessSlot
 from mesh_lm.network.secret import Secret
 from mesh_lm.network.wire import free_port
@@ -75,9 +75,9 @@ def test_defaults_and_statuses() -> None:
         )
     rows = dict(re.findall(r"^\| (\d+) \| ([^|]+) \|", OPERATIONS, re.MULTILINE))
     known = (
-        launch.EXIT_CANNOT, launch.EXIT_USAGE, launch.EXIT_UNEXPECTED, launch.EXIT_STALLED,
-        launch.EXIT_FEWER, launch.EXIT_REPLACED,
-        launch.EXIT_PREEMPTED, launch.EXIT_INTERRUPTED,
+        exit_status.EXIT_CANNOT, exit_status.EXIT_USAGE, exit_status.EXIT_UNEXPECTED, exit_status.EXIT_STALLED,
+        exit_status.EXIT_FEWER, exit_status.EXIT_REPLACED,
+        exit_status.EXIT_PREEMPTED, exit_status.EXIT_INTERRUPTED,
     )  # fmt: skip
     assert [int(status) for status in rows] == [0, *known]
     assert generation.CRASHED == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
@@ -104,9 +104,10 @@ def test_the_table_of_health_checks(tmp_path: Path) -> None:
 
 def test_who_is_where() -> None:
     """The table on the page, from heartbeats like those it tells of."""
+    now = time.monotonic()
     beats = {
-        0: {"step": 412, "phase": "step", "since": 30.4, "age": 0.3},
-        1: {"step": 411, "phase": "batch", "since": 0.3, "age": 30.0},
+        0: messages.Beat(412, "step", 30.4, -1, {}, received_at=now - 0.3),
+        1: messages.Beat(411, "batch", 0.3, -1, {}, received_at=now - 30.0),
     }
     assert (
         "\n".join(["[launch] last heartbeats:", *messages.progress_table(beats, {1})]) in OPERATIONS

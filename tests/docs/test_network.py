@@ -5,9 +5,8 @@ from pathlib import Path
 
 from mesh_lm import strict_json
 from mesh_lm.checkpoint import copies
-from mesh_lm.distributed import rendezvous
 from mesh_lm.launch import controller
-from mesh_lm.network import channel, environment, secret
+from mesh_lm.network import channel, environment, rendezvous, secret
 
 PAGE = " ".join(
     (Path(__file__).parents[2] / "docs" / "multi_host.md").read_text(encoding="utf-8").split()

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from processes import PATIENCE, ended
 
-from mesh_lm.distributed.rendezvous import meet
 from mesh_lm.launch import controller
 from mesh_lm.launch.job import Job
 from mesh_lm.network.process_slot import ProcessSlot
+from mesh_lm.network.rendezvous import meet
 from mesh_lm.network.secret import Secret
 from mesh_lm.network.wire import Peer, free_port
 from tests.mesh_lm.launch.launchers import SECRET, lives, nodes

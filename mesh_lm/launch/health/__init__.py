@@ -27,48 +27,53 @@ class Checks(dict[str, Check]):
     gpus: gpu.Gpus | None = None
 
     @property
-    def count(self) -> dict[str, int]:
-        """The number of GPUs that the last examination found, as {"gpus": number}; empty if it is
-        not known, or none are used.
+    def n_gpus(self) -> int | None:
+        """The number of GPUs that the last examination counted; None: not known, or none are
+        used.
         """
-        return {} if self.gpus is None or self.gpus.count is None else {"gpus": self.gpus.count}
+        return self.gpus.count if self.gpus else None
 
 
 def checks(job: Job, environment: Mapping[str, str]) -> Checks:
-    """Returns the checks of this node by name. Some compare with what they found first: use the
-    same ones for each examination.
+    """Returns the checks of this node by name.
+
+    Some compare with what they found first: use the same ones for each examination.
     """
+    node_checks = Checks()
     if job.health == "off":
-        return Checks()
-    visible = {
-        name: value for name, value in environment.items() if name not in (SECRET, SECRET_FILE)
-    }
-    found = Checks()
-    found["temporary directory"] = system.Disk(Path(environment.get("TMPDIR") or "/tmp"))
-    found["output"] = system.Disk(Path(system.named_in(job.command, "output") or "runs"))
-    if local := system.named_in(job.command, "checkpoint.local"):
-        found["local checkpoints"] = system.Disk(Path(local))
+        return node_checks
+    # The programs that checks run need not know the secret.
+    variables = {**environment}
+    variables.pop(SECRET, None)
+    variables.pop(SECRET_FILE, None)
+
+    node_checks["temporary directory"] = system.Disk(Path(environment.get("TMPDIR") or "/tmp"))
+    node_checks["output"] = system.Disk(Path(system.option_value(job.command, "output") or "runs"))
+    local_checkpoints = system.option_value(job.command, "checkpoint.local")
+    if local_checkpoints:
+        node_checks["local checkpoints"] = system.Disk(Path(local_checkpoints))
     if job.nodes > 1:
-        found["network"] = system.Network()
-    tool = (
-        shutil.which("nvidia-smi", path=visible.get("PATH")) if _uses_gpus(job, visible) else None
-    )
+        node_checks["network"] = system.Network()
+
+    tool = None
+    if _uses_gpus(job, variables):
+        tool = shutil.which("nvidia-smi", path=variables.get("PATH"))
     if tool:
-        found.gpus = gpus = gpu.Gpus(gpu.nvidia_smi(tool, visible), visible)
-        found |= {
-            "GPU memory": gpus.memory,
-            "GPU clocks": gpus.clocks,
-            "NVLink": gpus.nvlink,
-            "kernel log": gpus.kernel_log,
-        }
+        gpus = gpu.Gpus(gpu.nvidia_smi(tool, variables), variables)
+        node_checks.gpus = gpus
+        node_checks["GPU memory"] = gpus.memory
+        node_checks["GPU clocks"] = gpus.clocks
+        node_checks["NVLink"] = gpus.nvlink
+        node_checks["kernel log"] = gpus.kernel_log
+
     if job.health == "all":
-        found["matrix product"] = partial(
-            programs.matrix_product, "gpu" if tool else "cpu", visible
-        )
+        kind = "gpu" if tool else "cpu"
+        node_checks["matrix product"] = partial(programs.matrix_product, kind, variables)
     if job.health_command:
-        own = visible | {VARIABLES["node"]: str(job.node)}
-        found["command"] = partial(programs.own_command, shlex.split(job.health_command), own)
-    return found
+        command = shlex.split(job.health_command)
+        variables = variables | {VARIABLES["node"]: str(job.node)}
+        node_checks["command"] = partial(programs.own_command, command, variables)
+    return node_checks
 
 
 def _uses_gpus(job: Job, environment: Mapping[str, str]) -> bool:

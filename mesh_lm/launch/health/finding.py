@@ -1,5 +1,5 @@
-"""What a health check returns, and how all checks of a node are run at once, within a limited
-time.
+"""The result of a health check, and an examination, which runs all checks of a node at once, within
+a limited time.
 """
 
 from __future__ import annotations
@@ -12,38 +12,40 @@ from typing import Literal, NamedTuple
 LIMIT = 60.0
 """Seconds after which a check that has not returned has no result."""
 _LONGEST = 300
+"""Characters of a line."""
+
+Outcome = Literal["ok", "failed", "unknown"]
+Result = tuple[Outcome, str]
+"""The outcome of a check, and one line."""
+Check = Callable[[], Result]
 
 
 class Finding(NamedTuple):
     """The result of one check."""
 
     check: str
-    outcome: Literal["ok", "failed", "unknown"]
+    outcome: Outcome
     text: str = ""
     """One line: what was found, and for a failure what to do."""
 
 
-Result = tuple[Literal["ok", "failed", "unknown"], str]
-"""What a check returns: the outcome, and one line."""
-Check = Callable[[], Result]
-
-
 class Examination:
-    """One run of all checks, each in a thread of its own. One that hangs on a dead disk cannot be
-    ended, and is not started again.
+    """One run of all checks, each in a thread of its own.
+
+    A check that hangs on a dead disk cannot be ended, and is not started again.
     """
 
     def __init__(
-        self, checks: Mapping[str, Check], limit: float = LIMIT, before: Examination | None = None
+        self, checks: Mapping[str, Check], limit: float = LIMIT, previous: Examination | None = None
     ) -> None:
-        """Starts them. limit: seconds. before: the last examination; a check that still runs since
-        then is waited for instead.
+        """Starts the checks.
+
+        limit: seconds that each may take. previous: the last examination; a check that still runs
+        since then is waited for instead.
         """
-        running = (
-            {name: each for name, each in before._running.items() if each.is_alive()}
-            if before
-            else {}
-        )
+        running: dict[str, _Running] = {}
+        if previous:
+            running = {name: run for name, run in previous._running.items() if run.is_alive()}
         self._running = {
             name: running.get(name) or _Running(name, check) for name, check in checks.items()
         }
@@ -51,14 +53,15 @@ class Examination:
 
     def findings(self) -> list[Finding] | None:
         """Returns the result of each check; None while one of them runs and has time left."""
-        found = {name: each.finding for name, each in self._running.items()}
-        if any(
-            found[name] is None and time.monotonic() - each.began < self._limit
-            for name, each in self._running.items()
-        ):
-            return None
-        late = f"no answer within {self._limit:g} s"
-        return [each or Finding(name, "unknown", late) for name, each in found.items()]
+        findings = []
+        for name, running in self._running.items():
+            finding = running.finding
+            if finding is None:
+                if time.monotonic() - running.started_at < self._limit:
+                    return None
+                finding = Finding(name, "unknown", f"no answer within {self._limit:g} s")
+            findings.append(finding)
+        return findings
 
 
 class _Running(threading.Thread):
@@ -66,7 +69,9 @@ class _Running(threading.Thread):
 
     def __init__(self, name: str, check: Check) -> None:
         super().__init__(daemon=True)
-        self._check, self._about, self.began = check, name, time.monotonic()
+        self._check_name = name
+        self._check = check
+        self.started_at = time.monotonic()
         self.finding: Finding | None = None
         try:
             self.start()
@@ -77,8 +82,9 @@ class _Running(threading.Thread):
         try:
             outcome, text = self._check()
         except Exception as error:
-            outcome, text = "unknown", f"{type(error).__name__}: {error}"
-        self.finding = Finding(self._about, outcome, one_line(text))
+            outcome = "unknown"
+            text = f"{type(error).__name__}: {error}"
+        self.finding = Finding(self._check_name, outcome, one_line(text))
 
 
 def one_line(text: str) -> str:

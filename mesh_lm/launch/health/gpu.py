@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from mesh_lm.launch.health.finding import Result
 from mesh_lm.launch.health.limited import run
@@ -37,38 +38,53 @@ RECENT = 600.0
 COUNTS = 120.0
 """Seconds for which it does, from the first check that finds it: less than a run waits for a node
 to be healthy again."""
+_RECORD = 8192
+"""Bytes of a record of the kernel's log, at most."""
 Ask = Callable[..., str]
+"""Runs nvidia-smi with the given words, and returns what it prints."""
 
 
 def nvidia_smi(tool: str, environment: Mapping[str, str]) -> Ask:
-    """Returns a function that runs nvidia-smi with the given words and returns what it prints. It
-    raises RuntimeError if that fails.
-    """
+    """Returns a function that runs nvidia-smi. It raises RuntimeError if that fails."""
 
     def ask(*words: str) -> str:
-        status, text = run([tool, *words], environment, _LIMIT)
+        status, output = run([tool, *words], environment, _LIMIT)
         if status is None:
             raise RuntimeError(f"nvidia-smi did not answer within {_LIMIT:g} s")
         if status:
-            raise RuntimeError(f"nvidia-smi ended with status {status}: {' '.join(text.split())}")
-        return text
+            raise RuntimeError(f"nvidia-smi ended with status {status}: {' '.join(output.split())}")
+        return output
 
     return ask
 
 
+class _Row(NamedTuple):
+    """A row of nvidia-smi about one GPU."""
+
+    index: str
+    uuid: str
+    bus: str
+    values: list[str]
+    """The fields that were queried."""
+
+
 class Gpus:
-    """The GPUs of a node that its workers see."""
+    """The GPUs of a node that its workers see.
+
+    Attributes:
+      count: the number that `memory` found last; None: nvidia-smi did not say.
+    """
 
     def __init__(self, ask: Ask, environment: Mapping[str, str]) -> None:
         """ask: as `nvidia_smi` returns it. environment: CUDA_VISIBLE_DEVICES limits the GPUs that
         are checked.
         """
-        self._ask, self._visible = ask, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        self._most, self._active = 0, dict[str, int]()
-        # Xid -> when it was first reported, in seconds since the boot
-        self._reported: dict[tuple[str, ...], float] = {}
+        self._ask = ask
+        self._visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        self._most_gpus = 0  # in any check so far
+        self._most_links: dict[str, int] = {}  # index -> active NVLinks in any check so far
+        self._xids_reported_at: dict[_Xid, float] = {}  # seconds since the boot
         self.count: int | None = None
-        """The number that `memory` found last; None: nvidia-smi did not say."""
 
     def memory(self) -> Result:
         """Returns failed if a GPU is missing, has uncorrected ECC errors since the driver started,
@@ -76,26 +92,27 @@ class Gpus:
         """
         self.count = None
         try:
-            gpus = self._query("ecc.errors.uncorrected.volatile.total")
-            pending = self._remapped()
+            rows = self._query("ecc.errors.uncorrected.volatile.total")
+            remaps = self._row_remaps()
         except RuntimeError as error:
-            lost = any(text in str(error) for text in _LOST)
-            return (
-                "failed" if lost else "unknown"
-            ), f"{error}{'; reboot the node' if lost else ''}"
-        self.count = len(gpus)
-        before, self._most = self._most, max(self._most, len(gpus))
-        if len(gpus) < before:
-            return "failed", f"{len(gpus)} of {before} GPUs are left: reboot the node"
-        wrong = []
-        for index, bus, errors in gpus:
-            if errors.isdigit() and int(errors):
-                wrong.append(
-                    f"GPU {index} has {errors} uncorrected ECC errors: {_RESET.format(index)}"
-                )
-            if how := pending.get(bus):
-                wrong.append(f"GPU {index} {how.format(_RESET.format(index))}")
-        return ("failed", "; ".join(wrong)) if wrong else ("ok", f"{len(gpus)} GPUs")
+            if any(text in str(error) for text in _LOST):
+                return "failed", f"{error}; reboot the node"
+            return "unknown", str(error)
+        self.count = len(rows)
+        n_expected = self._most_gpus
+        self._most_gpus = max(self._most_gpus, len(rows))
+        if len(rows) < n_expected:
+            return "failed", f"{len(rows)} of {n_expected} GPUs are left: reboot the node"
+
+        faults = []
+        for row in rows:
+            reset = _RESET.format(row.index)
+            (n_errors,) = row.values
+            if n_errors.isdigit() and int(n_errors):
+                faults.append(f"GPU {row.index} has {n_errors} uncorrected ECC errors: {reset}")
+            if row.bus in remaps:
+                faults.append(f"GPU {row.index} {remaps[row.bus].format(reset)}")
+        return _result(faults, f"{len(rows)} GPUs")
 
     def clocks(self) -> Result:
         """Returns failed if the hardware slows a GPU down because it is too hot, or because its
@@ -103,144 +120,196 @@ class Gpus:
         """
         reasons = ("hw_thermal_slowdown", "hw_power_brake_slowdown")
         try:
-            gpus = self._query(*(f"clocks_event_reasons.{reason}" for reason in reasons))
+            rows = self._query(*(f"clocks_event_reasons.{reason}" for reason in reasons))
         except RuntimeError:  # the name in older drivers
-            gpus = self._query(*(f"clocks_throttle_reasons.{reason}" for reason in reasons))
-        wrong = [
-            f"GPU {index} is slowed down {why}"
-            for index, _, hot, brake in gpus
-            for state, why in (
-                (hot, "because it is too hot: check the cooling"),
-                (brake, "by its power brake: check the power supply"),
-            )
-            if state == "Active"
-        ]
-        return ("failed", "; ".join(wrong)) if wrong else ("ok", f"{len(gpus)} GPUs")
+            rows = self._query(*(f"clocks_throttle_reasons.{reason}" for reason in reasons))
+        faults = []
+        for row in rows:
+            hot, brake = row.values
+            if hot == "Active":
+                faults.append(
+                    f"GPU {row.index} is slowed down because it is too hot: check the cooling"
+                )
+            if brake == "Active":
+                faults.append(
+                    f"GPU {row.index} is slowed down by its power brake: check the power supply"
+                )
+        return _result(faults, f"{len(rows)} GPUs")
 
     def nvlink(self) -> Result:
         """Returns failed if a GPU has fewer active NVLinks than before, or than most of at least
         four GPUs that have any.
         """
-        active: dict[str, int] = {}
-        visible = {index for index, *_ in self._query()}
-        for line in self._ask("nvlink", "--status").splitlines():
-            if found := re.match(r"GPU (\d+):", line):
-                index = found[1]
-            elif re.match(r"\s*Link \d+: [\d.]+ GB/s", line):
-                active[index] = active.get(index, 0) + 1
-            elif re.match(r"\s*Link \d+:", line):
-                active.setdefault(index, 0)
-        active = {index: count for index, count in active.items() if index in visible}
-        linked = [count for count in active.values() if count]  # cards without a bridge have none
-        usual, often = Counter(linked).most_common(1)[0] if linked else (0, 0)
-        expected = usual if len(linked) >= 4 and often > len(linked) / 2 else 0
-        wrong = []
-        for index, count in active.items():
-            if count < (wanted := max(expected if count else 0, self._active.get(index, 0))):
-                wrong.append(f"GPU {index} has {count} of {wanted} NVLinks: {_RESET.format(index)}")
-        self._active = {
-            index: max(count, self._active.get(index, 0)) for index, count in active.items()
+        active = self._active_links()
+        usual = _usual_number(list(active.values()))
+        faults = []
+        for index, n_links in active.items():
+            n_expected = self._most_links.get(index, 0)
+            if n_links:  # cards without a bridge have none
+                n_expected = max(n_expected, usual)
+            if n_links < n_expected:
+                faults.append(
+                    f"GPU {index} has {n_links} of {n_expected} NVLinks: {_RESET.format(index)}"
+                )
+        self._most_links = {
+            index: max(n_links, self._most_links.get(index, 0)) for index, n_links in active.items()
         }
-        return ("failed", "; ".join(wrong)) if wrong else ("ok", f"{sum(active.values())} links")
+        return _result(faults, f"{sum(active.values())} links")
 
     def xids(self, lines: Iterable[str], now: float) -> Result:
-        """Returns failed if the kernel's log has a recent Xid of the hardware. lines: as in
-        /dev/kmsg. now: seconds since the boot.
+        """Returns failed if the kernel's log has a recent Xid of the hardware.
+
+        lines: as in /dev/kmsg. now: seconds since the boot.
 
         Each Xid counts for a while only, because nothing clears the log when the GPU was reset. A
         fault that lasts fails other checks.
         """
-        try:
-            # GPUs that are not listed may have been lost
-            hidden = {_slot(row[2]) for row in self._rows() if not self._sees(*row[:2])}
-        except RuntimeError:
-            hidden = set()
-        wrong, reported = {}, {}
+        hidden = self._hidden_slots()
+        faults: dict[tuple[str, int], str] = {}
+        reported_at = {}
         for line in lines:
             head, _, text = line.partition(";")
-            found = re.match(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)", text)
-            if not found or int(found[2]) not in XIDS or _slot(found[1]) in hidden:
+            match = re.match(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)", text)
+            if not match:
                 continue
-            if (age := now - int(head.split(",")[2]) / 1e6) >= RECENT:
+            xid = _Xid(bus=match[1], number=int(match[2]), head=head)
+            if xid.number not in XIDS or _slot(xid.bus) in hidden:
                 continue
-            first = reported[found[1], found[2], head] = self._reported.get(
-                (found[1], found[2], head), now
-            )
+            age = now - int(head.split(",")[2]) / 1e6
+            if age >= RECENT:
+                continue
+            first = self._xids_reported_at.get(xid, now)
+            reported_at[xid] = first
             if now - first < COUNTS:
-                wrong[found[1], found[2]] = (
-                    f"GPU at {found[1]}: Xid {found[2]} {age:.0f} s ago ({XIDS[int(found[2])]})"
+                faults[xid.bus, xid.number] = (
+                    f"GPU at {xid.bus}: Xid {xid.number} {age:.0f} s ago ({XIDS[xid.number]})"
                 )
-        self._reported = reported
-        return (
-            ("failed", f"{'; '.join(wrong.values())}: reset the GPU, or reboot the node")
-            if wrong
-            else ("ok", "no Xid")
-        )
+        self._xids_reported_at = reported_at
+        if faults:
+            return "failed", f"{'; '.join(faults.values())}: reset the GPU, or reboot the node"
+        return "ok", "no Xid"
 
     def kernel_log(self, path: Path = Path("/dev/kmsg")) -> Result:
-        """As `xids`, for this node. Raises PermissionError if this process may not read its log."""
-        lines, descriptor = [""], os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        """Returns the result of `xids` for this node.
+
+        Raises PermissionError if this process may not read its log.
+        """
+        lines = []
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             while True:
                 try:
-                    if not (record := os.read(descriptor, 8192)):
-                        break
-                    lines.append(record.decode("utf-8", "replace"))
+                    record = os.read(descriptor, _RECORD)
                 except BrokenPipeError:  # the oldest record was overwritten meanwhile
                     continue
                 except BlockingIOError:
                     break
+                if not record:
+                    break
+                lines.append(record.decode("utf-8", "replace"))
         finally:
             os.close(descriptor)
         return self.xids(lines, time.monotonic())
 
-    def _query(self, *fields: str) -> list[list[str]]:
-        """Returns [index, bus, *fields] of each visible GPU."""
-        return [
-            [index, *rest] for index, uuid, *rest in self._rows(*fields) if self._sees(index, uuid)
-        ]
+    def _query(self, *fields: str) -> list[_Row]:
+        """Returns a row for each visible GPU."""
+        return [row for row in self._rows(*fields) if self._sees(row)]
 
-    def _rows(self, *fields: str) -> list[list[str]]:
-        """Returns [index, uuid, bus, *fields] of each GPU of the node."""
-        lines = self._ask(
-            f"--query-gpu={','.join(['index', 'uuid', 'pci.bus_id', *fields])}",
-            "--format=csv,noheader,nounits",
-        ).splitlines()
-        rows = [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
-        if any(len(row) != 3 + len(fields) for row in rows):
-            raise RuntimeError(f"nvidia-smi printed something else than was asked for: {lines[0]}")
-        return [[index, uuid, bus.upper(), *rest] for index, uuid, bus, *rest in rows]
+    def _rows(self, *fields: str) -> list[_Row]:
+        """Returns a row for each GPU of the node."""
+        query = ",".join(["index", "uuid", "pci.bus_id", *fields])
+        listing = self._ask(f"--query-gpu={query}", "--format=csv,noheader,nounits")
+        lines = listing.splitlines()
+        rows = []
+        for line in lines:
+            if not line.strip():
+                continue
+            cells = [cell.strip() for cell in line.split(",")]
+            if len(cells) != 3 + len(fields):
+                raise RuntimeError(
+                    f"nvidia-smi printed something else than was asked for: {lines[0]}"
+                )
+            index, uuid, bus, *values = cells
+            rows.append(_Row(index, uuid, bus.upper(), values))
+        return rows
 
-    def _sees(self, index: str, uuid: str) -> bool:
-        # unset, or parts of a GPU
+    def _sees(self, row: _Row) -> bool:
+        # CUDA_VISIBLE_DEVICES is unset, or names parts of a GPU.
         if not all(re.fullmatch(r"\d+|GPU-[0-9a-f-]+", name) for name in self._visible):
             return True
         return any(
-            name == index or (name.startswith("GPU-") and uuid.startswith(name))
+            name == row.index or (name.startswith("GPU-") and row.uuid.startswith(name))
             for name in self._visible
         )
 
-    def _remapped(self) -> dict[str, str]:
+    def _row_remaps(self) -> dict[str, str]:
         """Returns, for the bus of each GPU whose memory rows are or must be remapped, a phrase with
         room for what to do.
         """
         fields = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
         try:
-            lines = self._ask(
-                f"--query-remapped-rows={fields}", "--format=csv,noheader"
-            ).splitlines()
+            listing = self._ask(f"--query-remapped-rows={fields}", "--format=csv,noheader")
         except RuntimeError:  # GPUs before Ampere do not remap rows
             return {}
-        found = {}
-        for bus, pending, failure in (line.split(",") for line in lines if line.count(",") == 2):
-            if _yes(failure):
-                found[bus.strip().upper()] = "could not remap a bad memory row: replace it"
-            elif _yes(pending):
-                found[bus.strip().upper()] = "has memory rows to remap: {}"
-        return found
+        remaps = {}
+        for line in listing.splitlines():
+            if line.count(",") != 2:
+                continue
+            bus, pending, failure = line.split(",")
+            if _is_yes(failure):
+                remaps[bus.strip().upper()] = "could not remap a bad memory row: replace it"
+            elif _is_yes(pending):
+                remaps[bus.strip().upper()] = "has memory rows to remap: {}"
+        return remaps
+
+    def _active_links(self) -> dict[str, int]:
+        """Returns index -> the number of active NVLinks, for visible GPUs that have any."""
+        visible = {row.index for row in self._query()}
+        active: dict[str, int] = {}
+        index = ""
+        for line in self._ask("nvlink", "--status").splitlines():
+            gpu = re.match(r"GPU (\d+):", line)
+            if gpu:
+                index = gpu[1]
+            elif re.match(r"\s*Link \d+:", line):
+                is_active = bool(re.match(r"\s*Link \d+: [\d.]+ GB/s", line))
+                active[index] = active.get(index, 0) + is_active
+        return {index: n_links for index, n_links in active.items() if index in visible}
+
+    def _hidden_slots(self) -> set[tuple[int, ...]]:
+        """Returns the slots of GPUs that belong to others.
+
+        GPUs that nvidia-smi does not list are not among them: they may have been lost.
+        """
+        try:
+            return {_slot(row.bus) for row in self._rows() if not self._sees(row)}
+        except RuntimeError:
+            return set()
 
 
-def _yes(text: str) -> bool:
+class _Xid(NamedTuple):
+    """A line of the kernel's log about an error of a GPU."""
+
+    bus: str
+    number: int
+    head: str
+    """Priority, sequence number and time of the line."""
+
+
+def _result(faults: list[str], summary: str) -> Result:
+    return ("failed", "; ".join(faults)) if faults else ("ok", summary)
+
+
+def _usual_number(links: list[int]) -> int:
+    """Returns the number of NVLinks that most of at least four linked GPUs have; 0: none."""
+    linked = [n_links for n_links in links if n_links]
+    if len(linked) < 4:
+        return 0
+    ((usual, n_gpus),) = Counter(linked).most_common(1)
+    return usual if n_gpus > len(linked) / 2 else 0
+
+
+def _is_yes(text: str) -> bool:
     text = text.strip()
     return text == "Yes" or (text.isdigit() and text != "0")
 

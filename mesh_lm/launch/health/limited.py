@@ -21,12 +21,12 @@ _KILLED = 2.0
 def run(
     command: Sequence[str], environment: Mapping[str, str], limit: float
 ) -> tuple[int | None, str]:
-    """Returns (status, output) of a command; the status is None if it did not end within `limit`
-    seconds, and was killed.
+    """Returns (status, output) of a command.
 
-    The output goes to a file, because whatever keeps a pipe open would have to be waited for.
+    The status is None if it did not end within `limit` seconds, and was killed.
     """
-    with _file() as output:
+    # A file, because a pipe would have to be waited for as long as any process keeps it open.
+    with _temporary_file() as output:
         process = subprocess.Popen(
             tied(command),
             env=dict(environment),
@@ -43,15 +43,12 @@ def run(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILLED)
         # pread leaves the position alone, which the program shares as long as it lives.
-        return status, os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(
-            errors="replace"
-        )
+        size = os.fstat(output.fileno()).st_size
+        return status, os.pread(output.fileno(), size, 0).decode(errors="replace")
 
 
-def _file() -> IO[bytes]:
+def _temporary_file() -> IO[bytes]:
     """Returns a file in memory where the system has them: a full disk would lose the output."""
-    return (
-        os.fdopen(os.memfd_create("output"), "w+b")
-        if hasattr(os, "memfd_create")
-        else tempfile.TemporaryFile()
-    )
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("output"), "w+b")
+    return tempfile.TemporaryFile()

@@ -26,53 +26,63 @@ def own_command(command: Sequence[str], environment: Mapping[str, str]) -> Resul
     printed.
     """
     path = shutil.which(command[0], path=environment.get("PATH")) or command[0]
-    status, text = run([path, *command[1:]], environment, _OWN)
-    last = (text.strip().splitlines() or [""])[-1]
+    status, output = run([path, *command[1:]], environment, _OWN)
+    last = _last_line(output)
     if status is None:
         return "unknown", f"{command[0]} did not end within {_OWN:g} s"
     if status in (126, 127):  # as shells say that they cannot run it
         return "unknown", f"{command[0]} cannot be run: {last}"
-    return (
-        ("failed", last or f"{command[0]} ended with status {status}") if status else ("ok", last)
-    )
+    if status:
+        return "failed", last or f"{command[0]} ended with status {status}"
+    return "ok", last
 
 
 def matrix_product(
     kind: str, environment: Mapping[str, str], program: Path = _PROGRAM, limit: float = _PRODUCT
 ) -> Result:
-    """Returns failed if a device computes a wrong product, reports a fault or hangs. kind: "cpu" or
-    "gpu", as `matrix_product.py`.
+    """Returns failed if a device computes a wrong product, reports a fault or hangs.
+
+    kind: "cpu" or "gpu", as `matrix_product.py` takes it.
     """
-    status, text = run([sys.executable, "-P", str(program), kind], {**environment, **_QUIET}, limit)
-    if not (found := re.search(r"^devices (\d+) [\d.]+$", text, re.MULTILINE)):
-        last = (text.strip().splitlines() or [f"status {status}"])[-1]
-        return "unknown", last if status is not None else f"no device was found within {limit:g} s"
-    if found[1] == "0":
+    command = [sys.executable, "-P", str(program), kind]
+    status, output = run(command, {**environment, **_QUIET}, limit)
+    devices = re.search(r"^devices (\d+) [\d.]+$", output, re.MULTILINE)
+    if not devices:
+        if status is None:
+            return "unknown", f"no device was found within {limit:g} s"
+        return "unknown", _last_line(output) or f"status {status}"
+    n_devices = int(devices[1])
+    if n_devices == 0:
         return "unknown", "JAX finds no GPU here"
-    results = dict(re.findall(r"^(\d+) (ok|failed: .*|unknown: .*)$", text, re.MULTILINE))
-    if bad := [f"device {i} {how}" for i, how in results.items() if how.startswith("failed")]:
-        return "failed", f"{'; '.join(bad)}; take the node out of service, and test the device"
-    missing = [str(i) for i in range(int(found[1])) if str(i) not in results]
-    compiled = re.search(r"^compiled ([\d.]+)$", text, re.MULTILINE)
-    if (
-        missing
-        and status is None
-        and compiled
-        and (seconds := limit - float(compiled[1])) >= _HANGS
-    ):
-        return (
-            "failed",
-            (
+
+    verdicts = dict(re.findall(r"^(\d+) (ok|failed: .*|unknown: .*)$", output, re.MULTILINE))
+    faults = [f"device {i} {text}" for i, text in verdicts.items() if text.startswith("failed")]
+    if faults:
+        return "failed", f"{'; '.join(faults)}; take the node out of service, and test the device"
+
+    # A device without a verdict hangs if there was time enough after the compilation.
+    missing = [str(i) for i in range(n_devices) if str(i) not in verdicts]
+    compiled = re.search(r"^compiled ([\d.]+)$", output, re.MULTILINE)
+    if missing and status is None and compiled:
+        seconds = limit - float(compiled[1])
+        if seconds >= _HANGS:
+            return "failed", (
                 f"device {missing[0]} did not finish a matrix product within {seconds:.0f} s: "
                 "reset it, or reboot"
-            ),
-        )
-    if unclear := [
-        f"device {i} {how.removeprefix('unknown: ')}" for i, how in results.items() if how != "ok"
-    ]:
-        return "unknown", "; ".join(unclear)
-    return (
-        ("unknown", f"no result of device {', '.join(missing)}, status {status}")
-        if missing
-        else ("ok", f"exact on all devices ({len(results)})")
-    )
+            )
+
+    errors = [
+        f"device {i} {text.removeprefix('unknown: ')}"
+        for i, text in verdicts.items()
+        if text != "ok"
+    ]
+    if errors:
+        return "unknown", "; ".join(errors)
+    if missing:
+        return "unknown", f"no result of device {', '.join(missing)}, status {status}"
+    return "ok", f"exact on all devices ({len(verdicts)})"
+
+
+def _last_line(output: str) -> str:
+    lines = output.strip().splitlines()
+    return lines[-1] if lines else ""

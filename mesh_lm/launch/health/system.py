@@ -37,14 +37,15 @@ class Network:
     """
 
     def __init__(self, root: Path = Path("/sys/class")) -> None:
-        self._root, self._up = root, set[str]()
+        self._root = root
+        self._up: set[str] = set()  # ports that were active in any check so far
 
     def __call__(self) -> Result:
         """Returns failed if a port that was active is not."""
-        states = {
-            f"{path.parts[-4]} port {path.parts[-2]}": _text(path)
-            for path in self._root.glob("infiniband/*/ports/*/state")
-        }
+        states = {}
+        for path in self._root.glob("infiniband/*/ports/*/state"):
+            *_, card, _ports, port, _state = path.parts
+            states[f"{card} port {port}"] = _text(path)
         down = [
             f"{name} is {states.get(name, 'gone')}"
             for name in sorted(self._up)
@@ -52,12 +53,9 @@ class Network:
         ]
         self._up |= {name for name, state in states.items() if state == "4: ACTIVE"}
         if down:
-            return (
-                "failed",
-                (
-                    f"{', '.join(down)}, but was active before: check the cable, the switch and "
-                    "the driver"
-                ),
+            return "failed", (
+                f"{', '.join(down)}, but was active before: check the cable, the switch and the "
+                "driver"
             )
         return "ok", f"{len(self._up)} ports are active"
 
@@ -68,69 +66,70 @@ class Disk:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._worked = directory, False
+        self._directory = directory
+        self._worked = False  # in any check so far
 
     def __call__(self) -> Result:
         """Returns failed if the disk or mount does not work, or a small file is read with other
         contents; unknown if it is almost full.
         """
-        place = self._directory.expanduser().absolute()
+        directory = self._directory.expanduser().absolute()
         try:
-            while not place.exists() and place != place.parent:
-                place = place.parent
-            self._write(place)
-            about = os.statvfs(place)
+            # The run makes the directory; until then its first parent that exists stands for it.
+            while not directory.exists() and directory != directory.parent:
+                directory = directory.parent
+            self._write(directory)
+            status = os.statvfs(directory)
         except OSError as error:
             failed = error.errno in _DEAD and (error.errno != errno.EROFS or self._worked)
             fix = "free disk space" if error.errno in _FULL else "repair the disk or the mount"
             return (
                 "failed" if failed else "unknown",
-                f"{place} cannot be written: {error.strerror}; {fix}",
+                f"{directory} cannot be written: {error.strerror}; {fix}",
             )
         except ValueError as error:
-            return "failed", f"{place}: {error}; replace the disk"
+            return "failed", f"{directory}: {error}; replace the disk"
         self._worked = True
-        free = about.f_bavail * about.f_frsize
+        free = status.f_bavail * status.f_frsize
         if free < FREE:
-            return (
-                "unknown",
-                (
-                    f"{place} has {free / 1e6:.0f} MB left, less than {FREE / 1e6:.0f} MB: free "
-                    "disk space"
-                ),
+            return "unknown", (
+                f"{directory} has {free / 1e6:.0f} MB left, less than {FREE / 1e6:.0f} MB: free "
+                "disk space"
             )
-        return "ok", f"{place} can be written, {free / 1e9:.3g} GB are free"
+        return "ok", f"{directory} can be written, {free / 1e9:.3g} GB are free"
 
-    def _write(self, place: Path) -> None:
-        """Writes a file and reads it back. Raises OSError, and ValueError if it has other
-        contents.
+    def _write(self, directory: Path) -> None:
+        """Writes a file and reads it back.
+
+        Raises OSError, and ValueError if it has other contents.
         """
-        own, data = place / f".mesh_lm-health-{secrets.token_hex(8)}", secrets.token_bytes(_SIZE)
+        path = directory / f".mesh_lm-health-{secrets.token_hex(8)}"
+        content = secrets.token_bytes(_SIZE)
         try:
-            with open(own, "wb") as file:
-                file.write(data)
+            with open(path, "wb") as file:
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
                 if hasattr(os, "posix_fadvise"):
                     # so that it is read from the disk
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if own.read_bytes() != data:
+            if path.read_bytes() != content:
                 raise ValueError("a file that was written has other contents when it is read")
         finally:
             with contextlib.suppress(OSError):
-                own.unlink()
+                path.unlink()
 
 
-def named_in(command: Sequence[str], option: str) -> str:
+def option_value(command: Sequence[str], option: str) -> str:
     """Returns the last value of --option or --config.option in a command line; empty: it has
     none.
     """
-    found = ""
-    for word, following in zip(command, [*command[1:], ""], strict=True):
-        name, given, value = word.partition("=")
+    last = ""
+    for word, next_word in zip(command, [*command[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
         if name in (f"--{option}", f"--config.{option}"):
-            found = value if given else following
-    return found
+            last = value if equals else next_word
+    return last
 
 
 def _text(path: Path) -> str:

@@ -29,11 +29,9 @@ def written(tmp_path: Path) -> Path:
 
 def test_an_entry_is_read_as_it_was_written(written: Path) -> None:
     path = entry(written.parent)
-    assert (
-        path.exists()
-        and path.read_bytes() == CONTENT
-        and entry(written.parent).read_bytes() == CONTENT
-    )
+    assert path.exists()
+    assert path.read_bytes() == CONTENT
+    assert entry(written.parent).read_bytes() == CONTENT
     assert [file.name for file in written.parent.iterdir()] == [written.name], (
         "no temporary file is left"
     )
@@ -50,27 +48,27 @@ def test_no_flipped_bit_is_read(written: Path, capsys: pytest.CaptureFixture[str
         bad = bytearray(good)
         bad[bit // 8] ^= 1 << bit % 8
         written.write_bytes(bad)
-        assert not (root / written.name).exists() and not written.exists(), bit
+        assert not (root / written.name).exists(), bit
+        assert not written.exists(), bit
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 * len(good)
-    assert "jit_step-cache in " in lines[-1] and lines[-1].endswith(
-        f"deleted and compiled again ({8 * len(good)} so far)"
-    )
+    assert "jit_step-cache in " in lines[-1]
+    assert lines[-1].endswith(f"deleted and compiled again ({8 * len(good)} so far)")
 
 
 @pytest.mark.parametrize(
-    "how", ["empty", "truncated", "longer", "without digest", "under another name"]
+    "damage", ["empty", "truncated", "longer", "without digest", "under another name"]
 )
-def test_other_damage_is_not_read_either(written: Path, how: str) -> None:
-    good = written.read_bytes()
+def test_other_damage_is_not_read_either(written: Path, damage: str) -> None:
+    intact = written.read_bytes()
     changed = {
         "empty": b"",
-        "truncated": good[:100],
-        "longer": good + b"\0",
+        "truncated": intact[:100],
+        "longer": intact + b"\0",
         "without digest": CONTENT,
-        "under another name": good,
-    }[how]
-    name = "jit_init-cache" if how == "under another name" else written.name
+        "under another name": intact,
+    }[damage]
+    name = "jit_init-cache" if damage == "under another name" else written.name
     (written.parent / name).write_bytes(changed)
     with pytest.raises(FileNotFoundError):
         entry(written.parent, name).read_bytes()
@@ -144,9 +142,7 @@ def test_jax_compiles_again_what_is_damaged(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     *lines, count = run.stdout.splitlines()
     first, second, *warnings, third, fourth = lines
-    assert first == third == f"512.0 0 {count}" and second == fourth == f"512.0 {count} 0", (
-        run.stdout
-    )
-    assert len(warnings) == int(count) >= 1 and all(
-        "is deleted and compiled again" in line for line in warnings
-    )
+    assert first == third == f"512.0 0 {count}", run.stdout
+    assert second == fourth == f"512.0 {count} 0", run.stdout
+    assert len(warnings) == int(count) >= 1
+    assert all("is deleted and compiled again" in line for line in warnings)

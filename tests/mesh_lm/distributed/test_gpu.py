@@ -31,9 +31,9 @@ def driver(tmp_path: Path) -> Path:
 
 def test_flags_are_added_to_those_that_are_there(driver: Path) -> None:
     environment = {"XLA_FLAGS": "--xla_dump_to=here"}
-    said = set_flags("auto", environment, driver)
+    printed = set_flags("auto", environment, driver)
     assert environment["XLA_FLAGS"] == f"--xla_dump_to=here {OVERLAP}"
-    assert said == f"XLA flags for NVIDIA H100 80GB HBM3 (launch.xla_flags=auto): {OVERLAP}"
+    assert printed == f"XLA flags for NVIDIA H100 80GB HBM3 (launch.xla_flags=auto): {OVERLAP}"
     assert set_flags("auto", environment, driver) == "", "once is enough"
 
 
@@ -52,10 +52,9 @@ def test_a_mesh_with_stages_sends_beside_their_work(driver: Path) -> None:
 
 def test_slots_side_by_side_keep_their_collectives_apart(driver: Path) -> None:
     apart = "--xla_gpu_reduce_scatter_combine_threshold_bytes=1"
-    said = set_flags("auto", {}, driver, pipeline=True, pairs=True)
-    assert said.endswith(f" {apart}") and said.removesuffix(f" {apart}") == set_flags(
-        "auto", {}, driver, pipeline=True
-    )
+    printed = set_flags("auto", {}, driver, pipeline=True, pairs=True)
+    assert printed.endswith(f" {apart}")
+    assert printed.removesuffix(f" {apart}") == set_flags("auto", {}, driver, pipeline=True)
 
 
 def test_a_flag_of_the_users_keeps_its_value(driver: Path) -> None:
@@ -74,12 +73,14 @@ def test_a_flag_of_the_users_keeps_its_value(driver: Path) -> None:
 )
 def test_a_run_on_the_cpu_is_left_alone(driver: Path, changes: dict[str, str]) -> None:
     environment = dict(changes)
-    assert set_flags("auto", environment, driver) == "" and environment == changes
+    assert set_flags("auto", environment, driver) == ""
+    assert environment == changes
 
 
 def test_none_sets_nothing(driver: Path) -> None:
     environment: dict[str, str] = {}
-    assert set_flags("none", environment, driver) == "" and environment == {}
+    assert set_flags("none", environment, driver) == ""
+    assert environment == {}
 
 
 def test_a_gpu_that_nothing_is_vetted_for_gets_nothing_and_hears_of_it(tmp_path: Path) -> None:
@@ -119,23 +120,22 @@ def test_a_set_that_does_not_exist(driver: Path) -> None:
 def test_the_same_bits_every_time(
     driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tmp_path / "run" / "autotuning"
-    mine = f"--xla_gpu_deterministic_ops=true --xla_gpu_per_fusion_autotune_cache_dir={kept}"
+    autotuning = tmp_path / "run" / "autotuning"
+    mine = f"--xla_gpu_deterministic_ops=true --xla_gpu_per_fusion_autotune_cache_dir={autotuning}"
     environment = {"XLA_FLAGS": "--xla_dump_to=here"}
-    said = set_flags("auto", environment, driver, deterministic=kept)
-    assert environment == {"XLA_FLAGS": f"--xla_dump_to=here {OVERLAP} {mine}"} and kept.is_dir()
-    assert said.endswith(f"\nXLA flags for determinism (launch.deterministic): {mine}")
-    assert set_flags("auto", environment, driver, deterministic=kept) == "", "once is enough"
+    printed = set_flags("auto", environment, driver, deterministic=autotuning)
+    assert environment == {"XLA_FLAGS": f"--xla_dump_to=here {OVERLAP} {mine}"}
+    assert autotuning.is_dir()
+    assert printed.endswith(f"\nXLA flags for determinism (launch.deterministic): {mine}")
+    assert set_flags("auto", environment, driver, deterministic=autotuning) == "", "once is enough"
     alone: dict[str, str] = {}
-    set_flags("none", alone, driver, deterministic=kept)
+    set_flags("none", alone, driver, deterministic=autotuning)
     assert alone == {"XLA_FLAGS": mine}, (
         "also with no set of flags, or on a GPU that none is vetted for"
     )
     cpu = {"JAX_PLATFORMS": "cpu"}
-    assert (
-        set_flags("auto", cpu, driver, deterministic=tmp_path / "nothing") == ""
-        and "XLA_FLAGS" not in cpu
-    )
+    assert set_flags("auto", cpu, driver, deterministic=tmp_path / "nothing") == ""
+    assert "XLA_FLAGS" not in cpu
     assert not (tmp_path / "nothing").exists()
     q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
     for flags, fixed in ((mine, True), (OVERLAP, False)):
@@ -172,18 +172,16 @@ def test_xla_sorts_before_it_adds_up_an_embeddings_gradient(driver: Path, tmp_pa
         word.lstrip("-").split("=") for word in environment["XLA_FLAGS"].split()
     )
     flags["xla_gpu_deterministic_ops"] = flags["xla_gpu_deterministic_ops"] == "true"
-    here = jax.NamedSharding(h100(data=1), jax.P())
-    tokens, rows = (
-        jax.ShapeDtypeStruct((512,), jnp.int32, sharding=here),
-        jax.ShapeDtypeStruct((512, 128), jnp.float32, sharding=here),
-    )
-    lowered = jax.jit(lambda tokens, rows: jnp.zeros((1024, 128)).at[tokens].add(rows)).lower(
-        tokens, rows
-    )
-    plain, same = (
-        str(lowered.compile(compiler_options=options).as_text()) for options in ({}, flags)
-    )
-    assert " sort(" not in plain and " sort(" in same and " while(" not in same
+    sharding = jax.NamedSharding(h100(data=1), jax.P())
+    tokens = jax.ShapeDtypeStruct((512,), jnp.int32, sharding=sharding)
+    rows = jax.ShapeDtypeStruct((512, 128), jnp.float32, sharding=sharding)
+    add = jax.jit(lambda tokens, rows: jnp.zeros((1024, 128)).at[tokens].add(rows))
+    lowered = add.lower(tokens, rows)
+    plain = str(lowered.compile(compiler_options={}).as_text())
+    deterministic = str(lowered.compile(compiler_options=flags).as_text())
+    assert " sort(" not in plain
+    assert " sort(" in deterministic
+    assert " while(" not in deterministic
 
 
 def test_jax_gets_the_memory_that_a_plan_counts_on(driver: Path, tmp_path: Path) -> None:
@@ -192,15 +190,16 @@ def test_jax_gets_the_memory_that_a_plan_counts_on(driver: Path, tmp_path: Path)
     assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.92"}
     mine = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
     set_memory(mine, driver)
-    set_memory(cpu := {"JAX_PLATFORMS": "cpu"}, driver)
-    assert mine == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"} and cpu == {"JAX_PLATFORMS": "cpu"}
+    cpu = {"JAX_PLATFORMS": "cpu"}
+    set_memory(cpu, driver)
+    assert mine == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
+    assert cpu == {"JAX_PLATFORMS": "cpu"}
 
 
 def test_a_gpu_is_absent_only_where_nothing_speaks_of_one(driver: Path, tmp_path: Path) -> None:
     nothing = tmp_path / "dev"
     nothing.mkdir()
-    assert absent({"PATH": str(nothing)}, nothing, nothing) and not absent(
-        {"PATH": str(nothing)}, nothing, driver
-    )
+    assert absent({"PATH": str(nothing)}, nothing, nothing)
+    assert not absent({"PATH": str(nothing)}, nothing, driver)
     (nothing / "nvidiactl").touch()
     assert not absent({"PATH": str(nothing)}, nothing, tmp_path / "none")

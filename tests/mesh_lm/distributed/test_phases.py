@@ -57,7 +57,8 @@ def test_steps() -> None:
         clock.now += 20.0 if n == 0 else 2.0
     seconds = phases.seconds()
     assert (seconds["compile"], seconds["step"], seconds["batch"]) == (22.0, 4.0, 2.0)
-    assert phases.median_step == 2.5 and phases.phase == "batch"
+    assert phases.median_step == 2.5
+    assert phases.phase == "batch"
 
 
 def test_what_the_watchdog_allows() -> None:
@@ -69,7 +70,8 @@ def test_what_the_watchdog_allows() -> None:
     assert dog.limit == 900, "no step has been timed yet"
     for _ in phases.steps(range(4)):
         clock.now += 1.0
-    assert phases.phase == "batch" and dog.limit == 60
+    assert phases.phase == "batch"
+    assert dog.limit == 60
     for _ in phases.steps(range(70)):
         clock.now += 30.0
     assert dog.limit == 300, "ten median steps"
@@ -95,7 +97,7 @@ with Watchdog(HealthConfig(stall=0.4), phases, "[process 3] "):
 
 
 def test_the_watchdog_ends_a_stuck_process_and_says_where() -> None:
-    began = time.monotonic()
+    start = time.monotonic()
     run = subprocess.run(
         [sys.executable, "-c", STUCK],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -103,7 +105,8 @@ def test_the_watchdog_ends_a_stuck_process_and_says_where() -> None:
         text=True,
         timeout=120,
     )
-    assert run.returncode == 75 and time.monotonic() - began < 100
+    assert run.returncode == 75
+    assert time.monotonic() - start < 100
     assert re.search(
         (
             r"^\[process 3\] error: no progress for \d+ s \(limit 0\): phase step, 50 steps done; "
@@ -125,7 +128,8 @@ def test_a_watchdog_that_is_left_alone() -> None:
 def test_the_heartbeat() -> None:
     reading, writing = os.pipe()
     phases = Phases()
-    phases.step, phases.saved = 12, 10
+    phases.step = 12
+    phases.saved = 10
     phases.at("save")
     Heartbeat(phases, {HEARTBEAT: str(writing)}).start()
     line = json.loads(os.read(reading, 4096).split(b"\n")[0])
@@ -135,7 +139,8 @@ def test_the_heartbeat() -> None:
         "phase": "save",
         "saved": 10,
     }
-    assert 0 <= line["since"] < 5 and line["seconds"].keys() >= {"step", "save"}
+    assert 0 <= line["since"] < 5
+    assert line["seconds"].keys() >= {"step", "save"}
     Heartbeat(phases, {}).send({"nobody": "listens"})
 
 
@@ -170,15 +175,13 @@ def test_goodput_over_lives(tmp_path: Path) -> None:
     life(tmp_path, 1000, 0, 30, step=60.0, compile=10.0)
     life(tmp_path, 1075, 20, 50, step=60.0, compile=5.0)
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
-    found = total(tmp_path)
-    assert (found["starts"], found["lost_steps"]) == (2, 10)
-    assert found["seconds"]["lost"] == pytest.approx(20.0) and found["seconds"][
-        "step"
-    ] == pytest.approx(100.0)
-    assert found["seconds"]["down"] == pytest.approx(5.0) and found["goodput"] == pytest.approx(
-        100 / 140
-    )
-    assert describe(found) == (
+    lives = total(tmp_path)
+    assert (lives["starts"], lives["lost_steps"]) == (2, 10)
+    assert lives["seconds"]["lost"] == pytest.approx(20.0)
+    assert lives["seconds"]["step"] == pytest.approx(100.0)
+    assert lives["seconds"]["down"] == pytest.approx(5.0)
+    assert lives["goodput"] == pytest.approx(100 / 140)
+    assert describe(lives) == (
         "goodput 71.4% of 2 min 20 s, 2 starts, 10 steps repeated, 1 damaged record left out: "
         "steps 1 min 40 s, repeated steps 20.0 s, between restarts 5.0 s, first steps (compiling) "
         "15.0 s"
@@ -190,9 +193,10 @@ def test_what_is_lost_is_a_share_of_the_life_that_did_it(tmp_path: Path) -> None
     life(tmp_path, 1000, 0, 90, step=90.0)
     life(tmp_path, 1100, 90, 100, step=40.0)
     life(tmp_path, 1200, 95, 100, step=20.0)
-    found = total(tmp_path)
-    assert found["lost_steps"] == 5 and found["seconds"]["lost"] == pytest.approx(20.0)
-    assert found["seconds"]["step"] == pytest.approx(130.0)
+    lives = total(tmp_path)
+    assert lives["lost_steps"] == 5
+    assert lives["seconds"]["lost"] == pytest.approx(20.0)
+    assert lives["seconds"]["step"] == pytest.approx(130.0)
 
 
 def test_a_clock_that_jumps_back_loses_no_time(tmp_path: Path) -> None:
@@ -203,25 +207,26 @@ def test_a_clock_that_jumps_back_loses_no_time(tmp_path: Path) -> None:
 
 def test_the_time_after_a_run_has_finished_is_not_lost(tmp_path: Path) -> None:
     """It is given more steps ten minutes later."""
-    kept = Goodput(tmp_path, Phases(), first=0)
-    kept.total(finished=True)
+    goodput = Goodput(tmp_path, Phases(), first=0)
+    goodput.total(finished=True)
     (first,) = (tmp_path / "goodput").glob("*.json")
     born = json.loads(first.read_text(encoding="utf-8"))["born"]
     life(tmp_path / "goodput", born + 600, 5, 9, step=4.0)
-    found = total(tmp_path / "goodput")
-    assert found["starts"] == 2 and found["seconds"]["down"] == 0.0
-    kept.total(finished=False)
+    lives = total(tmp_path / "goodput")
+    assert lives["starts"] == 2
+    assert lives["seconds"]["down"] == 0.0
+    goodput.total(finished=False)
     assert total(tmp_path / "goodput")["seconds"]["down"] > 590
 
 
 def test_a_killed_life_is_on_record(tmp_path: Path) -> None:
     phases = Phases()
-    kept = Goodput(tmp_path, phases, first=5)
+    goodput = Goodput(tmp_path, phases, first=5)
     phases.step = 7
-    kept.write(now=True)
+    goodput.write(now=True)
     assert total(tmp_path / "goodput")["starts"] == 1
     phases.step = 9
-    assert kept.total()["starts"] == 1, "the same life is written again"
+    assert goodput.total()["starts"] == 1, "the same life is written again"
 
 
 def test_steps_that_a_run_goes_back_over_are_lost(tmp_path: Path) -> None:
@@ -229,7 +234,7 @@ def test_steps_that_a_run_goes_back_over_are_lost(tmp_path: Path) -> None:
     12."""
     clock = Clock()
     phases = Phases(clock)
-    kept = Goodput(tmp_path, phases, first=0)
+    goodput = Goodput(tmp_path, phases, first=0)
 
     def spend(phase: str, seconds: float, step: int) -> None:
         phases.at(phase)
@@ -238,14 +243,13 @@ def test_steps_that_a_run_goes_back_over_are_lost(tmp_path: Path) -> None:
 
     spend("step", 20.0, 10)
     spend("restore", 3.0, 10)
-    kept.roll_back(6)
+    goodput.roll_back(6)
     spend("step", 12.0, 12)
-    found = kept.total()
-    assert (found["starts"], found["lost_steps"]) == (1, 4) and found["goodput"] == pytest.approx(
-        24 / 35
-    )
-    spent = {phase: seconds for phase, seconds in found["seconds"].items() if seconds > 1e-6}
+    summary = goodput.total()
+    assert (summary["starts"], summary["lost_steps"]) == (1, 4)
+    assert summary["goodput"] == pytest.approx(24 / 35)
+    spent = {phase: seconds for phase, seconds in summary["seconds"].items() if seconds > 1e-6}
     assert spent == pytest.approx({"step": 24.0, "lost": 8.0, "restore": 3.0})
     assert ", 4 steps repeated: steps 24.0 s, repeated steps 8.0 s, restoring 3.0 s" in describe(
-        found
+        summary
     )

@@ -20,14 +20,27 @@ from mesh_lm.network.wire import free_port
 
 WORKER = Path(__file__).with_name("worker.py")
 FIELDS = {
-    "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32,
-    "model.vocab_size": 512, "model.dropout": 0.1,
-    "data.tokenizer_vocab": 512, "train.global_batch": 16, "train.microbatches": 2,
-    "train.steps": 8, "train.log_every": 1,
-    "train.eval_every": 0, "train.sample_tokens": 0, "optimizer.warmup_steps": 2,
-    "launch.compile_cache": "", "launch.timeout": PATIENCE,
-    "data.max_epochs": 0, "mesh.fsdp": 2, "mesh.tensor": 2, "rules": "hsdp+megatron",
-}  # fmt: skip
+    "model.n_layers": 2,
+    "model.d_model": 32,
+    "model.n_heads": 4,
+    "model.seq_len": 32,
+    "model.vocab_size": 512,
+    "model.dropout": 0.1,
+    "data.tokenizer_vocab": 512,
+    "train.global_batch": 16,
+    "train.microbatches": 2,
+    "train.steps": 8,
+    "train.log_every": 1,
+    "train.eval_every": 0,
+    "train.sample_tokens": 0,
+    "optimizer.warmup_steps": 2,
+    "launch.compile_cache": "",
+    "launch.timeout": PATIENCE,
+    "data.max_epochs": 0,
+    "mesh.fsdp": 2,
+    "mesh.tensor": 2,
+    "rules": "hsdp+megatron",
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +76,11 @@ def local(processes: int, devices: int, script: Path, *arguments: str) -> subpro
 
 def outcome(output: Path) -> tuple[dict, np.ndarray]:
     """Returns the digests that the worker wrote, and the losses of train.py."""
-    rows = [
-        json.loads(line)
-        for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    return json.loads((output / "bits.json").read_text(encoding="utf-8")), np.array(
-        [row["loss"] for row in rows if "loss" in row]
-    )
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    losses = np.array([row["loss"] for row in rows if "loss" in row])
+    bits = json.loads((output / "bits.json").read_text(encoding="utf-8"))
+    return bits, losses
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +96,17 @@ def alone(
 
 
 def assert_same_run(
-    found: tuple[dict, np.ndarray], wanted: tuple[dict, np.ndarray], processes: int
+    actual: tuple[dict, np.ndarray], expected: tuple[dict, np.ndarray], processes: int
 ) -> None:
-    bits, losses = found
-    assert bits["processes"] == processes and bits["devices"] == 8 and wanted[0]["processes"] == 1
-    for what in ("init", "batches", "masks"):
-        assert bits[what] == wanted[0][what], what
+    bits, losses = actual
+    expected_bits, expected_losses = expected
+    assert bits["processes"] == processes
+    assert bits["devices"] == 8
+    assert expected_bits["processes"] == 1
+    for part in ("init", "batches", "masks"):
+        assert bits[part] == expected_bits[part], part
     assert len(losses) == 8
-    np.testing.assert_allclose(losses, wanted[1], rtol=1e-6, atol=0)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6, atol=0)
 
 
 @pytest.mark.exhaustive
@@ -111,25 +125,27 @@ def test_four_processes(
     fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path, times: int
 ) -> None:
     """The same layout gives the same bits, losses included."""
-    found = []
+    runs = []
     for n in range(times):
         process = local(4, 2, WORKER, str(tmp_path / str(n)), *fields())
         out = ended(process)
         assert process.returncode == 0, out
         assert out.count("step 8/8") == 1, "another process than the first speaks"
-        found.append(outcome(tmp_path / str(n)))
-        assert_same_run(found[-1], alone, 4)
-    for _, losses in found[1:]:
-        np.testing.assert_array_equal(losses, found[0][1])
+        runs.append(outcome(tmp_path / str(n)))
+        assert_same_run(runs[-1], alone, 4)
+    for _, losses in runs[1:]:
+        np.testing.assert_array_equal(losses, runs[0][1])
 
 
 @pytest.mark.slow
 def test_two_nodes_of_slurm(
     fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path
 ) -> None:
-    if reason := why_not():
+    reason = why_not()
+    if reason:
         pytest.skip(reason)
-    (directory := tmp_path / "slurm").mkdir()
+    directory = tmp_path / "slurm"
+    directory.mkdir()
     with cluster(directory) as slurm:
         command = [
             "srun",
@@ -142,9 +158,13 @@ def test_two_nodes_of_slurm(
         ]
         run = subprocess.run(
             command,
-            env=environment() | slurm | {"XLA_FLAGS": environment()["XLA_FLAGS"], "JAX_NUM_CPU_DEVICES": "4"},
-            capture_output=True, text=True, timeout=PATIENCE,
-        )  # fmt: skip
+            env=environment()
+            | slurm
+            | {"XLA_FLAGS": environment()["XLA_FLAGS"], "JAX_NUM_CPU_DEVICES": "4"},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
     assert run.returncode == 0, run.stdout + run.stderr
     assert_same_run(outcome(tmp_path / "run"), alone, 2)
 
@@ -154,9 +174,11 @@ def test_two_nodes_of_slurm_under_launchers(
     fields: Callable[..., list[str]], alone: tuple[dict, np.ndarray], tmp_path: Path
 ) -> None:
     """One launcher per node; a worker is killed during the run, which ends with the same result."""
-    if reason := why_not():
+    reason = why_not()
+    if reason:
         pytest.skip(reason)
-    (directory := tmp_path / "slurm").mkdir()
+    directory = tmp_path / "slurm"
+    directory.mkdir()
     script = tmp_path / "script.py"
     script.write_text(
         "import os, runpy, signal, sys, threading\n"
@@ -179,13 +201,13 @@ def test_two_nodes_of_slurm_under_launchers(
         run = subprocess.run(
             ["srun", "-N2", "--ntasks-per-node=1", *launch],
             env=environment() | slurm | {"XLA_FLAGS": environment()["XLA_FLAGS"]},
-            capture_output=True, text=True, timeout=PATIENCE,
-        )  # fmt: skip
-    assert (
-        run.returncode == 0
-        and "process 1 on node 1" in run.stderr
-        and "restart 1 of 3" in run.stderr
-    ), run.stdout + run.stderr
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "process 1 on node 1" in run.stderr, run.stdout + run.stderr
+    assert "restart 1 of 3" in run.stderr, run.stdout + run.stderr
     assert_same_run(outcome(tmp_path / "run"), alone, 2)
 
 
@@ -213,7 +235,8 @@ def test_sigterm_to_one_process_stops_all_at_one_step(
 
     process = local(2, 4, ROOT / "train.py", *fields(output=tmp_path, train__steps=step + 1))
     out = ended(process)
-    assert process.returncode == 0 and f"resumed at step {step}" in out, out
+    assert process.returncode == 0, out
+    assert f"resumed at step {step}" in out, out
 
 
 @pytest.mark.exhaustive
@@ -226,7 +249,9 @@ def test_two_processes_start_from_another_run(
     ):
         process = local(2, 4, ROOT / "train.py", *fields(train__steps=1, **changes))
         out = ended(process)
-        assert process.returncode == 0 and "step 1/1" in out and "restart" not in out, out
+        assert process.returncode == 0, out
+        assert "step 1/1" in out, out
+        assert "restart" not in out, out
 
 
 ENDS = """
@@ -266,27 +291,30 @@ def test_configs_that_differ_are_told_apart(
     )
     process = local(2, 1, script, *fields(output=tmp_path / "run"))
     out = ended(process)
-    assert process.returncode == 1 and "Traceback" not in out, out
+    assert process.returncode == 1, out
+    assert "Traceback" not in out, out
     assert out.count("config.seed: 0 on process 0, 1 there") == 2, out
     assert not (tmp_path / "run").exists()
 
 
 def apart(arguments: list[str], *environments: dict[str, str]) -> list[tuple[int, str]]:
     """Returns (status, output) of processes without a launcher, as on several hosts."""
-    place = {
+    shared = {
         "MESH_LM_COORDINATOR": f"127.0.0.1:{free_port()}",
         "MESH_LM_PROCESSES": str(len(environments)),
         "JAX_NUM_CPU_DEVICES": "4",
     }
-    place["MESH_LM_SECRET"] = "these hosts share no home directory"
+    shared["MESH_LM_SECRET"] = "these hosts share no home directory"
     running = [
         subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), *arguments],
-            env=environment() | place | {"MESH_LM_PROCESS_INDEX": str(i)} | own,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment() | shared | {"MESH_LM_PROCESS_INDEX": str(i)} | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        for i, own in enumerate(environments)
-    ]  # fmt: skip
+        for i, variables in enumerate(environments)
+    ]
     try:
         outs = [ended(process) for process in running]
     finally:
@@ -307,7 +335,8 @@ def test_what_one_host_lacks_ends_all(
     (homes[1 - absent] / "corpus.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
     arguments = fields(output=tmp_path / "run", data__path="~/corpus.txt", data__cache="~/cache")
     for status, out in apart(arguments, *({"HOME": str(home)} for home in homes)):
-        assert status == 1 and "Traceback" not in out, out
+        assert status == 1, out
+        assert "Traceback" not in out, out
         assert "data.path=~/corpus.txt: no such file or directory" in out, out
 
 
@@ -319,7 +348,8 @@ def test_an_output_that_hosts_do_not_share_is_refused(
     for home in homes:
         home.mkdir()
     for status, out in apart(fields(output="~/run"), *({"HOME": str(home)} for home in homes)):
-        assert status == 1 and "Traceback" not in out, out
+        assert status == 1, out
+        assert "Traceback" not in out, out
         assert (
             "is not the directory that process 0 sees; set output to a directory that all hosts "
             "share"
@@ -339,7 +369,8 @@ def test_config_files_that_differ_inside_are_told_apart(
         (tmp_path / name / "mine.py").write_text(text, encoding="utf-8")
     arguments = ["--config=~/mine.py", *fields(output=tmp_path / "run")[1:]]
     for status, out in apart(arguments, *({"HOME": str(tmp_path / name)} for name in ("a", "b"))):
-        assert status == 1 and "code.mine.py: " in out, out
+        assert status == 1, out
+        assert "code.mine.py: " in out, out
 
 
 SET = """
@@ -363,7 +394,8 @@ def test_programs_that_differ_are_told_apart(
     (tmp_path / "mine.py").write_text(SET, encoding="utf-8")
     arguments = fields(output=tmp_path / "run", model__block=f"{tmp_path / 'mine.py'}:Layer")
     for status, out in apart(arguments, {"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"}):
-        assert status == 1 and "Traceback" not in out, out
+        assert status == 1, out
+        assert "Traceback" not in out, out
         assert "the processes do not agree on the program of the training step: " in out, out
         assert " on process 1 on " in out, out
 
@@ -376,17 +408,16 @@ def test_the_launcher_takes_a_module(tmp_path: Path) -> None:
         text=True,
         timeout=PATIENCE,
     )
-    assert (
-        process.returncode == 0
-        and process.stdout.count("Namespaces are one honking great idea") == 2
-    )
+    assert process.returncode == 0
+    assert process.stdout.count("Namespaces are one honking great idea") == 2
     process = subprocess.run(
         [sys.executable, "-m", "mesh_lm.launch", "--per-node=2"],
         env=environment(),
         capture_output=True,
         text=True,
     )
-    assert process.returncode == 1 and "name a Python script, such as train.py" in process.stderr
+    assert process.returncode == 1
+    assert "name a Python script, such as train.py" in process.stderr
 
 
 def test_the_launcher_ends_when_one_process_fails(tmp_path: Path) -> None:

@@ -98,10 +98,10 @@ def test_at_once_or_after_the_step(tmp_path: Path) -> None:
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=PATIENCE
     )
-    found = json.loads(done.stdout)
-    assert found.pop("seconds") < 2 + 10
-    assert found.pop("cursor") == "\x1b[?25h", "a progress bar had hidden it"
-    by_term = {
+    outcome = json.loads(done.stdout)
+    assert outcome.pop("seconds") < 2 + 10
+    assert outcome.pop("cursor") == "\x1b[?25h", "a progress bar had hidden it"
+    after_sigterm = {
         "prepare SIGTERM": 99,
         "compile SIGTERM": 99,
         "resumed SIGTERM": 99,
@@ -109,14 +109,14 @@ def test_at_once_or_after_the_step(tmp_path: Path) -> None:
         "child SIGTERM": 7,
         "twice SIGTERM": 99,
     }
-    by_interrupt = {
+    after_sigint = {
         "prepare SIGINT": 130,
         "compile SIGINT": 130,
         "step SIGINT": 8,
         "save SIGINT": 130,
         "ignored SIGINT": 7,
     }
-    assert found == by_term | by_interrupt | {"worker SIGINT": 99}, done.stderr
+    assert outcome == after_sigterm | after_sigint | {"worker SIGINT": 99}, done.stderr
     assert {path.name for path in tmp_path.glob("removed *")} == {
         f"removed {key}" for key in ("prepare SIGTERM", "prepare SIGINT", "twice SIGTERM")
     }
@@ -187,19 +187,24 @@ def test_train_py_stops_while_it_compiles(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     command = [
-        sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/gpt_tiny.py",
+        sys.executable,
+        str(ROOT / "train.py"),
+        f"--config={ROOT}/configs/gpt_tiny.py",
         f"--data.path={tmp_path}/corpus.txt",
-        f"--data.cache={tmp_path}/cache", f"--output={tmp_path}/run", "--launch.compile_cache=",
+        f"--data.cache={tmp_path}/cache",
+        f"--output={tmp_path}/run",
+        "--launch.compile_cache=",
         "--data.tokenizer_vocab=512",
         "--data.max_epochs=0",
-    ]  # fmt: skip
+    ]
     process = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)  # what follows is the first step
     time.sleep(1)
     os.kill(process.pid, signal.SIGTERM)
-    asked = time.monotonic()
+    signalled_at = time.monotonic()
     out = ended(process)
-    assert process.returncode == 99 and "stopped by SIGTERM in phase" in out, out
-    assert time.monotonic() - asked < 2 + 10
+    assert process.returncode == 99, out
+    assert "stopped by SIGTERM in phase" in out, out
+    assert time.monotonic() - signalled_at < 2 + 10

@@ -33,33 +33,35 @@ from sharding_rules import Shard, make_mesh
 
 def digest(tree: Any) -> dict[str, str]:
     """Returns the SHA-256 of every full leaf."""
-    whole = multihost_utils.process_allgather(tree, tiled=True)
-    return {
-        jax.tree_util.keystr(path): hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
-        for path, x in jax.tree_util.tree_flatten_with_path(whole)[0]
-    }
+    full = multihost_utils.process_allgather(tree, tiled=True)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(full)
+    digests = {}
+    for path, leaf in leaves:
+        content = np.ascontiguousarray(leaf).tobytes()
+        digests[jax.tree_util.keystr(path)] = hashlib.sha256(content).hexdigest()
+    return digests
 
 
 def bits(argv: list[str]) -> dict[str, Any]:
     config = check(command_line.parse(argv), jax.device_count())
     layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh)))
-    batches = Batches(
-        config, prepare(config.data, vocab=config.data.tokenizer_vocab), batch_sharding(layout)
-    )
-    loader = batches.train()
-    taken = [batch for _, batch in islice(loader, 3)]
+    optimizer = Optimizer(config.optimizer, config.train.steps)
+    state = init_state(layout, optimizer, config.seed)
+
+    corpus = prepare(config.data, vocab=config.data.tokenizer_vocab)
+    loader = Batches(config, corpus, batch_sharding(layout)).train()
+    batches = [batch for _, batch in islice(loader, 3)]
     loader.close()
-    ids = taken[-1]["sample_ids"][0]
-    mask = jax.jit(
-        lambda ids: Dropout.of(jax.random.key(3), ids, jnp.arange(4)[None]).fold(1)(
-            jnp.ones((*ids.shape, 4, 8)), 0.5
-        )
-    )
+
+    @jax.jit
+    def mask(ids: jax.Array) -> jax.Array:
+        dropout = Dropout.of(jax.random.key(3), ids, jnp.arange(4)[None])
+        return dropout.fold(1)(jnp.ones((*ids.shape, 4, 8)), 0.5)
+
+    ids = batches[-1]["sample_ids"][0]
     return {
-        "init": digest(
-            init_state(layout, Optimizer(config.optimizer, config.train.steps), config.seed)
-        ),
-        "batches": [digest(batch) for batch in taken],
+        "init": digest(state),
+        "batches": [digest(batch) for batch in batches],
         "masks": digest(mask(ids)),
         "processes": jax.process_count(),
         "devices": jax.device_count(),
@@ -67,11 +69,13 @@ def bits(argv: list[str]) -> dict[str, Any]:
 
 
 def main(output: str, *argv: str) -> int:
-    if status := train.main([*argv, f"--config.output={output}"]):
+    words = [*argv, f"--config.output={output}"]
+    status = train.main(words)
+    if status:
         return status
-    found = bits([*argv, f"--config.output={output}"])
+    digests = bits(words)
     if jax.process_index() == 0:
-        (Path(output) / "bits.json").write_text(json.dumps(found), encoding="utf-8")
+        (Path(output) / "bits.json").write_text(json.dumps(digests), encoding="utf-8")
     return 0
 
 

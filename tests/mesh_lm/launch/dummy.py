@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 directory, *actions = sys.argv[1:]
-process, life = int(os.environ["MESH_LM_PROCESS_INDEX"]), int(os.environ["MESH_LM_GENERATION"])
+process = int(os.environ["MESH_LM_PROCESS_INDEX"])
+life = int(os.environ["MESH_LM_GENERATION"])
 pipe = int(os.environ["MESH_LM_HEARTBEAT"])
 state = {
     "step": 0,
@@ -27,8 +28,10 @@ state = {
     "seconds": {"step": 1.0, "batch": 0.0},
 }
 note = Path(directory) / f"life-{life}-{process}"
-seen = {name: value for name, value in os.environ.items() if name.startswith(("MESH_LM_", "JAX_"))}
-asked: list[int] = []
+variables = {
+    name: value for name, value in os.environ.items() if name.startswith(("MESH_LM_", "JAX_"))
+}
+signals: list[int] = []
 
 
 def beat(**message: object) -> None:
@@ -56,7 +59,7 @@ def act(action: str) -> None:
         )
         (Path(directory) / "child").write_text(str(child.pid), encoding="utf-8")
     elif name == "wait":
-        while not asked:
+        while not signals:
             beat()
             time.sleep(0.1)
         sys.exit(99)
@@ -68,17 +71,17 @@ def act(action: str) -> None:
         raise ValueError(action)
 
 
-signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
 note.parent.mkdir(exist_ok=True)
 note.with_suffix(".new").write_text(
-    json.dumps(seen | {"pid": os.getpid(), "launcher": os.getppid(), "at": time.time()}),
+    json.dumps(variables | {"pid": os.getpid(), "launcher": os.getppid(), "at": time.time()}),
     encoding="utf-8",
 )
 note.with_suffix(".new").rename(note)
 for action in actions:
-    when, _, action = action.rpartition("@")
-    who, _, action = action.rpartition(":")
+    only_life, _, action = action.rpartition("@")
+    only_process, _, action = action.rpartition(":")
     beat()
-    if when in ("", str(life)) and who in ("", str(process)):
+    if only_life in ("", str(life)) and only_process in ("", str(process)):
         act(action)
     time.sleep(0.1)

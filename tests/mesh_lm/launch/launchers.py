@@ -62,11 +62,12 @@ def nodes(
 ) -> Iterator[tuple[list[Launcher], Callable[..., Launcher]]]:
     """Yields launchers as on several nodes, and a function that restarts one node's launcher. All
     are killed at the end."""
-    port, running = free_port(), []
+    port = free_port()
+    running: list[Launcher] = []
 
-    def again(node: int, more: str = "", secret: str = SECRET) -> Launcher:
-        place = f"--nodes={count} --node={node} --rendezvous=127.0.0.1:{port}"
-        running.append(start(directory, f"{place} {options} {more}", actions, secret))
+    def again(node: int, extra: str = "", secret: str = SECRET) -> Launcher:
+        node_options = f"--nodes={count} --node={node} --rendezvous=127.0.0.1:{port}"
+        running.append(start(directory, f"{node_options} {options} {extra}", actions, secret))
         return running[-1]
 
     try:
@@ -86,19 +87,24 @@ def life(directory: Path, number: int, process: int, launcher: Launcher) -> dict
 
 def lives(directory: Path, process: int = 0) -> list[dict[str, Any]]:
     """Returns all lives of a process."""
-    notes = sorted(
-        directory.glob(f"life-*-{process}"), key=lambda path: int(path.name.split("-")[1])
-    )
+
+    def number(note: Path) -> int:
+        return int(note.name.split("-")[1])
+
+    notes = sorted(directory.glob(f"life-*-{process}"), key=number)
     return [json.loads(note.read_text(encoding="utf-8")) for note in notes]
+
+
+def state(pid: int) -> str:
+    """Returns the state of a process as Linux calls it: Z of a zombie, T of one that is stopped."""
+    status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    return status.rpartition(")")[2].split()[0]
 
 
 def alive(pid: int) -> bool:
     """Returns whether a process runs (or is stopped), and is not a zombie."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-            != "Z"
-        )
+        return state(pid) != "Z"
     except FileNotFoundError:
         return False
 

@@ -1,4 +1,4 @@
-"""Which nodes compute, and where, without launchers: reports of their checks, and nodes whose
+"""The choice of the nodes that compute, without launchers: reports of their checks, and nodes whose
 workers fail."""
 
 from typing import Any
@@ -37,9 +37,9 @@ def test_a_node_with_fewer_gpus_than_most_is_left_out(capsys: pytest.CaptureFixt
     for number, gpus in ((2, 7), (0, 8), (1, 8)):
         report(nodes, number, gpus=gpus)
     assert nodes.healthy() == [0, 1]
-    said = capsys.readouterr().err
+    log = capsys.readouterr().err
     assert (
-        said.count(
+        log.count(
             "node 2 (host2) is unhealthy, and is left out: nvidia-smi lists 7 GPUs, but 8 on most "
             "nodes: reboot"
         )
@@ -47,10 +47,8 @@ def test_a_node_with_fewer_gpus_than_most_is_left_out(capsys: pytest.CaptureFixt
     )
     nodes.check(2)
     report(nodes, 2, gpus=8)
-    assert (
-        nodes.healthy() == [0, 1, 2]
-        and "node 2 (host2) is healthy again" in capsys.readouterr().err
-    )
+    assert nodes.healthy() == [0, 1, 2]
+    assert "node 2 (host2) is healthy again" in capsys.readouterr().err
     for number in range(3):
         report(nodes, number)
     assert nodes.healthy() == [0, 1, 2], "no node says how many it has"
@@ -75,5 +73,7 @@ def test_the_coordinator_is_a_node_whose_port_is_known() -> None:
     nodes = connected(4, spares=1)
     report(nodes, 0, findings=[{"check": "output", "outcome": "failed", "text": "broken"}])
     nodes[1].answered = True
-    report(nodes, 2), report(nodes, 3)
-    assert nodes.place(nodes.healthy(), 3) == [2, 1, 3] and nodes.coordinator() == "10.0.0.9:5002"
+    report(nodes, 2)
+    report(nodes, 3)
+    assert nodes.place(nodes.healthy(), 3) == [2, 1, 3]
+    assert nodes.coordinator() == "10.0.0.9:5002"

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -34,27 +34,37 @@ class Speaker:
         self.peer.send(
             hello="mesh_lm", node=node, life=f"{id(self)}", host=f"n{node}", job=job.digests()
         )
-        self.heard: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
         # its hello is sent when the controller has proved itself
         while not self.peer.proven and self.peer.open:
-            self.heard += self.peer.receive()
+            self.received += self.peer.receive()
             time.sleep(0.01)
 
-    def hears(self, what: str) -> dict[str, Any]:
+    def hears(self, key: str) -> dict[str, Any]:
         """Returns the next message with that key, and drops earlier ones."""
         deadline = time.monotonic() + PATIENCE
         while self.peer.open:
-            heard, self.heard = self.heard + self.peer.receive(), []
-            if found := [message for message in heard if what in message]:
-                return found[0]
-            assert time.monotonic() < deadline, what
+            messages = self.received + self.peer.receive()
+            self.received = []
+            for message in messages:
+                if key in message:
+                    return message
+            assert time.monotonic() < deadline, key
             time.sleep(0.01)
-        raise ConnectionError(what)
+        raise ConnectionError(key)
 
-    def dies(self, life: int, *died: tuple[int, int, int], **more: object) -> None:
+    def dies(self, life: int, *died: tuple[int, int, int], **fields: object) -> None:
         """Reports that its workers ended. died: (process, status, the signal that it was sent) of
         each."""
-        self.peer.send(generation=life, died=died, ended=True, **more)
+        self.peer.send(generation=life, died=died, ended=True, **fields)
+
+
+def exit_statuses(speakers: Collection[Speaker]) -> list[int]:
+    """Returns the statuses with which agents are told to exit. They hang up then."""
+    statuses = [speaker.hears("exit")["exit"] for speaker in speakers]
+    for speaker in speakers:
+        speaker.peer.close()
+    return statuses
 
 
 Run = Callable[..., tuple[partial[Speaker], Callable[[], int]]]
@@ -67,22 +77,20 @@ def run() -> Iterator[Run]:
     threads = []
 
     def begin(**options: Any) -> tuple[partial[Speaker], Callable[[], int]]:
-        job, statuses = (
-            Job(("train.py",), rendezvous="127.0.0.1:1", **{"health": "off"} | options),
-            list[int](),
-        )
+        job = Job(("train.py",), rendezvous="127.0.0.1:1", **{"health": "off"} | options)
+        statuses: list[int] = []
         listener = wire.listen(0, "127.0.0.1")
         address = listener.getsockname()
-        threads.append(
-            threading.Thread(
-                target=lambda: statuses.append(controller.Controller(job, listener, SECRET).run()),
-                daemon=True,
-            )
-        )
-        threads[-1].start()
+
+        def control() -> None:
+            statuses.append(controller.Controller(job, listener, SECRET).run())
+
+        thread = threading.Thread(target=control, daemon=True)
+        threads.append(thread)
+        thread.start()
 
         def status() -> int:
-            threads[-1].join(PATIENCE)
+            thread.join(PATIENCE)
             return statuses[0]
 
         return partial(Speaker, job, address), status
@@ -97,7 +105,8 @@ def test_workers_that_sigkill_does_not_end_are_done_without(
 ) -> None:
     monkeypatch.setattr(controller, "UNKILLABLE", 0.3)
     speaker, status = run(nodes=2, min_nodes=1, rejoin=0.2)
-    good, bad = speaker(0), speaker(1)
+    good = speaker(0)
+    bad = speaker(1)
     assert good.hears("start")["nodes"] == bad.hears("start")["nodes"] == 2
     bad.peer.send(generation=1, silent=1, seconds=30)
     good.dies(1, (0, -signal.SIGKILL, signal.SIGKILL))
@@ -116,7 +125,7 @@ def test_an_agent_whose_workers_do_not_die_leaves(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Worker, "signal", lambda worker, number: None)
     job = Job(("-c", "import time; time.sleep(600)"), nodes=2, node=1, rejoin=0.1)
     with wire.listen(0, "127.0.0.1") as listener:
-        found = agent.Agent(job, listener.getsockname(), SECRET)
+        node_agent = agent.Agent(job, listener.getsockname(), SECRET)
 
         def lose() -> None:
             peer = wire.Peer(listener.accept()[0], SECRET, controller.PURPOSE, serves=True)
@@ -130,8 +139,8 @@ def test_an_agent_whose_workers_do_not_die_leaves(monkeypatch: pytest.MonkeyPatc
             peer.close()
 
         threading.Thread(target=lose, daemon=True).start()
-        assert found.run() == 75
-        (worker,) = found._workers.values()
+        assert node_agent.run() == 75
+        (worker,) = node_agent._workers.values()
         os.killpg(worker._process.pid, signal.SIGKILL)
         worker._process.wait()
         worker.status()
@@ -141,7 +150,7 @@ def test_a_node_that_fails_first_again_and_again_is_left_out(run: Run) -> None:
     speaker, status = run(nodes=3, min_nodes=2)
     speakers = [speaker(node) for node in range(3)]
     for life in (1, 2):
-        assert [each.hears("start")["nodes"] for each in speakers] == [3, 3, 3]
+        assert [fake.hears("start")["nodes"] for fake in speakers] == [3, 3, 3]
         speakers[1].dies(life, (1, -signal.SIGBUS, 0))
         speakers[2].dies(life, (2, -signal.SIGABRT, 0))
         speakers[0].dies(life, (0, -signal.SIGKILL, signal.SIGKILL))
@@ -153,9 +162,7 @@ def test_a_node_that_fails_first_again_and_again_is_left_out(run: Run) -> None:
     )
     for process, node in enumerate((0, 2)):
         speakers[node].dies(3, (process, 0, 0))
-    assert [each.hears("exit")["exit"] for each in speakers] == [0, 0, 0]
-    for each in speakers:
-        each.peer.close()
+    assert exit_statuses(speakers) == [0, 0, 0]
     assert status() == 0
 
 
@@ -164,7 +171,8 @@ def test_nothing_starts_without_node_0(run: Run, capfd: pytest.CaptureFixture[st
     alone = speaker(1)
     assert alone.hears("exit")["exit"] == 75
     alone.peer.close()
-    assert status() == 75 and "node 0 did not connect within 0.5 s" in capfd.readouterr().err
+    assert status() == 75
+    assert "node 0 did not connect within 0.5 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("sent", [0, signal.SIGTERM, signal.SIGKILL])
@@ -172,21 +180,20 @@ def test_sigterm_to_all_is_a_farewell(run: Run, sent: int) -> None:
     """Slurm's SIGTERM may reach a worker before its launcher has forwarded it."""
     speaker, status = run(nodes=2)
     speakers = [speaker(node) for node in range(2)]
-    for each in speakers:
-        each.hears("start")
+    for fake in speakers:
+        fake.hears("start")
     speakers[1].peer.send(stop="SIGTERM")
     speakers[1].dies(1, (1, -signal.SIGTERM, sent))
     speakers[0].hears("end")
     speakers[0].dies(1, (0, 99, signal.SIGTERM))
-    assert [each.hears("exit")["exit"] for each in speakers] == [99, 99]
-    for each in speakers:
-        each.peer.close()
+    assert exit_statuses(speakers) == [99, 99]
     assert status() == 99
 
 
 def test_who_comes_when_the_others_leave_is_told(run: Run) -> None:
     speaker, status = run(nodes=2)
-    first, second = speaker(0), speaker(1)
+    first = speaker(0)
+    second = speaker(1)
     first.hears("start")
     second.hears("start")
     second.peer.close()
@@ -229,19 +236,18 @@ def test_who_does_not_know_the_secret_ends_nothing(
             impostor.receive()
             time.sleep(0.01)
         assert impostor.refused in ("it does not accept this secret", "")
-        began = time.monotonic()
+        start = time.monotonic()
         # a byte at a time does not prolong the time in which it must introduce itself
         with contextlib.suppress(OSError):
-            while time.monotonic() - began < PATIENCE:
+            while time.monotonic() - start < PATIENCE:
                 strangers[2].sendall(b"m")
                 time.sleep(0.05)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - start < 5
         ends(speaker(0))
     assert status() == 0
-    assert "refused " in (told := capfd.readouterr().err) and told.count("refused ") == 1, (
-        "at most once a minute"
-    )
-    assert "train.py" not in told
+    log = capfd.readouterr().err
+    assert log.count("refused ") == 1, "at most once a minute"
+    assert "train.py" not in log
 
 
 def test_refusals_are_counted_and_a_probe_hides_none(
@@ -252,8 +258,8 @@ def test_refusals_are_counted_and_a_probe_hides_none(
     monkeypatch.setattr(controller, "_LOOK", 1.0)
     speaker, status = run(nodes=1)
     job, address = speaker.args
-    began = time.monotonic()
-    while time.monotonic() - began < 2.5:
+    start = time.monotonic()
+    while time.monotonic() - start < 2.5:
         socket.create_connection(address).close()
         impostor = wire.Peer(
             socket.create_connection(address), Secret.new(), controller.PURPOSE, serves=False
@@ -264,18 +270,19 @@ def test_refusals_are_counted_and_a_probe_hides_none(
             time.sleep(0.01)
     ends(speaker(0))
     assert status() == 0
-    counts = [
-        int(n)
-        for n in re.findall(r"refused (\d+) connections?, the last from", capfd.readouterr().err)
-    ]
-    assert len(counts) >= 2 and counts[0] == 1 and counts[1] > 1, counts
+    log = capfd.readouterr().err
+    counts = [int(n) for n in re.findall(r"refused (\d+) connections?, the last from", log)]
+    assert len(counts) >= 2, counts
+    assert counts[0] == 1, counts
+    assert counts[1] > 1, counts
 
 
 def test_a_second_launcher_of_a_node_and_one_that_is_no_node(
     run: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
     speaker, status = run(nodes=2)
-    first, second = speaker(0), speaker(1)
+    first = speaker(0)
+    second = speaker(1)
     first.hears("start")
     assert speaker(1).hears("refused")["host"] == "n1"
     assert speaker(7).hears("exit") == {"exit": 1, "refused": "differs", "fields": ["node"]}
@@ -285,16 +292,14 @@ def test_a_second_launcher_of_a_node_and_one_that_is_no_node(
     again.send(hello="mesh_lm", node=1, life=3, host="n1", job={})
     while again.open:
         again.receive()
-    for process, each in enumerate((first, second)):
-        each.dies(1, (process, 0, 0))
-    assert [each.hears("exit")["exit"] for each in (first, second)] == [0, 0]
-    for each in (first, second):
-        each.peer.close()
+    for process, fake in enumerate((first, second)):
+        fake.dies(1, (process, 0, 0))
+    assert exit_statuses([first, second]) == [0, 0]
     assert status() == 0
-    told = capfd.readouterr().err
-    assert "refused a second launcher of node 1 on n1: the one on n1 is connected" in told
-    assert "node 7 (n7) was started differently from node 0: node (0 of 2 here)" in told
-    assert "fields that are missing or not as expected: life" in told
+    log = capfd.readouterr().err
+    assert "refused a second launcher of node 1 on n1: the one on n1 is connected" in log
+    assert "node 7 (n7) was started differently from node 0: node (0 of 2 here)" in log
+    assert "fields that are missing or not as expected: life" in log
 
 
 def test_a_message_that_is_not_understood_costs_its_node_the_connection(
@@ -302,9 +307,10 @@ def test_a_message_that_is_not_understood_costs_its_node_the_connection(
 ) -> None:
     """It may not speak of processes of another node either."""
     speaker, status = run(nodes=2)
-    first, second = speaker(0), speaker(1)
-    for each in (first, second):
-        each.hears("start")
+    first = speaker(0)
+    second = speaker(1)
+    for fake in (first, second):
+        fake.hears("start")
     second.peer.send(generation=1, died=[[0, 1, 0]], silent=0, seconds=9)  # of node 0
     second.peer.send(generation=1, beats={"0": {"step": "many"}})
     with pytest.raises(ConnectionError):
@@ -314,12 +320,12 @@ def test_a_message_that_is_not_understood_costs_its_node_the_connection(
     assert first.hears("exit")["exit"] == 75
     first.peer.close()
     status()
-    told = capfd.readouterr().err
+    log = capfd.readouterr().err
     assert (
         "node 1 (n1) sent a message that is not understood: fields that are missing or not as "
         "expected: beats"
-    ) in told
-    assert "process 0" not in told
+    ) in log
+    assert "process 0" not in log
 
 
 def test_spares_come_first_and_then_fewer_nodes(
@@ -331,19 +337,19 @@ def test_spares_come_first_and_then_fewer_nodes(
     speakers = {node: speaker(node) for node in (0, 1, 2, 3)}
     life = 0
 
-    def started(*places: int) -> None:
+    def started(*members: int) -> None:
         nonlocal life
         life += 1
-        orders = [speakers[node].hears("start") for node in places]
-        assert [(each["first"], each["nodes"], each["start"]) for each in orders] == [
-            (i, len(places), life) for i in range(len(places))
+        orders = [speakers[node].hears("start") for node in members]
+        assert [(order["first"], order["nodes"], order["start"]) for order in orders] == [
+            (i, len(members), life) for i in range(len(members))
         ]
 
-    def loses(lost: int, *places: int) -> None:
+    def loses(lost: int, *members: int) -> None:
         speakers.pop(lost).peer.close()
-        for place, node in enumerate(places):
+        for rank, node in enumerate(members):
             if node != lost:
-                speakers[node].dies(life, (place, -signal.SIGKILL, signal.SIGKILL))
+                speakers[node].dies(life, (rank, -signal.SIGKILL, signal.SIGKILL))
 
     started(0, 1, 2)
     loses(1, 0, 1, 2)
@@ -351,20 +357,19 @@ def test_spares_come_first_and_then_fewer_nodes(
     loses(3, 0, 3, 2)
     started(0, 2)
     speakers[3] = speaker(3)
-    for place, node in enumerate((0, 2)):
+    for rank, node in enumerate((0, 2)):
         speakers[node].hears("end")
-        speakers[node].dies(life, (place, 99, signal.SIGTERM))
+        speakers[node].dies(life, (rank, 99, signal.SIGTERM))
     started(0, 2, 3)
     speakers[1] = speaker(1)
-    for place, node in enumerate((0, 2, 3)):
-        speakers[node].dies(life, (place, 0, 0))
-    assert [each.hears("exit")["exit"] for each in speakers.values()] == [0, 0, 0, 0]
-    for each in speakers.values():
-        each.peer.close()
+    for rank, node in enumerate((0, 2, 3)):
+        speakers[node].dies(life, (rank, 0, 0))
+    assert exit_statuses(speakers.values()) == [0, 0, 0, 0]
     assert status() == 0
-    told = capfd.readouterr().err
-    assert "node 3 (n3) takes the place of node 1" in told and told.count("takes the place") == 1
-    assert "continuing with 2 of 3 nodes: 0, 2" in told
+    log = capfd.readouterr().err
+    assert "node 3 (n3) takes the place of node 1" in log
+    assert log.count("takes the place") == 1
+    assert "continuing with 2 of 3 nodes: 0, 2" in log
 
 
 def test_a_crash_of_a_worker_that_was_asked_to_stop_is_its_stop(
@@ -374,26 +379,25 @@ def test_a_crash_of_a_worker_that_was_asked_to_stop_is_its_stop(
     nothing is said of faulty memory."""
     speaker, status = run(nodes=3, min_nodes=2, start=0.3, restarts=0)
     speakers = [speaker(node) for node in range(2)]
-    assert [each.hears("start")["nodes"] for each in speakers] == [2, 2]
+    assert [fake.hears("start")["nodes"] for fake in speakers] == [2, 2]
     speakers.append(speaker(2))
-    for each in speakers[:2]:
-        each.hears("end")
+    for fake in speakers[:2]:
+        fake.hears("end")
     speakers[1].dies(1, (1, -signal.SIGSEGV, signal.SIGTERM))
     time.sleep(0.2)
     speakers[0].dies(1, (0, 70, signal.SIGTERM))
-    assert [each.hears("start")["nodes"] for each in speakers] == [3, 3, 3]
-    for process, each in enumerate(speakers):
-        each.dies(2, (process, 0, 0))
-    assert [each.hears("exit")["exit"] for each in speakers] == [0, 0, 0]
-    for each in speakers:
-        each.peer.close()
+    assert [fake.hears("start")["nodes"] for fake in speakers] == [3, 3, 3]
+    for process, fake in enumerate(speakers):
+        fake.dies(2, (process, 0, 0))
+    assert exit_statuses(speakers) == [0, 0, 0]
     assert status() == 0
-    told = capfd.readouterr().err
+    log = capfd.readouterr().err
     assert (
         "process 1 on node 1 (n1) was killed by SIGSEGV after it was asked to stop, which counts "
         "as its stop"
-    ) in told
-    assert "memory" not in told and "] restart " not in told
+    ) in log
+    assert "memory" not in log
+    assert "] restart " not in log
 
 
 def test_a_node_that_is_repaired_takes_part_again(
@@ -403,54 +407,51 @@ def test_a_node_that_is_repaired_takes_part_again(
     so is a result that is unknown."""
     monkeypatch.setattr(nodes, "_AGAIN", 0.3)
     speaker, status = run(nodes=2, min_nodes=1, start=0.3, health="all")
-    first, second = speaker(0), speaker(1)
+    first = speaker(0)
+    second = speaker(1)
     doubt = {"check": "gpu", "outcome": "unknown", "text": "no answer"}
     first.peer.send(checked=first.hears("check")["check"], port=1, findings=[doubt])
-    asked = second.hears("check")["check"]
+    first_check = second.hears("check")["check"]
     second.peer.send(
-        checked=asked, port=1, findings=[doubt | {"outcome": "failed", "text": "GPU 3 is lost"}]
+        checked=first_check,
+        port=1,
+        findings=[doubt | {"outcome": "failed", "text": "GPU 3 is lost"}],
     )
     assert first.hears("start")["nodes"] == 1
-    again = second.hears("check")["check"]
-    second.peer.send(checked=asked, port=1, findings=[])
+    second_check = second.hears("check")["check"]
+    second.peer.send(checked=first_check, port=1, findings=[])
     time.sleep(0.3)
     assert not any("end" in message for message in first.peer.receive())
-    second.peer.send(checked=again, port=1, findings=[])
+    second.peer.send(checked=second_check, port=1, findings=[])
     first.hears("end")
     first.dies(1, (0, 99, signal.SIGTERM))
-    for each in (first, second):  # also for ports that are free now
-        each.peer.send(checked=each.hears("check")["check"], port=1, findings=[])
+    for fake in (first, second):  # also for ports that are free now
+        fake.peer.send(checked=fake.hears("check")["check"], port=1, findings=[])
     assert first.hears("start")["nodes"] == second.hears("start")["nodes"] == 2
-    for process, each in enumerate((first, second)):
-        each.dies(2, (process, 0, 0))
-    assert [each.hears("exit")["exit"] for each in (first, second)] == [0, 0]
-    for each in (first, second):
-        each.peer.close()
+    for process, fake in enumerate((first, second)):
+        fake.dies(2, (process, 0, 0))
+    assert exit_statuses([first, second]) == [0, 0]
     assert status() == 0
-    told = capfd.readouterr().err
-    assert (
-        "node 1 (n1) is unhealthy, and is left out: gpu: GPU 3 is lost" in told
-        and "node 1 (n1) is healthy again" in told
-    )
+    log = capfd.readouterr().err
+    assert "node 1 (n1) is unhealthy, and is left out: gpu: GPU 3 is lost" in log
+    assert "node 1 (n1) is healthy again" in log
 
 
 def test_another_node_runs_process_0_where_node_0_is_unhealthy(run: Run) -> None:
     """The processes meet there, at a port that was free on it."""
     speaker, status = run(nodes=3, spares=1, health="all")
     speakers = [speaker(node) for node in range(3)]
-    for node, each in enumerate(speakers):
+    for node, fake in enumerate(speakers):
         wrong = [{"check": "gpu", "outcome": "failed", "text": "lost"}] if node == 0 else []
-        each.peer.send(checked=each.hears("check")["check"], port=4711 + node, findings=wrong)
-    orders = [each.hears("start") for each in speakers[1:]]
+        fake.peer.send(checked=fake.hears("check")["check"], port=4711 + node, findings=wrong)
+    orders = [fake.hears("start") for fake in speakers[1:]]
     assert [(order["coordinator"], order["first"], order["nodes"]) for order in orders] == [
         ("127.0.0.1:4712", 0, 2),
         ("127.0.0.1:4712", 1, 2),
     ]
-    for process, each in enumerate(speakers[1:]):
-        each.dies(1, (process, 0, 0))
-    assert [each.hears("exit")["exit"] for each in speakers] == [0, 0, 0]
-    for each in speakers:
-        each.peer.close()
+    for process, fake in enumerate(speakers[1:]):
+        fake.dies(1, (process, 0, 0))
+    assert exit_statuses(speakers) == [0, 0, 0]
     assert status() == 0
 
 

@@ -30,8 +30,12 @@ class Smi:
 
     def __init__(self, gpus: int = 8) -> None:
         self.gpus = [*range(gpus)]
-        self.ecc, self.hot, self.brake = ["0"] * 8, ["Not Active"] * 8, ["Not Active"] * 8
-        self.pending, self.failure, self.links = ["No"] * 8, ["No"] * 8, [18] * 8
+        self.ecc = ["0"] * 8
+        self.hot = ["Not Active"] * 8
+        self.brake = ["Not Active"] * 8
+        self.pending = ["No"] * 8
+        self.failure = ["No"] * 8
+        self.links = [18] * 8
         self.unknown: tuple[str, ...] = ()
         self.error = ""
 
@@ -39,14 +43,7 @@ class Smi:
         if self.error:
             raise RuntimeError(self.error)
         if words[0] == "nvlink":
-            return "".join(
-                f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: {UUIDS[i]})\n"
-                + "".join(
-                    f"\t Link {n}: {'26.562 GB/s' if n < self.links[i] else '<inactive>'}\n"
-                    for n in range(18)
-                )
-                for i in self.gpus
-            )
+            return "".join(map(self._nvlink_status, self.gpus))
         option, _, fields = words[0].partition("=")
         for field in fields.split(","):
             if field.startswith(self.unknown) and self.unknown:
@@ -55,28 +52,37 @@ class Smi:
                     "query."
                 )
         columns = {
-            "index": [*map(str, range(8))], "uuid": UUIDS, "pci.bus_id": BUSES, "gpu_bus_id": BUSES,
+            "index": [*map(str, range(8))],
+            "uuid": UUIDS,
+            "pci.bus_id": BUSES,
+            "gpu_bus_id": BUSES,
             "ecc.errors.uncorrected.volatile.total": self.ecc,
-            "remapped_rows.pending": self.pending, "remapped_rows.failure": self.failure,
-        }  # fmt: skip
+            "remapped_rows.pending": self.pending,
+            "remapped_rows.failure": self.failure,
+        }
         for kind in ("event", "throttle"):
             columns |= {
                 f"clocks_{kind}_reasons.hw_thermal_slowdown": self.hot,
                 f"clocks_{kind}_reasons.hw_power_brake_slowdown": self.brake,
             }
-        assert option in ("--query-gpu", "--query-remapped-rows") and words[1].startswith(
-            "--format=csv,noheader"
-        )
-        return "".join(
-            ", ".join(columns[field][i] for field in fields.split(",")) + "\n" for i in self.gpus
-        )
+        assert option in ("--query-gpu", "--query-remapped-rows")
+        assert words[1].startswith("--format=csv,noheader")
+        lines = [", ".join(columns[field][i] for field in fields.split(",")) for i in self.gpus]
+        return "".join(f"{line}\n" for line in lines)
+
+    def _nvlink_status(self, i: int) -> str:
+        lines = [f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: {UUIDS[i]})"]
+        for n in range(18):
+            lines.append(f"\t Link {n}: {'26.562 GB/s' if n < self.links[i] else '<inactive>'}")
+        return "".join(f"{line}\n" for line in lines)
 
 
 def test_gpu_memory() -> None:
     smi = Smi()
     gpus = gpu.Gpus(smi, {})
     assert gpus.memory() == ("ok", "8 GPUs")
-    smi.ecc[3], smi.ecc[4] = "2", "[N/A]"
+    smi.ecc[3] = "2"
+    smi.ecc[4] = "[N/A]"
     assert gpus.memory() == (
         "failed",
         (
@@ -84,7 +90,9 @@ def test_gpu_memory() -> None:
             "reboot the node"
         ),
     )
-    smi.ecc[3], smi.pending[5], smi.failure[6] = "0", "Yes", "1"
+    smi.ecc[3] = "0"
+    smi.pending[5] = "Yes"
+    smi.failure[6] = "1"
     assert gpus.memory() == (
         "failed",
         "GPU 5 has memory rows to remap: reset the GPU (nvidia-smi --gpu-reset -i 5), or reboot "
@@ -109,7 +117,9 @@ def test_gpu_memory() -> None:
 @pytest.mark.parametrize("visible", ["0,1", f"{UUIDS[0]},{UUIDS[1][:12]}"])
 def test_gpus_of_other_jobs_are_not_checked(visible: str) -> None:
     smi = Smi()
-    smi.ecc[2], smi.hot[2], smi.links[2] = "1", "Active", 1
+    smi.ecc[2] = "1"
+    smi.hot[2] = "Active"
+    smi.links[2] = 1
     gpus = gpu.Gpus(smi, {"CUDA_VISIBLE_DEVICES": visible})
     assert [gpus.memory(), gpus.clocks(), gpus.nvlink()] == [
         ("ok", "2 GPUs"),
@@ -140,7 +150,8 @@ def test_nvlink() -> None:
     smi = Smi()
     smi.links[2] = 17
     assert gpu.Gpus(smi, {}).nvlink()[1].startswith("GPU 2 has 17 of 18 NVLinks: reset the GPU")
-    smi.links[2], smi.links[6:] = 18, [0, 0]
+    smi.links[2] = 18
+    smi.links[6:] = [0, 0]
     assert gpu.Gpus(smi, {}).nvlink() == ("ok", "108 links"), "two cards have no bridge"
     smi.links[:4] = [0, 0, 18, 18]
     smi.gpus = [0, 1, 2, 3]
@@ -160,7 +171,8 @@ def test_xids() -> None:
 
     lost = line(5000, "79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")
     gpus = gpu.Gpus(Smi(), {})
-    out_of_bounds, other = line(5000, "31, pid=1, MMU Fault"), "6,1,5000000000,-;eth0: link up"
+    out_of_bounds = line(5000, "31, pid=1, MMU Fault")
+    other = "6,1,5000000000,-;eth0: link up"
     assert gpus.xids([out_of_bounds, other], 5030) == ("ok", "no Xid"), "an error of the program"
     assert gpus.xids([lost, lost, other], 5030) == (
         "failed",
@@ -176,9 +188,10 @@ def test_xids() -> None:
     again = line(5100, "79, GPU has fallen off the bus.")
     assert gpus.xids([lost, again], 5030 + gpu.COUNTS)[0] == "failed"
     assert gpu.Gpus(Smi(), {}).xids([lost], 5000 + gpu.RECENT + 1)[0] == "ok"
-    (rest := Smi()).gpus.remove(1)
+    without_it = Smi()
+    without_it.gpus.remove(1)
     for visible in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):
-        assert gpu.Gpus(rest, visible).xids([lost], 5030)[0] == "failed", (
+        assert gpu.Gpus(without_it, visible).xids([lost], 5030)[0] == "failed", (
             "a GPU that is not listed any more"
         )
     assert gpu.Gpus(Smi(), {"CUDA_VISIBLE_DEVICES": "0"}).xids([lost], 5030)[0] == "ok", (
@@ -186,21 +199,24 @@ def test_xids() -> None:
     )
     part = lost.replace("1a:00", "1a:00 GPU-I:03")
     assert gpu.Gpus(Smi(), {"CUDA_VISIBLE_DEVICES": "1"}).xids([part], 5030)[0] == "failed"
-    (lost_all := Smi()).error = "GPU is lost"
+    lost_all = Smi()
+    lost_all.error = "GPU is lost"
     assert gpu.Gpus(lost_all, {"CUDA_VISIBLE_DEVICES": "0"}).xids([lost], 5030)[0] == "failed", (
         "nvidia-smi cannot say whose it is"
     )
 
 
 def test_the_kernels_log_is_read_where_that_is_allowed(tmp_path: Path) -> None:
-    (log := tmp_path / "kmsg").write_text(
+    log = tmp_path / "kmsg"
+    log.write_text(
         f"4,1,{time.monotonic() * 1e6:.0f},-;NVRM: Xid (PCI:0000:1a:00): 48, DBE\n",
         encoding="utf-8",
     )
     gpus = gpu.Gpus(Smi(), {})
     assert gpus.kernel_log(log)[0] == "failed"
-    (found,) = wait(Examination({"kernel log": lambda: gpus.kernel_log(tmp_path / "none")}))
-    assert found.outcome == "unknown" and "No such file" in found.text
+    (finding,) = wait(Examination({"kernel log": lambda: gpus.kernel_log(tmp_path / "none")}))
+    assert finding.outcome == "unknown"
+    assert "No such file" in finding.text
 
 
 def test_network_ports_that_were_active_must_stay_so(tmp_path: Path) -> None:
@@ -229,12 +245,12 @@ def test_network_ports_that_were_active_must_stay_so(tmp_path: Path) -> None:
 
 
 def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = system.Disk(tmp_path / "not" / "there")
-    assert own()[0] == "ok" and not [*tmp_path.iterdir()], "it leaves nothing there"
+    disk = system.Disk(tmp_path / "not" / "there")
+    assert disk()[0] == "ok"
+    assert not [*tmp_path.iterdir()], "it leaves nothing there"
     monkeypatch.setattr(system, "FREE", 1e18)
-    assert own()[0] == "unknown" and "MB left, less than" in own()[1], (
-        "the run's own checkpoints may fill it"
-    )
+    assert disk()[0] == "unknown"
+    assert "MB left, less than" in disk()[1], "the run's own checkpoints may fill it"
 
     def fails(number: int) -> Callable[..., None]:
         def fsync(_: int) -> None:
@@ -250,12 +266,13 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (errno.EACCES, ("unknown", "unknown")),
     ):
         monkeypatch.setattr(system.os, "fsync", fails(number))
-        own._worked = True
-        assert (own()[0], system.Disk(tmp_path)()[0]) == outcomes, errno.errorcode[number]
-        assert os.strerror(number) in own()[1] and not [*tmp_path.iterdir()]
+        disk._worked = True
+        assert (disk()[0], system.Disk(tmp_path)()[0]) == outcomes, errno.errorcode[number]
+        assert os.strerror(number) in disk()[1]
+        assert not [*tmp_path.iterdir()]
     monkeypatch.setattr(system.os, "fsync", lambda _: None)
     monkeypatch.setattr(Path, "read_bytes", lambda _: b"other")
-    assert own() == (
+    assert disk() == (
         "failed",
         f"{tmp_path}: a file that was written has other contents when it is read; replace the disk",
     )
@@ -271,7 +288,8 @@ def test_directories_on_the_command_line() -> None:
         "--outputs=d",
     ]
     assert [
-        system.named_in(words, option) for option in ("output", "checkpoint.local", "data.cache")
+        system.option_value(words, option)
+        for option in ("output", "checkpoint.local", "data.cache")
     ] == ["b", "c", ""]
 
 
@@ -281,13 +299,12 @@ def test_the_product_is_the_one_that_is_known() -> None:
     assert (np.abs(a).astype(np.int64) @ np.abs(b).astype(np.int64)).max() < 2**24, (
         "all sums are exact, in any order"
     )
-    assert matrix_product.is_right(exact) and matrix_product.is_right(a @ b)
+    assert matrix_product.is_exact(exact)
+    assert matrix_product.is_exact(a @ b)
     wrong = exact.copy()
     wrong[17, 4] += 1
-    assert (
-        not matrix_product.is_right(wrong)
-        and matrix_product.verdict(wrong) == "failed: its matrix product is wrong"
-    )
+    assert not matrix_product.is_exact(wrong)
+    assert matrix_product.verdict(wrong) == "failed: its matrix product is wrong"
     assert programs.matrix_product("cpu", os.environ) == ("ok", "exact on all devices (1)")
 
 
@@ -295,7 +312,7 @@ def test_the_product_is_the_one_that_is_known() -> None:
 def test_the_product_by_jax(tmp_path: Path) -> None:
     on_cpu = (
         f"import sys; sys.path.insert(0, {str(Path(matrix_product.__file__).parent)!r}); import "
-        "matrix_product as m; m.by_jax('cpu', 512)"
+        "matrix_product as m; m.multiply_with_jax('cpu', 512)"
     )
     variables = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""}
     assert programs.matrix_product("gpu", variables, planted(tmp_path / "program.py", on_cpu)) == (
@@ -308,23 +325,24 @@ def test_the_product_by_jax(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_large_product() -> None:
     a, b = matrix_product.matrices(4096)
-    assert (
-        matrix_product.is_right(a.astype(np.float64) @ b.astype(np.float64))
-        and (np.abs(a) @ np.abs(b)).max() < 2**24
-    )
+    assert matrix_product.is_exact(a.astype(np.float64) @ b.astype(np.float64))
+    assert (np.abs(a) @ np.abs(b)).max() < 2**24
 
 
 @pytest.mark.gpu
 def test_the_checks_of_this_gpu() -> None:
     """None of them fails on a healthy GPU, and the product is exact."""
-    found = {each.check: each for each in wait(Examination(checks(Job(("train.py",)), os.environ)))}
+    findings = {
+        finding.check: finding
+        for finding in wait(Examination(checks(Job(("train.py",)), os.environ)))
+    }
     assert (
-        found["GPU memory"].outcome
-        == found["GPU clocks"].outcome
-        == found["matrix product"].outcome
+        findings["GPU memory"].outcome
+        == findings["GPU clocks"].outcome
+        == findings["matrix product"].outcome
         == "ok"
-    ), found
-    assert not [each for each in found.values() if each.outcome == "failed"]
+    ), findings
+    assert not [finding for finding in findings.values() if finding.outcome == "failed"]
 
 
 def planted(path: Path, text: str) -> Path:
@@ -358,7 +376,7 @@ def test_results_of_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_which_errors_of_a_product_are_faults_of_the_device() -> None:
-    for text, how in (
+    for text, outcome in (
         (
             (
                 "INTERNAL: CUDA error: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error "
@@ -371,7 +389,7 @@ def test_which_errors_of_a_product_are_faults_of_the_device() -> None:
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 67108864 bytes.", "unknown"),
         ("INTERNAL: ptxas exited with non-zero error code 1: No space left on device", "unknown"),
     ):
-        assert matrix_product.what_failed(RuntimeError(text)) == f"{how}: {text}"
+        assert matrix_product.error_verdict(RuntimeError(text)) == f"{outcome}: {text}"
 
 
 def test_your_own_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,10 +411,12 @@ def test_your_own_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def wait(examination: Examination) -> list:
-    while (found := examination.findings()) is None:
+def wait(examination: Examination) -> list[Finding]:
+    while True:
+        findings = examination.findings()
+        if findings is not None:
+            return findings
         time.sleep(0.01)
-    return found
 
 
 def test_an_examination_takes_limited_time_and_its_lines_are_printable() -> None:
@@ -409,24 +429,27 @@ def test_an_examination_takes_limited_time_and_its_lines_are_printable() -> None
         0.3,
     )  # type: ignore
     first, second, third = wait(examination)
-    assert first.text.isprintable() and len(first.text) == 300 and first.outcome == "failed"
+    assert first.text.isprintable()
+    assert len(first.text) == 300
+    assert first.outcome == "failed"
     assert (second.outcome, second.text) == ("unknown", "no answer within 0.3 s")
     assert (third.outcome, third.text) == ("unknown", "ZeroDivisionError: division by zero")
 
 
 def test_a_check_that_hangs_is_started_once() -> None:
-    began: list[threading.Event] = []
+    started: list[threading.Event] = []
 
     def hangs() -> tuple[str, str]:
-        began.append(threading.Event())
-        began[-1].wait(20)
+        started.append(threading.Event())
+        started[-1].wait(20)
         return "failed", "late"
 
     first = Examination({"a": hangs}, 0.1)  # type: ignore
     assert wait(first)[0].outcome == "unknown"
     second = Examination({"a": hangs}, 0.1, first)  # type: ignore
-    assert wait(second)[0].outcome == "unknown" and len(began) == 1
-    began[0].set()
+    assert wait(second)[0].outcome == "unknown"
+    assert len(started) == 1
+    started[0].set()
     while second.findings()[0].outcome != "failed":  # type: ignore
         time.sleep(0.01)
     assert wait(Examination({"a": lambda: ("ok", "")}, 5, second))[0].outcome == "ok"
@@ -443,16 +466,15 @@ def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What keeps its output open, as a process that SIGKILL does not end, is not waited for, and
-    Xids in the kernel's log count."""
+    """The check does not wait for a process that keeps the output open, as one that SIGKILL does
+    not end would. Xids in the kernel's log count."""
     monkeypatch.setattr(gpu, "_LIMIT", 0.5)
     planted(tmp_path / "nvidia-smi", "#!/bin/sh\nsetsid sleep 20 &\nsleep 20\n").chmod(0o755)
-    began, gpus = (
-        time.monotonic(),
-        gpu.Gpus(gpu.nvidia_smi(str(tmp_path / "nvidia-smi"), os.environ), {}),
-    )
+    start = time.monotonic()
+    gpus = gpu.Gpus(gpu.nvidia_smi(str(tmp_path / "nvidia-smi"), os.environ), {})
     lost = "4,1,5000000000,-;NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus."
-    assert gpus.xids([lost], 5030)[0] == "failed" and time.monotonic() - began < 10
+    assert gpus.xids([lost], 5030)[0] == "failed"
+    assert time.monotonic() - start < 10
     assert gpus.memory() == ("unknown", "nvidia-smi did not answer within 0.5 s")
 
 
@@ -460,10 +482,8 @@ def test_which_checks_a_node_has(tmp_path: Path) -> None:
     planted(tmp_path / "nvidia-smi", "#!/bin/sh\nexit 9\n").chmod(0o755)
     on_gpus = {"PATH": str(tmp_path), "MESH_LM_SECRET": "hidden from what is run"}
     command = ("train.py", "--checkpoint.local=/scratch")
-    gpus, always = (
-        {"GPU memory", "GPU clocks", "NVLink", "kernel log"},
-        {"temporary directory", "output", "local checkpoints"},
-    )
+    gpus = {"GPU memory", "GPU clocks", "NVLink", "kernel log"}
+    always = {"temporary directory", "output", "local checkpoints"}
     assert {*checks(Job(command, nodes=2), on_gpus)} == {
         *always,
         *gpus,
@@ -480,23 +500,24 @@ def test_which_checks_a_node_has(tmp_path: Path) -> None:
         f'{sys.executable} -c \'import os; print(os.environ.get("MESH_LM_SECRET"), '
         'os.environ["MESH_LM_NODE"])\''
     )
-    own = checks(Job(command, nodes=3, node=2, health_command=print_secret), on_gpus)["command"]
-    assert own() == ("ok", "None 2")
+    command_check = checks(Job(command, nodes=3, node=2, health_command=print_secret), on_gpus)[
+        "command"
+    ]
+    assert command_check() == ("ok", "None 2")
 
 
 def test_a_check_that_excludes_no_node_is_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
     """A disk that is almost full was checked: the line must not read as if the check had not
     run."""
-    found = agent.Agent(Job(("train.py",), health="off"), ("127.0.0.1", 1), Secret.new())
+    node_agent = agent.Agent(Job(("train.py",), health="off"), ("127.0.0.1", 1), Secret.new())
     text = "/r has 2 MB left, less than 100 MB: free disk space"
     examination = SimpleNamespace(findings=lambda: [Finding("output", "unknown", text)])
-    found._peer, found._examination = (
-        cast("Any", SimpleNamespace(send=lambda **_: None)),
-        cast("Any", examination),
-    )
-    for _ in range(2):
-        found._examining = True
-        found._examine()
+    peer = cast("Any", SimpleNamespace(send=lambda **_: None))
+    node_agent._examination = cast("Any", examination)
+    for check in (1, 2):
+        previous = agent.Disconnected(since=0.0, patience=1.0)
+        node_agent._state = agent.Connected(peer, previous, check=check)
+        node_agent._report_health()
     assert (
         capfd.readouterr().err
         == f"[launch] node 0 takes part, with a warning of the health check 'output': {text}\n"

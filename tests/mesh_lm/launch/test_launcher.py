@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 from processes import PATIENCE, ended, wait_for
 
-from tests.mesh_lm.launch.launchers import ROOT, SLOW, alive, dies, life, lives, outcome, start
+from tests.mesh_lm.launch.launchers import (
+    ROOT,
+    SLOW,
+    alive,
+    dies,
+    life,
+    lives,
+    outcome,
+    start,
+    state,
+)
 
 
 def test_a_killed_worker_is_restarted_with_the_others(tmp_path: Path) -> None:
@@ -23,16 +33,15 @@ def test_a_killed_worker_is_restarted_with_the_others(tmp_path: Path) -> None:
     assert status == 0, out
     assert "process 2 was killed by SIGKILL: out of memory, or killed from outside" in out
     assert "restart 1 of 3 from its newest checkpoint (step 7 or later), immediately" in out
-    assert "process 2: step 8, step for" in out and "processes 0-1: step 9, step for" in out
+    assert "process 2: step 8, step for" in out
+    assert "processes 0-1: step 9, step for" in out
     first, second = lives(tmp_path)
     assert first["MESH_LM_COORDINATOR"] != second["MESH_LM_COORDINATOR"], (
         "every life has a port of its own"
     )
-    assert (
-        first["MESH_LM_PROCESSES"] == "3"
-        and first["JAX_NUM_CPU_DEVICES"] == "2"
-        and first["JAX_PLATFORMS"] == "cpu"
-    )
+    assert first["MESH_LM_PROCESSES"] == "3"
+    assert first["JAX_NUM_CPU_DEVICES"] == "2"
+    assert first["JAX_PLATFORMS"] == "cpu"
     assert 4 < second["at"] - first["at"] < 4 + 1 + SLOW, (
         "the others have 2 s to end by themselves, and 2 more after SIGTERM"
     )
@@ -71,8 +80,9 @@ def test_a_killed_worker_is_restarted_with_the_others(tmp_path: Path) -> None:
 def test_the_last_status_is_the_launchers(
     tmp_path: Path, action: str, status: int, words: str
 ) -> None:
-    found, out = outcome(tmp_path, "--restarts=1", action)
-    assert found == status and words in out, out
+    actual, out = outcome(tmp_path, "--restarts=1", action)
+    assert actual == status, out
+    assert words in out, out
     assert len(lives(tmp_path)) == (1 if status in (1, 2, 99) else 2), out
     assert ("giving up after 1 restart" in out) == (status not in (1, 2, 99))
 
@@ -82,18 +92,20 @@ def test_the_mistake_of_one_process_is_an_accident_once_there_is_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     status, out = outcome(tmp_path, "--per-node=2", "1:exit=1 wait")
-    assert status == 1 and len(lives(tmp_path)) == 1, out
+    assert status == 1, out
+    assert len(lives(tmp_path)) == 1, out
     status, out = outcome(
         tmp_path / "later", "--per-node=2 --restarts=1", "saved=5 saved=5 1:exit=1 wait"
     )
-    assert (
-        status == 1 and len(lives(tmp_path / "later")) == 2 and "giving up after 1 restart" in out
-    ), out
+    assert status == 1, out
+    assert len(lives(tmp_path / "later")) == 2, out
+    assert "giving up after 1 restart" in out, out
 
 
 def test_a_victims_mistake_hides_no_accident(tmp_path: Path) -> None:
     status, out = outcome(tmp_path, "--per-node=2 --restarts=1", "0:exit=1 step=1 step=2 1:exit=70")
-    assert status == 70 and len(lives(tmp_path)) == 2, out
+    assert status == 70, out
+    assert len(lives(tmp_path)) == 2, out
 
 
 def test_a_run_whose_output_was_taken_over_is_not_restarted(tmp_path: Path) -> None:
@@ -101,13 +113,13 @@ def test_a_run_whose_output_was_taken_over_is_not_restarted(tmp_path: Path) -> N
     status, out = outcome(
         tmp_path, "--per-node=2 --restarts=3", "saved=5 0:exit=77 step=1 step=2 step=3 1:abrt"
     )
-    assert (
-        status == 1 and len(lives(tmp_path)) == 1 and "another run has taken its output over" in out
-    ), out
+    assert status == 1, out
+    assert len(lives(tmp_path)) == 1, out
+    assert "another run has taken its output over" in out, out
 
 
 def test_a_log_that_takes_no_more_ends_nothing(tmp_path: Path) -> None:
-    """Nor does it block a process that prints more than a pipe holds."""
+    """It blocks no process either that prints more than a pipe holds."""
     script = tmp_path / "script.py"
     script.write_text(
         (
@@ -130,10 +142,11 @@ def test_a_log_that_takes_no_more_ends_nothing(tmp_path: Path) -> None:
 def test_restarts_without_progress_are_counted_and_slow_down(tmp_path: Path) -> None:
     """The third life saves a checkpoint, so earlier failures no longer count."""
     status, out = outcome(tmp_path, "--restarts=2", "1@saved=5 2@saved=5 3@saved=6 kill")
-    assert status == 137 and "giving up after 2 restarts without a new checkpoint" in out, out
-    begun = [each["at"] for each in lives(tmp_path)]
-    waits = [b - a for a, b in itertools.pairwise(begun)]
-    assert len(begun) == 5
+    assert status == 137, out
+    assert "giving up after 2 restarts without a new checkpoint" in out, out
+    starts = [record["at"] for record in lives(tmp_path)]
+    waits = [b - a for a, b in itertools.pairwise(starts)]
+    assert len(starts) == 5
     assert [line.rpartition("restart ")[2] for line in out.splitlines() if " restart " in line] == [
         f"{n} of 2 from its newest checkpoint (step {step} or later), {when}"
         for step in (5, 6)
@@ -147,7 +160,8 @@ def test_a_checkpoint_after_one_that_was_put_aside_is_new(tmp_path: Path) -> Non
     status, out = outcome(
         tmp_path, "--restarts=1", "1@saved=9 1@kill 2@saved=7 2@kill 3@saved=8 3@kill step=1"
     )
-    assert status == 0 and len(lives(tmp_path)) == 4, out
+    assert status == 0, out
+    assert len(lives(tmp_path)) == 4, out
     assert [line.rpartition("restart ")[2] for line in out.splitlines() if " restart " in line] == [
         f"1 of 1 from its newest checkpoint (step {step} or later), immediately"
         for step in (9, 7, 8)
@@ -167,10 +181,12 @@ sys.exit(70 if life < 3 else 0)
 def test_a_life_that_did_not_come_to_its_checkpoints_is_none_before(tmp_path: Path) -> None:
     """The run has not yet checked whether checkpoint.resume=never rejects an existing
     checkpoint."""
-    (script := tmp_path / "script.py").write_text(BEGINNING, encoding="utf-8")
+    script = tmp_path / "script.py"
+    script.write_text(BEGINNING, encoding="utf-8")
     command = [sys.executable, "-m", "mesh_lm.launch", str(script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0 and re.findall(r"life \d after \d", done.stdout) == [
+    assert done.returncode == 0
+    assert re.findall(r"life \d after \d", done.stdout) == [
         "life 1 after 0",
         "life 2 after 0",
         "life 3 after 1",
@@ -183,13 +199,12 @@ def test_a_stopped_worker_is_found_by_its_silence(tmp_path: Path) -> None:
     assert re.search(
         r"process 1 sent no heartbeat for \d s: it is stopped, or hangs outside of Python", out
     ), out
-    assert (
-        re.search(r"  process 1: step 5, step for \d s   <- likely the cause\n", out)
-        and out.count("likely the cause") == 1
-    ), out
+    assert re.search(r"  process 1: step 5, step for \d s   <- likely the cause\n", out), out
+    assert out.count("likely the cause") == 1, out
     first, second = lives(tmp_path)
     assert second["at"] - first["at"] < 1 + 5 + SLOW
-    assert not alive(first["pid"]) and not alive(lives(tmp_path, 1)[0]["pid"])
+    assert not alive(first["pid"])
+    assert not alive(lives(tmp_path, 1)[0]["pid"])
 
 
 def test_who_never_says_anything_has_longer(tmp_path: Path) -> None:
@@ -206,39 +221,38 @@ def test_who_never_says_anything_has_longer(tmp_path: Path) -> None:
             str(script),
         ]
         done = subprocess.run(command, cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True)
-        said = (
+        reason = (
             "process 0 did not begin within --start=1 s: it has sent no heartbeat yet; raise "
             "--start if this host is slow"
         )
-        assert done.returncode == status and (said in done.stderr) == (limit == 1), done.stderr
+        assert done.returncode == status, done.stderr
+        assert (reason in done.stderr) == (limit == 1), done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_launcher_lets_the_workers_save(tmp_path: Path, number: int) -> None:
     process = start(tmp_path, "--per-node=2", "step=3 wait")
-    life(tmp_path, 1, 0, process), life(tmp_path, 1, 1, process)
+    life(tmp_path, 1, 0, process)
+    life(tmp_path, 1, 1, process)
     process.send_signal(number)
     out = ended(process)
-    assert (
-        process.returncode == 99
-        and f"{signal.Signals(number).name}: the workers save and exit, within 120 s" in out
-    ), out
+    assert process.returncode == 99, out
+    assert f"{signal.Signals(number).name}: the workers save and exit, within 120 s" in out, out
     assert len(lives(tmp_path)) == 1
 
 
 def test_workers_with_nothing_to_save_end_at_once(tmp_path: Path) -> None:
     """They compile, and would obey when XLA has finished."""
     process = start(tmp_path, "--per-node=2", "phase=compile deaf")
-    life(tmp_path, 1, 0, process), life(tmp_path, 1, 1, process)
+    life(tmp_path, 1, 0, process)
+    life(tmp_path, 1, 1, process)
     time.sleep(1.2)
     process.send_signal(signal.SIGTERM)
-    before = time.monotonic()
+    signalled_at = time.monotonic()
     out = ended(process)
-    assert (
-        process.returncode == 99
-        and "SIGTERM: the workers have nothing to save, and end at once" in out
-    ), out
-    assert time.monotonic() - before < 2 + SLOW
+    assert process.returncode == 99, out
+    assert "SIGTERM: the workers have nothing to save, and end at once" in out, out
+    assert time.monotonic() - signalled_at < 2 + SLOW
 
 
 def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
@@ -247,22 +261,17 @@ def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
         "--per-node=3 --restarts=0",
         "step=4 2:exit=0 step=4 step=4 step=4 step=4 step=4 0:exit=75 wait",
     )
+    assert status == 75, out
     assert (
-        status == 75
-        and (
-            "process 2 had ended with status 0 before that: if the run was not complete, this is "
-            "the cause"
-        )
-        in out
-    ), out
-    assert (
-        re.search(r"process 2: step 4, step for .*<- likely the cause", out)
-        and out.count("likely the cause") == 1
-    ), out
+        "process 2 had ended with status 0 before that: if the run was not complete, this is "
+        "the cause"
+    ) in out, out
+    assert re.search(r"process 2: step 4, step for .*<- likely the cause", out), out
+    assert out.count("likely the cause") == 1, out
 
 
 def test_it_says_from_the_start_only_where_that_is_so(tmp_path: Path) -> None:
-    for actions, where in (
+    for actions, beginning in (
         ("step=1 step=1", "from the start"),
         ("phase=save step=1", "from its newest checkpoint, if there is one"),
     ):
@@ -271,7 +280,7 @@ def test_it_says_from_the_start_only_where_that_is_so(tmp_path: Path) -> None:
             "--restarts=1",
             f"{actions} step=1 step=1 step=1 step=1 step=1 step=1 step=1 kill",
         )
-        assert f"restart 1 of 1 {where}, immediately" in out, out
+        assert f"restart 1 of 1 {beginning}, immediately" in out, out
 
 
 def test_who_does_not_leave_in_time_is_killed(tmp_path: Path) -> None:
@@ -279,7 +288,8 @@ def test_who_does_not_leave_in_time_is_killed(tmp_path: Path) -> None:
     worker = life(tmp_path, 1, 0, process)
     process.send_signal(signal.SIGTERM)
     out = ended(process)
-    assert process.returncode == 137 and not alive(worker["pid"]), out
+    assert process.returncode == 137, out
+    assert not alive(worker["pid"]), out
     assert len(lives(tmp_path)) == 1, "a run that was asked to end is not restarted"
 
 
@@ -289,29 +299,18 @@ def test_a_second_interrupt_is_impatient(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    before = time.monotonic()
+    interrupted_again_at = time.monotonic()
     out = ended(process)
-    assert (
-        process.returncode == 137
-        and time.monotonic() - before < 5 + SLOW
-        and "the workers are killed" in out
-    ), out
+    assert process.returncode == 137, out
+    assert time.monotonic() - interrupted_again_at < 5 + SLOW, out
+    assert "the workers are killed" in out, out
 
 
 def test_a_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
-    """Not even a stopped worker, which could not notice that its launcher is gone."""
+    """A stopped worker, which could not notice that its launcher is gone, ends, too."""
     process = start(tmp_path, "--per-node=2", "1:stop deaf")
     workers = [life(tmp_path, 1, index, process)["pid"] for index in (0, 1)]
-    wait_for(
-        lambda: (
-            Path(f"/proc/{workers[1]}/stat")
-            .read_text(encoding="utf-8")
-            .rpartition(")")[2]
-            .split()[0]
-            == "T"
-        ),
-        process,
-    )
+    wait_for(lambda: state(workers[1]) == "T", process)
     process.kill()
     assert all(dies(pid, 5) for pid in workers)
     process.communicate()
@@ -335,13 +334,14 @@ def test_a_launcher_that_was_stopped_forgives_silence(tmp_path: Path) -> None:
         time.sleep(1.6)
     process.send_signal(signal.SIGTERM)
     out = ended(process)
-    assert process.returncode == 99 and len(lives(tmp_path)) == 1, out
+    assert process.returncode == 99, out
+    assert len(lives(tmp_path)) == 1, out
 
 
 def test_a_wrong_command_line_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     from mesh_lm.commands.launch import main
 
-    place = ["--nodes=2", "--node=0", "--rendezvous=a:1"]
+    two_nodes = ["--nodes=2", "--node=0", "--rendezvous=a:1"]
     for options, message in (
         (
             ["--per-node=0", "--grace=-1", "a.py"],
@@ -354,7 +354,7 @@ def test_a_wrong_command_line_is_told(capfd: pytest.CaptureFixture[str]) -> None
         (["--min-nodes=3", "a.py"], "min-nodes=3 must be at most nodes=1"),
         (["--spares=1", "a.py"], "spares=1 are among the nodes=1, and at least one must compute"),
         (
-            [*place, "--spares=1", "--min-nodes=2", "a.py"],
+            [*two_nodes, "--spares=1", "--min-nodes=2", "a.py"],
             "min-nodes=2 must be at most nodes=2 - spares=1",
         ),
         (

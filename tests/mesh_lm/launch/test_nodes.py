@@ -18,18 +18,27 @@ def test_two_nodes_are_one_run(tmp_path: Path) -> None:
         outs = [ended(first), ended(second)]
         assert first.returncode == second.returncode == 0, outs
     environments = [lives(tmp_path, process)[0] for process in range(4)]
-    assert [each["MESH_LM_PROCESS_INDEX"] for each in environments] == ["0", "1", "2", "3"]
-    assert len({each["MESH_LM_COORDINATOR"] for each in environments}) == 1
+    assert [variables["MESH_LM_PROCESS_INDEX"] for variables in environments] == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
+    assert len({variables["MESH_LM_COORDINATOR"] for variables in environments}) == 1
     assert all(
-        each["MESH_LM_PROCESSES"] == "4" and each["MESH_LM_NODES"] == "2" for each in environments
+        variables["MESH_LM_PROCESSES"] == "4" and variables["MESH_LM_NODES"] == "2"
+        for variables in environments
     )
-    (secret,) = {each["MESH_LM_SECRET"] for each in environments}
-    assert secret != SECRET and not any(secret in out or SECRET in out for out in outs), (
+    (secret,) = {variables["MESH_LM_SECRET"] for variables in environments}
+    assert secret != SECRET
+    assert not any(secret in out or SECRET in out for out in outs), (
         "the workers have one of their own"
     )
     assert not any(
-        "MESH_LM_NODE" in each or "MESH_LM_RENDEZVOUS" in each or "MESH_LM_ELASTIC" in each
-        for each in environments
+        "MESH_LM_NODE" in variables
+        or "MESH_LM_RENDEZVOUS" in variables
+        or "MESH_LM_ELASTIC" in variables
+        for variables in environments
     )
 
 
@@ -37,14 +46,12 @@ def test_a_worker_that_dies_on_one_node_ends_all_and_all_begin_again(tmp_path: P
     with nodes(2, tmp_path, "", "saved=3 1@1:kill 1@wait") as ((first, second), _):
         outs = [ended(first), ended(second)]
         assert first.returncode == second.returncode == 0, outs
-        assert (
-            "process 1 on node 1 (" in outs[0]
-            and "was killed by SIGKILL" in outs[0]
-            and "restart 1 of 3 from its newest checkpoint (step 3 or later)" in outs[0]
-        )
+        assert "process 1 on node 1 (" in outs[0]
+        assert "was killed by SIGKILL" in outs[0]
+        assert "restart 1 of 3 from its newest checkpoint (step 3 or later)" in outs[0]
     assert len(lives(tmp_path, 0)) == len(lives(tmp_path, 1)) == 2
-    begun = [each["at"] for each in lives(tmp_path)]
-    assert 2 < begun[1] - begun[0] < 2 + 1 + SLOW, "SIGTERM comes after 2 s, and is obeyed"
+    starts = [record["at"] for record in lives(tmp_path)]
+    assert 2 < starts[1] - starts[0] < 2 + 1 + SLOW, "SIGTERM comes after 2 s, and is obeyed"
 
 
 def test_a_mistake_ends_all_nodes_for_good(tmp_path: Path) -> None:
@@ -63,11 +70,9 @@ def test_a_launcher_that_is_killed_comes_back(tmp_path: Path) -> None:
         third = again(1)
         outs = [ended(first), ended(third)]
         assert first.returncode == third.returncode == 0, outs
-        assert (
-            "is gone: its launcher exited, or closed the connection" in outs[0]
-            and "node 1 (" in outs[0]
-            and ") is back" in outs[0]
-        )
+        assert "is gone: its launcher exited, or closed the connection" in outs[0]
+        assert "node 1 (" in outs[0]
+        assert ") is back" in outs[0]
     assert len(lives(tmp_path, 1)) == 2
 
 
@@ -75,13 +80,13 @@ def test_node_0_that_is_killed_comes_back(tmp_path: Path) -> None:
     """Node 0's launcher has the controller: the other node ends its workers, waits, and joins the
     new one."""
     with nodes(2, tmp_path, "", "1:wait exit=0") as ((first, second), again):
-        left = life(tmp_path, 1, 1, second)["pid"]
+        orphan = life(tmp_path, 1, 1, second)["pid"]
         first.kill()
-        assert dies(left, 5)
+        assert dies(orphan, 5)
         (tmp_path / "life-1-1").unlink()
         third = again(0)
-        again_left = life(tmp_path, 1, 1, second)["pid"]
-        assert again_left != left
+        new_worker = life(tmp_path, 1, 1, second)["pid"]
+        assert new_worker != orphan
         third.send_signal(signal.SIGTERM)
         outs = [ended(third), ended(second)]
         assert third.returncode == second.returncode == 99, outs
@@ -96,19 +101,17 @@ def test_a_stopped_node_is_done_without_until_it_is_back(tmp_path: Path) -> None
         (first, second),
         _,
     ):
-        before = life(tmp_path, 1, 1, second)
+        first_life = life(tmp_path, 1, 1, second)
         second.send_signal(signal.SIGSTOP)
-        alone = life(tmp_path, 2, 0, first)
-        assert (
-            alone["MESH_LM_PROCESSES"] == "1"
-            and alone["MESH_LM_NODES"] == "1"
-            and alone["MESH_LM_ELASTIC"] == "2"
-        )
-        assert alone["at"] - before["at"] < 1.5 + 5 + 1 + SLOW, (
+        second_life = life(tmp_path, 2, 0, first)
+        assert second_life["MESH_LM_PROCESSES"] == "1"
+        assert second_life["MESH_LM_NODES"] == "1"
+        assert second_life["MESH_LM_ELASTIC"] == "2"
+        assert second_life["at"] - first_life["at"] < 1.5 + 5 + 1 + SLOW, (
             "heartbeat + 5 s, and the second that it waits for the node"
         )
         second.send_signal(signal.SIGCONT)
-        assert dies(before["pid"], 5)
+        assert dies(first_life["pid"], 5)
         outs = [ended(first), ended(second)]
         assert first.returncode == second.returncode == 0, outs
         assert re.search(
@@ -128,10 +131,8 @@ def test_a_node_that_stays_away_ends_the_run(tmp_path: Path) -> None:
         life(tmp_path, 1, 1, second)
         second.kill()
         out = ended(first)
-        assert (
-            first.returncode == 75
-            and "giving up: node 1 did not connect within 0.5 s; at least 2 are needed" in out
-        ), out
+        assert first.returncode == 75, out
+        assert "giving up: node 1 did not connect within 0.5 s; at least 2 are needed" in out, out
 
 
 @pytest.mark.slow
@@ -141,12 +142,15 @@ def test_a_node_that_is_gone_is_waited_for_once(tmp_path: Path) -> None:
         (first, second),
         _,
     ):
-        life(tmp_path, 1, 0, first), life(tmp_path, 1, 1, second)
+        life(tmp_path, 1, 0, first)
+        life(tmp_path, 1, 1, second)
         second.kill()
         out = ended(first)
-        assert first.returncode == 0 and out.count("waiting for node 1, for up to 3 s") == 1, out
-    begun = [each["at"] for each in lives(tmp_path)]
-    assert len(begun) == 3 and begun[1] - begun[0] > 3
+        assert first.returncode == 0, out
+        assert out.count("waiting for node 1, for up to 3 s") == 1, out
+    starts = [record["at"] for record in lives(tmp_path)]
+    assert len(starts) == 3
+    assert starts[1] - starts[0] > 3
 
 
 def test_a_controller_that_stays_away_ends_a_node(tmp_path: Path) -> None:
@@ -154,10 +158,8 @@ def test_a_controller_that_stays_away_ends_a_node(tmp_path: Path) -> None:
         life(tmp_path, 1, 1, second)
         first.kill()
         out = ended(second)
-        assert (
-            second.returncode == 75
-            and "node 1 is giving up: no answer from the controller at 127.0.0.1:" in out
-        ), out
+        assert second.returncode == 75, out
+        assert "node 1 is giving up: no answer from the controller at 127.0.0.1:" in out, out
 
 
 def test_fewer_nodes_are_enough(tmp_path: Path) -> None:
@@ -177,7 +179,8 @@ def test_fewer_nodes_are_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_signal_to_one_node_ends_all(tmp_path: Path, node: int) -> None:
     with nodes(2, tmp_path, "", "wait") as (launchers, _):
-        life(tmp_path, 1, 0, launchers[0]), life(tmp_path, 1, 1, launchers[1])
+        life(tmp_path, 1, 0, launchers[0])
+        life(tmp_path, 1, 1, launchers[1])
         launchers[node].send_signal(signal.SIGTERM)
         outs = [ended(launcher) for launcher in launchers]
         assert [launcher.returncode for launcher in launchers] == [99, 99], outs
@@ -206,10 +209,8 @@ def test_a_node_with_another_secret_is_refused(tmp_path: Path) -> None:
         second.kill()
         stranger = again(1, "--start=2", secret="another secret of these tests")
         out = ended(stranger)
-        assert (
-            stranger.returncode == 75
-            and out.count("was refused: it does not accept this secret; give all nodes") == 2
-        ), out
+        assert stranger.returncode == 75, out
+        assert out.count("was refused: it does not accept this secret; give all nodes") == 2, out
         third = again(1)
         outs = [ended(first), ended(third)]
         assert first.returncode == third.returncode == 0, outs
@@ -223,10 +224,8 @@ def test_nodes_that_differ_are_told(tmp_path: Path) -> None:
         second.kill()
         other = again(1, "--per-node=2")
         out = ended(other)
-        assert (
-            other.returncode == 1
-            and "node 1 was started differently from node 0: per-node (2 here)" in out
-        ), out
+        assert other.returncode == 1, out
+        assert "node 1 was started differently from node 0: per-node (2 here)" in out, out
         third = again(1)
         outs = [ended(first), ended(third)]
         assert first.returncode == third.returncode == 0, outs
@@ -257,8 +256,9 @@ def test_strangers_and_a_taken_port(tmp_path: Path) -> None:
                 except ConnectionRefusedError:
                     assert time.monotonic() < deadline
                     time.sleep(0.05)
-        taken = again(0)
-        assert "choose a free port" in ended(taken) and taken.returncode == 1
+        late = again(0)
+        assert "choose a free port" in ended(late)
+        assert late.returncode == 1
         third = again(1)
         outs = [ended(first), ended(third)]
         assert first.returncode == third.returncode == 0, outs

@@ -43,31 +43,27 @@ def test_a_spare_replaces_a_node_that_is_killed(tmp_path: Path) -> None:
         again,
     ):
         worker = life(tmp_path, 1, 1, second)["pid"]
-        assert (
-            life(tmp_path, 1, 0, first)["MESH_LM_NODES"] == "2"
-            and not (tmp_path / "life-1-2").exists()
-        )
+        assert life(tmp_path, 1, 0, first)["MESH_LM_NODES"] == "2"
+        assert not (tmp_path / "life-1-2").exists()
         second.kill()
         assert dies(worker, 5)
         life(tmp_path, 2, 1, third)
         back = again(1)
         os.kill(life(tmp_path, 2, 0, first)["pid"], signal.SIGKILL)
-        outs = [ended(each) for each in (first, third, back)]
-        assert [each.returncode for each in (first, third, back)] == [0, 0, 0], outs
-    assert (
-        re.search(r"node 2 (\(.*\) is connected, and )?stands by", outs[0])
-        and "waiting for node" not in outs[0]
-    ), outs[0]
-    assert (
-        outs[0].count("takes the place of node 1") == outs[0].count("takes the place") == 1
-        and "node 1 stands by" in outs[0]
-    ), outs[0]
-    seen = [
-        {key: each[key] for key in ("MESH_LM_PROCESSES", "MESH_LM_NODES")}
-        for each in lives(tmp_path, 1)
+        outs = [ended(launcher) for launcher in (first, third, back)]
+        assert [launcher.returncode for launcher in (first, third, back)] == [0, 0, 0], outs
+    assert re.search(r"node 2 (\(.*\) is connected, and )?stands by", outs[0]), outs[0]
+    assert "waiting for node" not in outs[0], outs[0]
+    assert outs[0].count("takes the place of node 1") == outs[0].count("takes the place") == 1, (
+        outs[0]
+    )
+    assert "node 1 stands by" in outs[0], outs[0]
+    sizes = [
+        {key: record[key] for key in ("MESH_LM_PROCESSES", "MESH_LM_NODES")}
+        for record in lives(tmp_path, 1)
     ]
-    assert seen == [{"MESH_LM_PROCESSES": "2", "MESH_LM_NODES": "2"}] * 3
-    assert not any(environment.ELASTIC in each for each in lives(tmp_path)), (
+    assert sizes == [{"MESH_LM_PROCESSES": "2", "MESH_LM_NODES": "2"}] * 3
+    assert not any(environment.ELASTIC in record for record in lives(tmp_path)), (
         "the mesh stays as it is"
     )
 
@@ -76,18 +72,18 @@ def test_a_spare_replaces_a_node_that_is_killed(tmp_path: Path) -> None:
     "node", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
 )
 def test_an_unhealthy_node_is_left_out_at_the_start(tmp_path: Path, site: str, node: int) -> None:
-    """Also node 0: another node runs process 0 then, and is the address at which the processes
+    """So is node 0: another node runs process 0 then, and is the address at which the processes
     meet."""
     unhealthy(tmp_path, node)
     with nodes(3, tmp_path, f"--spares=1 {site}", "exit=0") as (launchers, _):
-        outs = [ended(each) for each in launchers]
-        assert [each.returncode for each in launchers] == [0, 0, 0], outs
-    used = [[each["launcher"] for each in lives(tmp_path, process)] for process in (0, 1)]
-    assert used == [[launchers[i].pid] for i in range(3) if i != node], outs
-    assert (
-        f"node {node} (" in outs[0]
-        and f"is unhealthy, and is left out: command: fan {node} has stopped" in outs[0]
-    ), outs[0]
+        outs = [ended(launcher) for launcher in launchers]
+        assert [launcher.returncode for launcher in launchers] == [0, 0, 0], outs
+    launcher_pids = [
+        [record["launcher"] for record in lives(tmp_path, process)] for process in (0, 1)
+    ]
+    assert launcher_pids == [[launchers[i].pid] for i in range(3) if i != node], outs
+    assert f"node {node} (" in outs[0], outs[0]
+    assert f"is unhealthy, and is left out: command: fan {node} has stopped" in outs[0], outs[0]
 
 
 @pytest.mark.slow
@@ -100,13 +96,11 @@ def test_a_node_that_is_unhealthy_after_a_failure_is_replaced(tmp_path: Path, si
         life(tmp_path, 1, 0, first)
         unhealthy(tmp_path, 1)
         os.kill(worker, signal.SIGKILL)
-        outs = [ended(each) for each in (first, second, third)]
-        assert [each.returncode for each in (first, second, third)] == [0, 0, 0], outs
-    assert [each["launcher"] for each in lives(tmp_path, 1)] == [second.pid, third.pid]
-    assert (
-        "is unhealthy, and is left out: command: fan 1 has stopped" in outs[0]
-        and "takes the place of node 1" in outs[0]
-    ), outs[0]
+        outs = [ended(launcher) for launcher in (first, second, third)]
+        assert [launcher.returncode for launcher in (first, second, third)] == [0, 0, 0], outs
+    assert [record["launcher"] for record in lives(tmp_path, 1)] == [second.pid, third.pid]
+    assert "is unhealthy, and is left out: command: fan 1 has stopped" in outs[0], outs[0]
+    assert "takes the place of node 1" in outs[0], outs[0]
 
 
 def test_without_a_spare_the_run_waits_and_ends(tmp_path: Path, site: str) -> None:
@@ -126,10 +120,8 @@ def test_without_a_spare_the_run_waits_and_ends(tmp_path: Path, site: str) -> No
         ),
         outs[0],
     ), outs[0]
-    assert (
-        "giving up: node 1 (" in outs[0]
-        and "is unhealthy (command: fan 1 has stopped); at least 2 are needed" in outs[0]
-    ), outs[0]
+    assert "giving up: node 1 (" in outs[0], outs[0]
+    assert "is unhealthy (command: fan 1 has stopped); at least 2 are needed" in outs[0], outs[0]
     assert len(lives(tmp_path, 0)) == 1
 
 
@@ -138,8 +130,8 @@ def test_without_a_spare_the_run_waits_and_ends(tmp_path: Path, site: str) -> No
 def test_a_run_on_fewer_nodes_leaves_an_unhealthy_one_out(tmp_path: Path, site: str) -> None:
     unhealthy(tmp_path, 1)
     with nodes(2, tmp_path, f"--min-nodes=1 --start=4 {site}", "exit=0") as (launchers, _):
-        outs = [ended(each) for each in launchers]
-        assert [each.returncode for each in launchers] == [0, 0], outs
+        outs = [ended(launcher) for launcher in launchers]
+        assert [launcher.returncode for launcher in launchers] == [0, 0], outs
     assert "continuing with 1 of 2 nodes: 0" in outs[0], outs[0]
     assert (
         json.loads((tmp_path / "life-1-0").read_text(encoding="utf-8"))[environment.ELASTIC] == "2"

@@ -47,36 +47,30 @@ def test_slurm(printed) -> None:
         for line in text.splitlines()
         if line.startswith("#SBATCH")
     )
-    assert (
-        directives["nodes"] == "4"
-        and directives["ntasks-per-node"] == "1"
-        and directives["gpus-per-node"] == "8"
-    )
-    assert (
-        directives["signal"] == "TERM@150"
-        and directives["mem"] == "0"
-        and "requeue" in directives
-        and "no-kill" not in directives
-    )
+    assert directives["nodes"] == "4"
+    assert directives["ntasks-per-node"] == "1"
+    assert directives["gpus-per-node"] == "8"
+    assert directives["signal"] == "TERM@150"
+    assert directives["mem"] == "0"
+    assert "requeue" in directives
+    assert "no-kill" not in directives
     assert "source .venv/bin/activate" in text.partition("\nsrun ")[0], "a place for it"
     assert not any("#" in value for value in directives.values()), (
         "sbatch would read a comment as part of the value"
     )
     (srun,) = re.findall(r"^srun --kill-on-bad-exit=0 --wait=0 (.*)$", text, re.MULTILINE)
-    place = {
+    step = {
         "SLURM_STEP_NUM_NODES": "4",
         "SLURM_STEP_NUM_TASKS": "4",
         "SLURM_NODEID": "3",
         "SLURM_STEP_NODELIST": "n[1-4]",
     }
-    found = job(shlex.split(srun), **place)
-    assert (found.nodes, found.node, found.per_node, found.grace, found.address[0]) == (
-        4,
-        3,
-        8,
-        90,
-        "n1",
-    )
+    launched = job(shlex.split(srun), **step)
+    assert launched.nodes == 4
+    assert launched.node == 3
+    assert launched.per_node == 8
+    assert launched.grace == 90
+    assert launched.address[0] == "n1"
     fewer = printed("--template=slurm", "--nodes=4", "--min-nodes=2", "--restarts=1000000")
     spare = printed(
         "--template=slurm",
@@ -85,39 +79,39 @@ def test_slurm(printed) -> None:
         "--health=quick",
         "--health-command=/bin/true --fast",
     )
-    assert (
-        "#SBATCH --nodes=5\n" in spare
-        and "\n# 4 of these nodes compute" in spare
-        and "#SBATCH --no-kill" in spare
-    )
-    place |= {"SLURM_STEP_NUM_NODES": "5", "SLURM_STEP_NUM_TASKS": "5"}
-    found = job(
+    assert "#SBATCH --nodes=5\n" in spare
+    assert "\n# 4 of these nodes compute" in spare
+    assert "#SBATCH --no-kill" in spare
+    step |= {"SLURM_STEP_NUM_NODES": "5", "SLURM_STEP_NUM_TASKS": "5"}
+    launched = job(
         shlex.split(spare.partition("--wait=0 --no-kill ")[2].partition("\n")[0]),
         PATH="/bin",
-        **place,
+        **step,
     )
-    assert (found.nodes, found.size, found.spares, found.health, found.health_command) == (
-        5,
-        4,
-        1,
-        "quick",
-        "/bin/true --fast",
-    )
+    assert launched.nodes == 5
+    assert launched.size == 4
+    assert launched.spares == 1
+    assert launched.health == "quick"
+    assert launched.health_command == "/bin/true --fast"
     assert "#SBATCH --nodes=10\n" in printed("--template=slurm", "--spares=2"), "8 that compute"
-    assert (
-        "#SBATCH --no-kill" in fewer
-        and "--wait=0 --no-kill python" in fewer
-        and "--restarts=1000000" in fewer
-    )
+    assert "#SBATCH --no-kill" in fewer
+    assert "--wait=0 --no-kill python" in fewer
+    assert "--restarts=1000000" in fewer
 
 
 def test_slurm_requeues_what_was_preempted_or_an_accident(printed, tmp_path) -> None:
     """Runs the script itself, with stand-ins for Slurm's commands."""
     text = printed("--template=slurm", "--nodes=1")
-    for status, before, requeued in (
-        (0, "", False), (1, "", False), (2, "", False),
-        (75, "", True), (137, "19", True), (75, "20", False), (99, "", True), (99, "20", True),
-    ):  # fmt: skip
+    for status, n_requeues, requeued in (
+        (0, "", False),
+        (1, "", False),
+        (2, "", False),
+        (75, "", True),
+        (137, "19", True),
+        (75, "20", False),
+        (99, "", True),
+        (99, "20", True),
+    ):
         (tmp_path / "srun").write_text(
             f"#!/bin/sh\necho $MESH_LM_SECRET >> {tmp_path}/secrets\nexit {status}\n",
             encoding="utf-8",
@@ -128,34 +122,32 @@ def test_slurm_requeues_what_was_preempted_or_an_accident(printed, tmp_path) -> 
         environment = {
             "PATH": f"{tmp_path}:/usr/bin:/bin",
             "SLURM_JOB_ID": "17",
-            "SLURM_RESTART_COUNT": before,
+            "SLURM_RESTART_COUNT": n_requeues,
         }
         ran = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
-        assert ran.returncode == status and ran.stdout == ("requeue 17\n" if requeued else "")
-    made = (tmp_path / "secrets").read_text(encoding="utf-8").split()
-    assert len({*made}) == len(made) == 8 and all(
-        re.fullmatch("[0-9a-f]{64}", each) for each in made
-    ), "each start has a secret of its own"
+        assert ran.returncode == status
+        assert ran.stdout == ("requeue 17\n" if requeued else "")
+    secrets = (tmp_path / "secrets").read_text(encoding="utf-8").split()
+    assert len({*secrets}) == len(secrets) == 8
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets), (
+        "each start has a secret of its own"
+    )
 
 
 @pytest.mark.slow
 def test_slurm_for_real(printed, tmp_path: Path) -> None:
     """A preempted job requeues itself, and its workers are restarted."""
-    if reason := why_not():
+    reason = why_not()
+    if reason:
         pytest.skip(reason)
     for name in ("notes", "slurm"):
         (tmp_path / name).mkdir()
     text = printed(
         "--template=slurm", "--nodes=2", command=[str(DUMMY), str(tmp_path / "notes"), "wait"]
     )
-    (tmp_path / "job.sh").write_text(
-        "".join(
-            line
-            for line in text.splitlines(True)
-            if "--gpus" not in line and "--exclusive" not in line
-        ),
-        encoding="utf-8",
-    )
+    lines = text.splitlines(keepends=True)
+    lines = [line for line in lines if "--gpus" not in line and "--exclusive" not in line]
+    (tmp_path / "job.sh").write_text("".join(lines), encoding="utf-8")
     with cluster(tmp_path / "slurm") as environment:
         environment |= {
             "PYTHONPATH": str(ROOT),
@@ -168,7 +160,8 @@ def test_slurm_for_real(printed, tmp_path: Path) -> None:
             ).stdout
 
         job_id = slurm("sbatch", "--parsable", "job.sh").strip()
-        log, life = tmp_path / f"mesh_lm-{job_id}.log", tmp_path / "notes" / "life-1-1"
+        log = tmp_path / f"mesh_lm-{job_id}.log"
+        life = tmp_path / "notes" / "life-1-1"
 
         def wait_for(condition: Callable[[], bool]) -> None:
             deadline = time.monotonic() + PATIENCE
@@ -181,12 +174,12 @@ def test_slurm_for_real(printed, tmp_path: Path) -> None:
         wait_for(life.exists)
         life.unlink()
         slurm("scancel", "--signal=TERM", job_id)
-        wait_for(
-            lambda: (
-                "JobState=PENDING" in (shown := slurm("scontrol", "show", "job", job_id))
-                and "Restarts=1" in shown
-            )
-        )
+
+        def is_requeued() -> bool:
+            status = slurm("scontrol", "show", "job", job_id)
+            return "JobState=PENDING" in status and "Restarts=1" in status
+
+        wait_for(is_requeued)
         assert log.read_text(encoding="utf-8").count("Exited with exit code 99") == 2
         # Slurm would wait for two minutes. slurmd refuses a credential that is not at least a
         # second younger than the one it has revoked.
@@ -197,41 +190,42 @@ def test_slurm_for_real(printed, tmp_path: Path) -> None:
 
 def test_jobset(printed) -> None:
     yaml = pytest.importorskip("yaml")
-    found = yaml.safe_load(printed("--template=jobset", "--nodes=3", "--per-node=2", "--gpus=4"))
-    assert found["kind"] == "JobSet" and found["spec"]["failurePolicy"]["maxRestarts"] == 3
-    (replicated,) = found["spec"]["replicatedJobs"]
+    jobset = yaml.safe_load(printed("--template=jobset", "--nodes=3", "--per-node=2", "--gpus=4"))
+    assert jobset["kind"] == "JobSet"
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
+    (replicated,) = jobset["spec"]["replicatedJobs"]
     spec = replicated["template"]["spec"]
-    assert (
-        "completions: 3\n" in (spare := printed("--template=jobset", "--nodes=3", "--spares=1"))
-        and '"--spares=1"' in spare
-    )
+    spare = printed("--template=jobset", "--nodes=3", "--spares=1")
+    assert "completions: 3\n" in spare
+    assert '"--spares=1"' in spare
     assert (
         yaml.safe_load(spare)["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] == 3
     )
-    assert spec["parallelism"] == spec["completions"] == 3 and spec["completionMode"] == "Indexed"
+    assert spec["parallelism"] == spec["completions"] == 3
+    assert spec["completionMode"] == "Indexed"
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
-    assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] == 150
-    assert {each["key"]: each["tolerationSeconds"] for each in pod["tolerations"]} == dict.fromkeys(
-        ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"), 30
-    )
+    assert pod["restartPolicy"] == "Never"
+    assert pod["terminationGracePeriodSeconds"] == 150
+    assert {
+        entry["key"]: entry["tolerationSeconds"] for entry in pod["tolerations"]
+    } == dict.fromkeys(("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"), 30)
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     assert {mount["name"] for mount in container["volumeMounts"]} == {
         volume["name"] for volume in pod["volumes"]
     }
     assert "/dev/shm" in [mount["mountPath"] for mount in container["volumeMounts"]]
-    variables = {each["name"]: each.get("value", "2") for each in container["env"]}
+    variables = {entry["name"]: entry.get("value", "2") for entry in container["env"]}
     assert {*variables} == {*VARIABLES.values(), "MESH_LM_SECRET"}
-    (handed,) = [each for each in container["env"] if each["name"] == "MESH_LM_SECRET"]
-    assert handed["valueFrom"] == {"secretKeyRef": {"name": "mesh-lm", "key": "secret"}}
-    host = f"{found['metadata']['name']}-{replicated['name']}-0-0.{found['spec']['network']['subdomain']}"
-    made = job(container["command"], **variables)
-    assert (made.nodes, made.node, made.per_node, made.rendezvous) == (
-        3,
-        2,
-        2,
-        f"{host}:9876",
-    ) and made.start == made.rejoin == 1800
+    (secret,) = [entry for entry in container["env"] if entry["name"] == "MESH_LM_SECRET"]
+    assert secret["valueFrom"] == {"secretKeyRef": {"name": "mesh-lm", "key": "secret"}}
+    host = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['spec']['network']['subdomain']}"
+    launched = job(container["command"], **variables)
+    assert launched.nodes == 3
+    assert launched.node == 2
+    assert launched.per_node == 2
+    assert launched.rendezvous == f"{host}:9876"
+    assert launched.start == launched.rejoin == 1800
     codes = {
         rule["action"]: rule["onExitCodes"]["values"]
         for rule in spec["podFailurePolicy"]["rules"]
@@ -250,7 +244,8 @@ def test_jobset(printed) -> None:
 def test_containers(printed, name: str, base: str, extra: str) -> None:
     text = printed(f"--template={name}", "--per-node=8")
     lines = re.sub(r"\\\n", "", text).splitlines()
-    assert f"FROM {base}" in lines and extra in text
+    assert f"FROM {base}" in lines
+    assert extra in text
     assert {line.split()[0] for line in lines} <= {
         "#",
         "FROM",
@@ -260,12 +255,12 @@ def test_containers(printed, name: str, base: str, extra: str) -> None:
         "ENTRYPOINT",
         "CMD",
     }
-    start, rest = (
+    start, default = (
         json.loads(line.split(" ", 1)[1])
         for line in lines
         if line.startswith(("ENTRYPOINT", "CMD"))
     )
-    assert job([*start, *rest]).per_node == 8
+    assert job([*start, *default]).per_node == 8
     for line in lines:
         if line.startswith("RUN "):
             subprocess.run(["bash", "-n"], input=line[4:], text=True, check=True)

@@ -22,7 +22,8 @@ SECRET = Secret.new()
 
 def taken(channel: Channel) -> bytes:
     """Returns what a channel wants to send."""
-    data, channel.outgoing = channel.outgoing, b""
+    data = channel.outgoing
+    channel.outgoing = b""
     return data
 
 
@@ -30,11 +31,12 @@ def pair(
     server: Secret = SECRET, client: Secret = SECRET, purposes: tuple[str, str] = ("test", "test")
 ) -> tuple[Channel, Channel]:
     """Returns a server and a client after as much of the handshake as they agree to."""
-    one, two = Channel(server, purposes[0], serves=True), Channel(client, purposes[1], serves=False)
+    server_end = Channel(server, purposes[0], serves=True)
+    client_end = Channel(client, purposes[1], serves=False)
     for _ in range(3):
-        one.feed(taken(two))
-        two.feed(taken(one))
-    return one, two
+        server_end.feed(taken(client_end))
+        client_end.feed(taken(server_end))
+    return server_end, client_end
 
 
 def test_messages_arrive_in_pieces_of_any_size() -> None:
@@ -51,7 +53,8 @@ def test_messages_arrive_in_pieces_of_any_size() -> None:
 def test_nothing_is_said_before_the_other_end_has_proved_itself() -> None:
     client = Channel(SECRET, "test", serves=False)
     client.send({"config": "private"})
-    assert taken(client).startswith(b"mesh_lm 1 ") and not client.proven
+    assert taken(client).startswith(b"mesh_lm 1 ")
+    assert not client.proven
     client.feed(b"mesh_lm 1 " + b"0" * 32 + b"\n")
     client.send({"config": "private"})
     with pytest.raises(Refused, match="another secret"):
@@ -91,18 +94,20 @@ def test_lines_of_another_connection_repeated_reordered_or_sent_back_are_refused
 
 @pytest.mark.parametrize("end", ["server", "client"])
 def test_a_whole_conversation_that_was_recorded_is_refused(end: str) -> None:
-    """By either end: its own nonce is a new one."""
-    server, client = Channel(SECRET, "test", serves=True), Channel(SECRET, "test", serves=False)
+    """Either end refuses it, because its own nonce is a new one."""
+    server = Channel(SECRET, "test", serves=True)
+    client = Channel(SECRET, "test", serves=False)
     recorded = {"server": b"", "client": b""}
     for _ in range(3):
         for name, sender, receiver in (("client", client, server), ("server", server, client)):
-            recorded[name] += (data := taken(sender))
+            data = taken(sender)
+            recorded[name] += data
             receiver.feed(data)
-    assert server.proven and client.proven
+    assert server.proven
+    assert client.proven
+    other_end = {"server": "client", "client": "server"}[end]
     with pytest.raises(Refused, match="another secret"):
-        Channel(SECRET, "test", serves=end == "server").feed(
-            recorded["client" if end == "server" else "server"]
-        )
+        Channel(SECRET, "test", serves=end == "server").feed(recorded[other_end])
 
 
 def test_a_line_that_was_changed_is_refused() -> None:
@@ -113,7 +118,7 @@ def test_a_line_that_was_changed_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("data", "reason"),
     [
         (b"[" * 200_000 + b"\n", "more than 256 bytes"),
         (b"\0" * 300, "more than 256 bytes"),
@@ -123,11 +128,12 @@ def test_a_line_that_was_changed_is_refused() -> None:
         (b"mesh_lm 1 " + b"0" * 32 + b"\nrefused\n", "another secret"),
     ],
 )
-def test_strangers(data: bytes, why: str) -> None:
+def test_strangers(data: bytes, reason: str) -> None:
     server = Channel(SECRET, "test", serves=True)
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(Refused, match=reason):
         server.feed(data)
-    assert not server.proven and len(server._incoming) <= 300_000
+    assert not server.proven
+    assert len(server._incoming) <= 300_000
 
 
 @pytest.mark.parametrize(
@@ -195,8 +201,8 @@ def test_no_field_of_another_type_is_accepted(table: dict, data: st.DataObject) 
     try:
         protocol.require(message, table)
     except ValueError as error:
-        named = str(error).partition(": ")[2].split(", ")
-        assert {*named} <= {*message}
+        fields = str(error).partition(": ")[2].split(", ")
+        assert {*fields} <= {*message}
 
 
 @settings(max_examples=300)
@@ -210,10 +216,15 @@ def test_the_reader_raises_nothing_but_value_errors(value: object, depth: int) -
 
 @pytest.mark.parametrize(
     ("table", "message"),
-    [(protocol.BEAT, {"step": True}), (protocol.BEAT, {"since": False}), (protocol.REPORT, {"stop": "SIGTERMS"}),
-     (protocol.HELLO, {"hello": "mesh_lm 2"}), (protocol.REPORT, {"beats": {"0 ": {}}}),
-     (protocol.ORDER, {"exit": 256})],
-)  # fmt: skip
+    [
+        (protocol.BEAT, {"step": True}),
+        (protocol.BEAT, {"since": False}),
+        (protocol.REPORT, {"stop": "SIGTERMS"}),
+        (protocol.HELLO, {"hello": "mesh_lm 2"}),
+        (protocol.REPORT, {"beats": {"0 ": {}}}),
+        (protocol.ORDER, {"exit": 256}),
+    ],
+)
 def test_values_that_are_almost_right(table: dict, message: dict) -> None:
     (name,) = message
     with pytest.raises(ValueError, match=f"not as expected: {name}$"):
@@ -228,7 +239,8 @@ def test_brackets_in_strings_do_not_nest() -> None:
 
 
 def test_a_file_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
-    (path := tmp_path / "file.json").write_text('\ufeff{"a": 1}', encoding="utf-8")
+    path = tmp_path / "file.json"
+    path.write_text('\ufeff{"a": 1}', encoding="utf-8")
     assert strict_json.read(path) == {"a": 1}
     with pytest.raises(ValueError, match="longer than 1000 bytes"):
         strict_json.read(Path("/dev/zero"), size=1000)
@@ -248,11 +260,13 @@ def test_a_peer_that_floods_is_closed_and_one_call_ends() -> None:
                 theirs.send(b"x" * 2**16)
             except (BlockingIOError, BrokenPipeError):
                 break
-        assert peer.receive() == [] and not peer.open and "256 bytes" in peer.refused
+        assert peer.receive() == []
+        assert not peer.open
+        assert "256 bytes" in peer.refused
 
 
 def test_a_peer_that_reads_nothing_is_given_up() -> None:
-    """And what waits for it has a limit."""
+    """The bytes that wait for it have a limit."""
     with (
         listen(0, LOOPBACK) as listener,
         socket.create_connection(listener.getsockname()) as theirs,
@@ -267,7 +281,8 @@ def test_a_peer_that_reads_nothing_is_given_up() -> None:
         for _ in range(80):
             if peer.open:
                 peer.send(text="x" * 2**18)
-        assert not peer.open and len(peer._unsent) < 2**21
+        assert not peer.open
+        assert len(peer._unsent) < 2**21
         peer.close()
 
 
@@ -275,7 +290,8 @@ def test_where_a_secret_comes_from(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
     made = Secret.shared(home)
     path = Path(secret.OWN_FILE.replace("~", str(tmp_path)))
-    assert path.stat().st_mode & 0o777 == 0o600 and [*path.parent.iterdir()] == [path]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [*path.parent.iterdir()] == [path]
     assert (
         Secret.shared(home).text()
         == made.text()

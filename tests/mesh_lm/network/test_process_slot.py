@@ -23,10 +23,16 @@ VARIABLES = {
     "MESH_LM_PROCESS_INDEX": "3",
 }
 SLURM = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "PATH": "",
-}  # fmt: skip
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "PATH": "",
+}
 EIGHT_GPUS = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i})\n" for i in range(8))
 
 
@@ -59,7 +65,7 @@ def test_flags_win_over_variables_and_variables_over_slurm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "local", "tasks", "mine"),
+    ("gpus", "local", "tasks", "devices"),
     [
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 0, 1, None),  # one task per node: all GPUs
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3, 4, (3,)),
@@ -98,40 +104,40 @@ def test_flags_win_over_variables_and_variables_over_slurm() -> None:
     ],
 )
 def test_slurm_shares_the_gpus_of_a_node(
-    gpus: dict[str, str], local: int, tasks: int, mine: tuple[int, ...] | None
+    gpus: dict[str, str], local: int, tasks: int, devices: tuple[int, ...] | None
 ) -> None:
     slot = ProcessSlot.of(
         LaunchConfig(),
         SLURM | gpus | {"SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)"},
     )
-    assert slot is not None and slot.local_devices == mine
-    assert (slot.count, slot.index, slot.address[0]) == (2, 1, "n1") and 61_440 <= slot.address[
-        1
-    ] < 65_536
+    assert slot is not None
+    assert slot.local_devices == devices
+    assert (slot.count, slot.index, slot.address[0]) == (2, 1, "n1")
+    assert 61_440 <= slot.address[1] < 65_536
 
 
 def test_gpus_of_which_slurm_says_nothing(tmp_path: Path) -> None:
-    """As where it does not manage them: all tasks see all that the driver lists, unless a script
+    """Where Slurm does not manage GPUs, all tasks see all that the driver lists, unless a script
     has given each its own."""
 
     path = tools(tmp_path, EIGHT_GPUS)
 
-    def own(local: int, tasks: int, **more: str) -> tuple[int, ...] | None:
-        place = {
+    def devices(local: int, tasks: int, **variables: str) -> tuple[int, ...] | None:
+        step = {
             "SLURM_LOCALID": str(local),
             "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x2)",
             "PATH": path,
         }
-        slot = ProcessSlot.of(LaunchConfig(), SLURM | place | more)
+        slot = ProcessSlot.of(LaunchConfig(), SLURM | step | variables)
         assert slot is not None
         return slot.local_devices
 
-    assert own(1, 2) == (4, 5, 6, 7)
-    assert own(3, 4, CUDA_VISIBLE_DEVICES="6,7") is None
-    assert own(1, 4, CUDA_VISIBLE_DEVICES="4,5,6,7") == (1,)
-    assert own(3, 4, CUDA_VISIBLE_DEVICES="5") is None
+    assert devices(1, 2) == (4, 5, 6, 7)
+    assert devices(3, 4, CUDA_VISIBLE_DEVICES="6,7") is None
+    assert devices(1, 4, CUDA_VISIBLE_DEVICES="4,5,6,7") == (1,)
+    assert devices(3, 4, CUDA_VISIBLE_DEVICES="5") is None
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
-    assert own(3, 4) == (3,)
+    assert devices(3, 4) == (3,)
 
 
 def test_gpus_that_mpirun_cannot_count(tmp_path: Path) -> None:
@@ -146,24 +152,33 @@ def test_gpus_that_mpirun_cannot_count(tmp_path: Path) -> None:
     ):
         ProcessSlot.of(LaunchConfig(), started)
     slot = ProcessSlot.of(LaunchConfig(), started | FOUR_GPUS)
-    assert slot is not None and slot.local_devices == (1,)
+    assert slot is not None
+    assert slot.local_devices == (1,)
 
 
 TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node1",
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node1",
     "MASTER_PORT": "29500",
-}  # fmt: skip
+}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
     "PMIX_NAMESPACE": "prterun-node1-99@1",
-}  # fmt: skip
+}
 INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 MVAPICH = {
-    "MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "4"
-}  # fmt: skip
+    "MV2_COMM_WORLD_RANK": "5",
+    "MV2_COMM_WORLD_SIZE": "8",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+}
 CRAY_PALS = {
     "PMI_RANK": "5",
     "PMI_SIZE": "8",
@@ -180,30 +195,30 @@ FOUR_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 )
 @pytest.mark.parametrize("below_slurm", [False, True])
 def test_other_starters_give_places(started: dict[str, str], below_slurm: bool) -> None:
-    """Also where srun has started one of them per node, whose tasks are not the processes; what
-    this project sets wins over both."""
+    """They do so where srun has started one of them per node, too, whose tasks are not the
+    processes. The variables of this project win over both."""
     environment = started | FOUR_GPUS | (SLURM if below_slurm else {})
     slot = ProcessSlot.of(LaunchConfig(), environment)
-    assert slot is not None and (slot.count, slot.index, slot.local_devices) == (8, 5, (1,))
-    assert slot.address[0] == "node1" and 61_440 <= slot.address[1] < 65_536, (
-        "torchrun itself listens at MASTER_PORT"
-    )
+    assert slot is not None
+    assert (slot.count, slot.index, slot.local_devices) == (8, 5, (1,))
+    assert slot.address[0] == "node1"
+    assert 61_440 <= slot.address[1] < 65_536, "torchrun itself listens at MASTER_PORT"
     assert ProcessSlot.of(LaunchConfig(), environment | VARIABLES) == ProcessSlot("node1:99", 4, 3)
     own_gpu = ProcessSlot.of(
         LaunchConfig(), environment | {"CUDA_VISIBLE_DEVICES": "3", "PATH": ""}
     )
-    assert own_gpu is not None and own_gpu.local_devices is None
+    assert own_gpu is not None
+    assert own_gpu.local_devices is None
 
 
 def test_variables_of_pmi_alone() -> None:
-    """As Cray's PALS and other starters set them; where `srun` sets them, too, it knows better."""
+    """Cray's PALS and other starters set them. Where `srun` sets them, too, its own are right."""
     slot = ProcessSlot.of(LaunchConfig(), CRAY_PALS | FOUR_GPUS | {"MASTER_ADDR": "node1"})
-    assert slot is not None and (slot.count, slot.index, slot.local_devices, slot.address[0]) == (
-        8,
-        5,
-        (1,),
-        "node1",
-    )
+    assert slot is not None
+    assert slot.count == 8
+    assert slot.index == 5
+    assert slot.local_devices == (1,)
+    assert slot.address[0] == "node1"
     assert ProcessSlot.of(
         LaunchConfig(), SLURM | {"PMI_RANK": "0", "PMI_SIZE": "9"}
     ) == ProcessSlot.of(LaunchConfig(), SLURM)
@@ -218,8 +233,9 @@ def test_tasks_with_mig_devices(tmp_path: Path) -> None:
         "MASTER_ADDR": "node1",
         "PATH": tools(tmp_path, "GPU 0: A100 (UUID: GPU-0)\n  MIG 3g.20gb (UUID: MIG-a)\n"),
     }
-    own = ProcessSlot.of(LaunchConfig(), started | {"CUDA_VISIBLE_DEVICES": "MIG-b"})
-    assert own is not None and own.local_devices is None
+    single = ProcessSlot.of(LaunchConfig(), started | {"CUDA_VISIBLE_DEVICES": "MIG-b"})
+    assert single is not None
+    assert single.local_devices is None
     with pytest.raises(
         ConfigError,
         match="CUDA_VISIBLE_DEVICES=MIG-a,MIG-b: CUDA shows a process one MIG device only",
@@ -231,7 +247,8 @@ def test_starters_on_the_cpu_divide_no_gpus() -> None:
     slot = ProcessSlot.of(
         LaunchConfig(), TORCHRUN | {"CUDA_VISIBLE_DEVICES": "0,1,2", "JAX_PLATFORMS": "cpu"}
     )
-    assert slot is not None and slot.local_devices is None
+    assert slot is not None
+    assert slot.local_devices is None
 
 
 def test_starters_of_one_host_need_no_address() -> None:
@@ -240,11 +257,9 @@ def test_starters_of_one_host_need_no_address() -> None:
         INTEL_MPI | {"PMI_SIZE": "4", "PMI_RANK": "1"},
     ):
         slot = ProcessSlot.of(LaunchConfig(), started | FOUR_GPUS)
-        assert (
-            slot is not None
-            and (slot.count, slot.index, slot.local_devices) == (4, 1, (1,))
-            and slot.address[0] == "127.0.0.1"
-        )
+        assert slot is not None
+        assert (slot.count, slot.index, slot.local_devices) == (4, 1, (1,))
+        assert slot.address[0] == "127.0.0.1"
     one = {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_SIZE": "1",
@@ -256,12 +271,13 @@ def test_starters_of_one_host_need_no_address() -> None:
 
 
 def test_torchruns_variables_without_torchrun() -> None:
-    """As a PyTorchJob of Kubernetes sets them, one process per pod; a batch script's do not replace
-    what srun says."""
+    """A PyTorchJob of Kubernetes sets them, one process per pod. Those that a batch script exports
+    do not replace what srun says."""
     job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "fd00::1", "MASTER_PORT": "23456"}
     assert ProcessSlot.of(LaunchConfig(), job) == ProcessSlot("[fd00::1]:23456", 2, 1)
-    by_local_rank = ProcessSlot.of(LaunchConfig(), job | FOUR_GPUS | {"LOCAL_RANK": "3"})
-    assert by_local_rank is not None and by_local_rank.local_devices == (3,)
+    one_of_four = ProcessSlot.of(LaunchConfig(), job | FOUR_GPUS | {"LOCAL_RANK": "3"})
+    assert one_of_four is not None
+    assert one_of_four.local_devices == (3,)
     exported = SLURM | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
     assert ProcessSlot.of(LaunchConfig(), exported) == ProcessSlot.of(LaunchConfig(), SLURM)
     assert ProcessSlot.of(LaunchConfig(), {"WORLD_SIZE": "8"}) is None, (
@@ -429,12 +445,11 @@ def test_where_a_launcher_is() -> None:
     """Options win over variables, and variables over Slurm; all values come from one source."""
     assert (job().nodes, job().node, job().address[0]) == (1, 0, "127.0.0.1")
     assert (job(**NODE).nodes, job(**NODE).node, job(**NODE).address) == (4, 3, ("node1", 99))
-    found = job("--nodes=2", "--node=1", "--rendezvous=[::1]:7", **(NODE | SLURM | STEP))
-    assert (found.nodes, found.node, found.address) == (2, 1, ("::1", 7))
-    found = job(**(SLURM | STEP))
-    assert (found.nodes, found.node, found.address[0]) == (2, 1, "n1") and 61_440 <= found.address[
-        1
-    ] < 65_536
+    launched = job("--nodes=2", "--node=1", "--rendezvous=[::1]:7", **(NODE | SLURM | STEP))
+    assert (launched.nodes, launched.node, launched.address) == (2, 1, ("::1", 7))
+    launched = job(**(SLURM | STEP))
+    assert (launched.nodes, launched.node, launched.address[0]) == (2, 1, "n1")
+    assert 61_440 <= launched.address[1] < 65_536
     assert job(SLURM_JOB_ID="7", SLURM_NNODES="4").nodes == 1, (
         "a batch script without srun is one node"
     )
@@ -457,17 +472,16 @@ def test_launchers_that_mpirun_starts_need_to_know_their_places() -> None:
         ),
     ):
         job(**OPEN_MPI)
-    assert job(**OPEN_MPI, **NODE).nodes == 4 and job("--nodes=1", **OPEN_MPI).nodes == 1
+    assert job(**OPEN_MPI, **NODE).nodes == 4
+    assert job("--nodes=1", **OPEN_MPI).nodes == 1
     assert job(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1").nodes == 1
 
 
 def test_workers_share_the_gpus_of_their_node(tmp_path: Path) -> None:
     eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     assert [job("--per-node=4").devices_of(local, eight) for local in (0, 3)] == ["0,1", "6,7"]
-    assert (
-        job().devices_of(0, eight) == ""
-        and job("--per-node=2", "--devices=4").devices_of(0, eight) == ""
-    )
+    assert job().devices_of(0, eight) == ""
+    assert job("--per-node=2", "--devices=4").devices_of(0, eight) == ""
     assert job("--per-node=2").devices_of(1, {"PATH": str(tmp_path)}) == "", (
         "no GPU: each worker has its own CPU device"
     )
@@ -486,13 +500,10 @@ def test_gpus_are_counted_without_jax(tmp_path: Path) -> None:
         == 0
     )
     assert gpus_here({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cpu"}) == 0
-    assert (
-        gpus_here({"CUDA_VISIBLE_DEVICES": "GPU-a, 3,"}) == 2
-        and gpus_here({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}) == 1
-    )
-    assert visible_gpus({}) is None and visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-GPU-a/1/0"}) == [
-        "MIG-GPU-a/1/0"
-    ]
+    assert gpus_here({"CUDA_VISIBLE_DEVICES": "GPU-a, 3,"}) == 2
+    assert gpus_here({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}) == 1
+    assert visible_gpus({}) is None
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-GPU-a/1/0"}) == ["MIG-GPU-a/1/0"]
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         (
