@@ -65,7 +65,7 @@ class StopOnSignal:
 
     def __init__(self, phases: Phases) -> None:
         """phases: this process's progress."""
-        self._phases = phases
+        self.phases = phases
         self._n_polls = 0
         self._signalled = False  # by a signal that JAX does not catch
         self._leaving = False  # whether an exception is on its way out of the context
@@ -77,11 +77,6 @@ class StopOnSignal:
     def cause(self) -> str:
         """The signal, as the user calls it."""
         return "Ctrl-C" if self.interrupted else "SIGTERM"
-
-    @property
-    def phases(self) -> Phases:
-        """This process's progress."""
-        return self._phases
 
     def poll(self) -> bool:
         """Returns whether to stop now."""
@@ -127,10 +122,10 @@ class StopOnSignal:
 
     def _stop(self) -> None:
         self._signalled = True
-        if self._leaving or not self._phases.nothing_to_save:
+        if self._leaving or not self.phases.nothing_to_save:
             return  # a second exception would break off the cleaning up after the first
         self._leaving = True
-        self._is_native = self._phases.phase in _NATIVE
+        self._is_native = self.phases.phase in _NATIVE
         self._announce_nothing_to_save(self.cause)
         if self.interrupted and self._is_interactive:
             raise KeyboardInterrupt
@@ -144,14 +139,14 @@ class StopOnSignal:
         """
         if self._is_interactive:
             raise KeyboardInterrupt
-        newest = self._phases.saved
+        newest = self.phases.saved
         cure = f"continues from step {newest}" if newest > 0 else "starts again"
         self._announce(f"ended at once by a second Ctrl-C, without a save; the same command {cure}")
         _exit(status_of(by_interrupt=True))
 
     def _announce_nothing_to_save(self, cause: str) -> None:
         self._announce(
-            f"stopped by {cause} in phase {self._phases.phase}: there is nothing new to save"
+            f"stopped by {cause} in phase {self.phases.phase}: there is nothing new to save"
         )
 
     def _announce(self, text: str) -> None:
@@ -170,7 +165,7 @@ class StopOnSignal:
             n_interrupts += numbers.count(signal.SIGINT)
             if n_interrupts > 1 and not self._is_interactive:
                 self._end_at_once()
-            if not self._phases.nothing_to_save:
+            if not self.phases.nothing_to_save:
                 continue
             is_interrupt = signal.SIGINT in numbers and not self._is_interactive
             # In a connected process JAX's service catches SIGTERM, and the handler passes SIGINT on
@@ -201,7 +196,7 @@ class StopOnSignal:
             if by_interrupt and signal.SIGINT in numbers:
                 _exit(status_of(by_interrupt=True))
             by_interrupt |= signal.SIGINT in numbers
-        if self._leaving or self._phases.nothing_to_save:
+        if self._leaving or self.phases.nothing_to_save:
             _exit(status_of(by_interrupt=by_interrupt))
 
     # The end of the context.
