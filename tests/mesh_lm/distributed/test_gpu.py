@@ -137,6 +137,7 @@ def test_the_same_bits_every_time(
     assert set_flags("auto", cpu, driver, deterministic=tmp_path / "nothing") == ""
     assert "XLA_FLAGS" not in cpu
     assert not (tmp_path / "nothing").exists()
+    jax.devices()  # the backend starts with the flags of the whole run, not with those below
     q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
     for flags, fixed in ((mine, True), (OVERLAP, False)):
         monkeypatch.setenv("XLA_FLAGS", flags)
