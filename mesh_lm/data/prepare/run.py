@@ -94,8 +94,8 @@ def prepare(
     stream = output or sys.stdout
     read_plan = plan.make(inputs, text_field, prefix, skip_bad_lines)
     existing = None if vocab else load_tokenizer(tokenizer)
-    made_from = _made_from(read_plan, existing, tokenizer, text_field)
-    identity = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+    recipe = _recipe(read_plan, existing, tokenizer, text_field)
+    identity = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()
 
     with Unfinished(prefix) as unfinished:
         facts = _finished(prefix, identity)
@@ -104,14 +104,14 @@ def prepare(
             print(f"{prefix} is already prepared from these inputs: {_summary(facts)}", file=stream)
             return facts
 
-        unfinished.claim(made_from)
+        unfinished.claim(recipe)
         if unfinished.tokenizer is None:
             if existing is None:
                 settings = worker.Settings("", text_field, skip_bad_lines)
                 existing = _train(read_plan, vocab, settings, stream)
             unfinished.keep(existing)
-        used = load_tokenizer(str(unfinished.tokenizer))
-        dtype = dtype_of(used.vocab_size)
+        saved_tokenizer = load_tokenizer(str(unfinished.tokenizer))
+        dtype = dtype_of(saved_tokenizer.vocab_size)
         settings = worker.Settings(str(unfinished.tokenizer), text_field, skip_bad_lines)
         _encode(
             unfinished, read_plan, settings, dtype, workers or _n_cores(), stream, max_lost_bytes
@@ -125,7 +125,7 @@ def prepare(
                 "lines, and everything else is empty"
             )
         spec = tokenizer if vocab else Path(tokenizer).name
-        facts = _facts(totals, read_plan, used, spec, text_field, identity)
+        facts = _facts(totals, read_plan, saved_tokenizer, spec, text_field, identity)
         unfinished.finish(facts, dtype)
     print(f"{prefix}: {_summary(facts)}", file=stream)
     return facts
@@ -144,14 +144,14 @@ def _vocab_to_train(tokenizer: str) -> int:
     return int(number)
 
 
-def _made_from(
+def _recipe(
     read_plan: ReadPlan, existing: Tokenizer | None, spec: str, text_field: str
 ) -> dict[str, Any]:
     """Returns all that determines the tokens, as JSON.
 
     existing: the tokenizer of the spec; None if it is to be trained.
     """
-    made_from: dict[str, Any] = {
+    recipe: dict[str, Any] = {
         "format": [_FORMAT, plan.SHARD, worker.PIECE],
         "tokenizer": existing.fingerprint if existing else spec,
         "text_field": text_field,
@@ -161,10 +161,10 @@ def _made_from(
     # Older versions read these files differently. The keys are absent for other inputs, so that
     # what those versions made of them still counts as prepared.
     if any(formats.newly_read(file.path) for file in read_plan.files):
-        made_from["reads"] = "json, bz2 and xz as what they are"
+        recipe["reads"] = "json, bz2 and xz as what they are"
     if any(formats.has_mark(file.path) for file in read_plan.files):
-        made_from["marks"] = "byte order marks are dropped"
-    return made_from
+        recipe["marks"] = "byte order marks are dropped"
+    return recipe
 
 
 def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
@@ -242,7 +242,7 @@ def _encode(
     """
     n_units = len(read_plan.units)
     totals = unfinished.totals()
-    _refuse_loss(totals, max_lost_bytes, at_end=totals.unit == n_units)
+    _refuse_loss(totals, max_lost_bytes, is_end=totals.unit == n_units)
     if totals.unit == n_units:
         return
     with (
@@ -258,12 +258,12 @@ def _encode(
         for shard, encoded in _results(shards, settings, min(workers, read_plan.tasks)):
             totals = appender.append(shard, encoded)
             display.show(totals)
-            _refuse_loss(totals, max_lost_bytes, at_end=totals.unit == n_units)
+            _refuse_loss(totals, max_lost_bytes, is_end=totals.unit == n_units)
 
 
-def _refuse_loss(totals: Totals, max_lost_bytes: float, at_end: bool) -> None:
+def _refuse_loss(totals: Totals, max_lost_bytes: float, is_end: bool) -> None:
     """Raises ConfigError for too many lost bytes, once there is enough text to judge by."""
-    if totals.lost_bytes is not None and (at_end or totals.bytes > _ENOUGH_BYTES):
+    if totals.lost_bytes is not None and (is_end or totals.bytes > _ENOUGH_BYTES):
         lost_bytes.refuse(totals.lost_bytes, totals.bytes, max_lost_bytes, "--max-lost-bytes")
 
 

@@ -99,14 +99,14 @@ class Unfinished:
                 self.directory.rmdir()
         os.close(self._lock)
 
-    def claim(self, made_from: dict[str, Any]) -> None:
+    def claim(self, recipe: dict[str, Any]) -> None:
         """Records the inputs and settings. Raises ConfigError if different ones are already
         recorded.
         """
         if not self._plan.exists():
             self._require_unused()
             with self._write_errors(), atomic_write(self._plan) as (file,):
-                file.write(json.dumps(made_from).encode())
+                file.write(json.dumps(recipe).encode())
             return
         try:
             recorded = strict_json.read(self._plan, size=strict_json.LARGE_FILE)
@@ -114,7 +114,7 @@ class Unfinished:
             raise ConfigError(
                 f"cannot read {self._plan} ({error}); remove {self.directory} to start from scratch"
             ) from error
-        differences = list(_differences(recorded, made_from))
+        differences = list(_differences(recorded, recipe))
         if differences:
             raise ConfigError(
                 f"{self.directory} was started with different inputs or settings: "
