@@ -26,7 +26,8 @@ HIGH = 4.0
 """low_freq_factor and high_freq_factor of Llama 3's rotary scaling; constants in our
 `rope_table`."""
 _PROPERTIES = {"n_kv_heads": "kv_heads", "head_dim": "d_head", "d_ff": "d_mlp"}
-"""Fields of DecoderConfig whose default means another value, and the properties that have it."""
+"""Fields of DecoderConfig whose default stands for another value, and the properties that have
+it."""
 
 
 def is_huggingface(directory: Path | str) -> bool:
@@ -139,7 +140,9 @@ def to_json(
     """Returns config.json for weights stored as `dtype`.
 
     Fields of rotary positions are named as in transformers 4, which version 5 reads too. Raises
-    ConfigError as `family_for`. token_ids: of special tokens, such as {"eos_token_id": 0}.
+    ConfigError as `family_for`.
+
+    token_ids: ids of special tokens, such as {"eos_token_id": 0}.
     """
     family = family_for(config)
     out = {
@@ -197,7 +200,7 @@ def differences(directory: Path | str, config: DecoderConfig) -> list[str]:
 
 
 def _value(config: DecoderConfig, field: str) -> Any:
-    """Returns the value of a field; for a default that depends on other fields, what it means."""
+    """Returns the value of a field, or the one that its default stands for."""
     return getattr(config, _PROPERTIES.get(field, field))
 
 

@@ -36,8 +36,7 @@ class Family:
     """Their fields of which only these values are supported; the first is the default of
     transformers."""
     mappings: tuple[TensorMapping, ...]
-    """In the order in which tensors are exported. Those of parameters that a model lacks are
-    unused."""
+    """In the order in which tensors are exported. A model may lack some of the parameters."""
     ignored: tuple[str, ...] = ()
     """Name suffixes of obsolete tensors in old files."""
 

@@ -29,16 +29,16 @@ _SHOWN = 12
 
 
 class _Source(NamedTuple):
-    """Where the numbers of a parameter come from."""
+    """The tensors that have the numbers of a parameter."""
 
     mapping: TensorMapping
     sizes: Sizes
-    """Of the dimensions of the tensors: without padding of the vocabulary, and with all learned
+    """Sizes of the tensors' dimensions, which have no padding of the vocabulary, and all learned
     positions."""
 
 
 def load(directory: Path | str, layout: ModelLayout) -> Params:
-    """Reads the weights of a directory immediately; see `reader`."""
+    """Returns the weights of a directory; see `reader`."""
     return reader(directory, layout)()
 
 

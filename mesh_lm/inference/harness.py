@@ -63,7 +63,7 @@ class Requests:
     def __init__(
         self, trained: TrainedModel, batch: int, start: int, starts_context: bool | None = None
     ) -> None:
-        """Compiles nothing yet.
+        """Compiles nothing: the first requests do.
 
         Args:
           batch: sequences at once.

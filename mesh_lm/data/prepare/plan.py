@@ -19,13 +19,13 @@ _SHARDS_PER_PART = 16
 """A larger row group of a .parquet file is read in parts, each of which decodes the earlier ones
 again."""
 _MAX_CHUNKS = 2**10
-"""Estimate of the chunks of a compressed file, whose text has an unknown size."""
+"""Assumed bound on the chunks of a compressed file, whose text has an unknown size."""
 _SNIFFED_BYTES = 4096
 _READ_BYTES = 2**20
 
 
 class InputFile(NamedTuple):
-    """A file, and what tells whether it has changed since."""
+    """A file, with the size and the time by which a change is noticed."""
 
     path: str
     """Absolute."""

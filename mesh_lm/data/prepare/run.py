@@ -158,8 +158,8 @@ def _recipe(
         "versions": _versions(existing),
         "files": [list(file) for file in read_plan.files],
     }
-    # Older versions read these files differently. The keys are absent for other inputs, so that
-    # what those versions made of them still counts as prepared.
+    # Older versions read these files differently. For other inputs the keys are absent, so that the
+    # output of those versions still counts as prepared.
     if any(formats.newly_read(file.path) for file in read_plan.files):
         recipe["reads"] = "json, bz2 and xz as what they are"
     if any(formats.has_mark(file.path) for file in read_plan.files):

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mesh_lm import strict_json
 from mesh_lm.data.atomic import write_files
-from mesh_lm.data.tokenizer import companions as beside
+from mesh_lm.data.tokenizer import companions as companion_files
 from mesh_lm.data.tokenizer.base import EOD, MIN_VOCAB, Tokenizer, fingerprint
 from mesh_lm.data.tokenizer.companions import CONFIG, Companions
 from mesh_lm.errors import ConfigError
@@ -198,7 +198,7 @@ def load(path: Path) -> HuggingFace:
     Raises:
       ConfigError: the file is missing, damaged or has no EOD.
     """
-    companions = beside.read(path.parent)
+    companions = companion_files.read(path.parent)
     try:
         text = path.read_text(encoding="utf-8")
         return HuggingFace(text, path, companions.token("eos_token"), companions)
