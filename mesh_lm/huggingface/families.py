@@ -29,13 +29,14 @@ class Family:
     """The prefix of all tensor names but the head's; files of the model without its head lack
     it."""
     fields: Mapping[str, tuple[str, Any]]
-    """Maps their fields to (our field, default of transformers)."""
+    """Their fields, with (our field, default of transformers)."""
     fixed: Mapping[str, Any]
     """Our fields that are fixed in this family."""
     only: Mapping[str, tuple[Any, ...]]
     """Their fields of which only these values are supported; the first is the default of
     transformers."""
     mappings: tuple[TensorMapping, ...]
+    """In the order in which tensors are exported. A model may lack some of the parameters."""
     ignored: tuple[str, ...] = ()
     """Name suffixes of obsolete tensors in old files."""
 
@@ -46,16 +47,35 @@ class Family:
     @property
     def embedding(self) -> str:
         """The name of the token table, which a tied head shares."""
-        return next(
-            mapping.hf_names[0] for mapping in self.mappings if mapping.param == "embedding"
+        (name,) = (m.hf_names[0] for m in self.mappings if m.param == "embedding")
+        return name
+
+
+def _map(param: str, dims: str, hf_name: str, hf_dims: str) -> TensorMapping:
+    """Maps a parameter of the model to a tensor."""
+    return TensorMapping(param, dims.replace(" ", ""), (hf_name,), hf_dims)
+
+
+def _map_layers(
+    prefix: str, *rows: tuple[str, str, str | tuple[str, ...], str]
+) -> tuple[TensorMapping, ...]:
+    """Maps parameters of the blocks, of which each layer has one tensor or several.
+
+    Args:
+      prefix: of the tensors, with {} for the layer.
+      rows: (parameter, its dimensions, tensors, dimensions of each tensor).
+    """
+    mappings = []
+    for param, dims, hf_names, hf_dims in rows:
+        names = (hf_names,) if isinstance(hf_names, str) else hf_names
+        full_names = tuple(prefix + name for name in names)
+        mappings.append(
+            TensorMapping(f"blocks.{param}", dims.replace(" ", ""), full_names, hf_dims)
         )
+    return tuple(mappings)
 
 
-def _map(param: str, dims: str, layout: str, *hf_names: str) -> TensorMapping:
-    return TensorMapping(param, dims.replace(" ", ""), layout, hf_names)
-
-
-_PLAIN = {
+_COMMON = {
     "softcap": 0.0,
     "head_softcap": 0.0,
     "sinks": False,
@@ -63,7 +83,49 @@ _PLAIN = {
     "segments": (),
     "block": "dense",
 }
-"""What no family here has."""
+"""Our fields that are fixed in all families."""
+
+# Tables of the blocks: our parameter and its dimensions, their tensors and the dimensions of each.
+# `tensor_mapping` explains the letters.
+_GPT2_BLOCKS = _map_layers(
+    "transformer.h.{}.",
+    ("attention_norm.scale", "L D",       "ln_1.weight",        "D"),
+    ("attention_norm.bias",  "L D",       "ln_1.bias",          "D"),
+    ("attention.qkv.weight", "L D f N H", "attn.c_attn.weight", "D fNH"),
+    ("attention.qkv.bias",   "L f N H",   "attn.c_attn.bias",   "fNH"),
+    ("attention.out.weight", "L D N H",   "attn.c_proj.weight", "NH D"),
+    ("attention.out.bias",   "L D",       "attn.c_proj.bias",   "D"),
+    ("mlp_norm.scale",       "L D",       "ln_2.weight",        "D"),
+    ("mlp_norm.bias",        "L D",       "ln_2.bias",          "D"),
+    ("mlp.up.weight",        "L D F",     "mlp.c_fc.weight",    "D F"),
+    ("mlp.up.bias",          "L F",       "mlp.c_fc.bias",      "F"),
+    ("mlp.down.weight",      "L D F",     "mlp.c_proj.weight",  "F D"),
+    ("mlp.down.bias",        "L D",       "mlp.c_proj.bias",    "D"),
+)  # fmt: skip
+
+_Q = "self_attn.q_proj.weight"
+_K = "self_attn.k_proj.weight"
+_V = "self_attn.v_proj.weight"
+_GATE = "mlp.gate_proj.weight"
+_UP = "mlp.up_proj.weight"
+_LLAMA_BLOCKS = _map_layers(
+    "model.layers.{}.",
+    ("attention_norm.scale", "L D",       "input_layernorm.weight",          "D"),
+    # A model has qkv if n_kv_heads = n_heads, else q and kv.
+    ("attention.qkv.weight", "L D f N H", (_Q, _K, _V),                      "NH D"),
+    ("attention.q.weight",   "L D N H",   _Q,                                "NH D"),
+    ("attention.kv.weight",  "L D f K H", (_K, _V),                          "KH D"),
+    ("attention.out.weight", "L D N H",   "self_attn.o_proj.weight",         "D NH"),
+    ("mlp_norm.scale",       "L D",       "post_attention_layernorm.weight", "D"),
+    ("mlp.up.weight",        "L D f F",   (_GATE, _UP),                      "F D"),
+    ("mlp.down.weight",      "L D F",     "mlp.down_proj.weight",            "D F"),
+)  # fmt: skip
+
+_QWEN3_NORMS = _map_layers(
+    "model.layers.{}.",
+    ("attention.q_norm.scale", "L H", "self_attn.q_norm.weight", "H"),
+    ("attention.k_norm.scale", "L H", "self_attn.k_norm.weight", "H"),
+)
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -80,7 +142,7 @@ GPT2 = Family(
         "tie_word_embeddings": ("tied", True),
     },
     fixed={
-        **_PLAIN,
+        **_COMMON,
         "positions": "learned",
         "norm": "layernorm",
         "activation": "gelu",
@@ -95,35 +157,16 @@ GPT2 = Family(
         "quantization_config": (None,),
     },
     mappings=(
-        _map("embedding", "V D", "V D", "transformer.wte.weight"),
-        _map("positions", "S D", "S D", "transformer.wpe.weight"),
-        _map("blocks.attention_norm.scale", "L D", "D", "transformer.h.{}.ln_1.weight"),
-        _map("blocks.attention_norm.bias", "L D", "D", "transformer.h.{}.ln_1.bias"),
-        _map(
-            "blocks.attention.qkv.weight",
-            "L D f N H",
-            "D fNH",
-            "transformer.h.{}.attn.c_attn.weight",
-        ),
-        _map("blocks.attention.qkv.bias", "L f N H", "fNH", "transformer.h.{}.attn.c_attn.bias"),
-        _map(
-            "blocks.attention.out.weight", "L D N H", "NH D", "transformer.h.{}.attn.c_proj.weight"
-        ),
-        _map("blocks.attention.out.bias", "L D", "D", "transformer.h.{}.attn.c_proj.bias"),
-        _map("blocks.mlp_norm.scale", "L D", "D", "transformer.h.{}.ln_2.weight"),
-        _map("blocks.mlp_norm.bias", "L D", "D", "transformer.h.{}.ln_2.bias"),
-        _map("blocks.mlp.up.weight", "L D F", "D F", "transformer.h.{}.mlp.c_fc.weight"),
-        _map("blocks.mlp.up.bias", "L F", "F", "transformer.h.{}.mlp.c_fc.bias"),
-        _map("blocks.mlp.down.weight", "L D F", "F D", "transformer.h.{}.mlp.c_proj.weight"),
-        _map("blocks.mlp.down.bias", "L D", "D", "transformer.h.{}.mlp.c_proj.bias"),
-        _map("norm.scale", "D", "D", "transformer.ln_f.weight"),
-        _map("norm.bias", "D", "D", "transformer.ln_f.bias"),
-        _map("head", "V D", "V D", HEAD),
+        _map("embedding", "V D", "transformer.wte.weight", "V D"),
+        _map("positions", "S D", "transformer.wpe.weight", "S D"),
+        *_GPT2_BLOCKS,
+        _map("norm.scale", "D", "transformer.ln_f.weight", "D"),
+        _map("norm.bias", "D", "transformer.ln_f.bias", "D"),
+        _map("head", "V D", HEAD, "V D"),
     ),
     ignored=(".attn.bias", ".attn.masked_bias"),  # the causal mask
 )
 
-_Q, _K, _V = (f"model.layers.{{}}.self_attn.{x}_proj.weight" for x in "qkv")
 LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
@@ -141,7 +184,7 @@ LLAMA = Family(
         "tie_word_embeddings": ("tied", False),
     },
     fixed={
-        **_PLAIN,
+        **_COMMON,
         "positions": "rotary",
         "norm": "rmsnorm",
         "activation": "swiglu",
@@ -156,31 +199,10 @@ LLAMA = Family(
         "quantization_config": (None,),
     },
     mappings=(
-        _map("embedding", "V D", "V D", "model.embed_tokens.weight"),
-        _map("blocks.attention_norm.scale", "L D", "D", "model.layers.{}.input_layernorm.weight"),
-        # if n_kv_heads = n_heads
-        _map("blocks.attention.qkv.weight", "L D f N H", "NH D", _Q, _K, _V),
-        _map("blocks.attention.q.weight", "L D N H", "NH D", _Q),  # grouped queries
-        _map("blocks.attention.kv.weight", "L D f K H", "KH D", _K, _V),
-        _map(
-            "blocks.attention.out.weight",
-            "L D N H",
-            "D NH",
-            "model.layers.{}.self_attn.o_proj.weight",
-        ),
-        _map(
-            "blocks.mlp_norm.scale", "L D", "D", "model.layers.{}.post_attention_layernorm.weight"
-        ),
-        _map(
-            "blocks.mlp.up.weight",
-            "L D f F",
-            "F D",
-            "model.layers.{}.mlp.gate_proj.weight",
-            "model.layers.{}.mlp.up_proj.weight",
-        ),
-        _map("blocks.mlp.down.weight", "L D F", "D F", "model.layers.{}.mlp.down_proj.weight"),
-        _map("norm.scale", "D", "D", "model.norm.weight"),
-        _map("head", "V D", "V D", HEAD),
+        _map("embedding", "V D", "model.embed_tokens.weight", "V D"),
+        *_LLAMA_BLOCKS,
+        _map("norm.scale", "D", "model.norm.weight", "D"),
+        _map("head", "V D", HEAD, "V D"),
     ),
     ignored=(".rotary_emb.inv_freq",),
 )
@@ -203,15 +225,7 @@ QWEN3 = dataclasses.replace(
         "partial_rotary_factor": (1.0, None),
         "quantization_config": (None,),
     },
-    mappings=(
-        *LLAMA.mappings,
-        _map(
-            "blocks.attention.q_norm.scale", "L H", "H", "model.layers.{}.self_attn.q_norm.weight"
-        ),
-        _map(
-            "blocks.attention.k_norm.scale", "L H", "H", "model.layers.{}.self_attn.k_norm.weight"
-        ),
-    ),
+    mappings=(*LLAMA.mappings, *_QWEN3_NORMS),
 )
 
 FAMILIES = (GPT2, LLAMA, QWEN3)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mesh_lm import strict_json
 from mesh_lm.errors import ConfigError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _COMPARED_BYTES = 2**26
 """Bytes of a tensor that are compared at a time, at most."""
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -42,17 +43,28 @@ class StoredTensor:
         """
         try:
             with _open(self.file) as file:
-                found = file.get_slice(self.name)[part]
+                array = file.get_slice(self.name)[part]
         except Exception as error:  # safetensors raises its own class, or OSError
             raise ConfigError(
                 f"{self.file}: {self.name} cannot be read: {error}; fetch the file again"
             ) from error
-        if bad := found.size - int(np.isfinite(found).sum()):
+        n_bad = array.size - int(np.isfinite(array).sum())
+        if n_bad:
             raise ConfigError(
-                f"{self.file}: {self.name} has {bad:,} numbers that are not finite (NaN or Inf); "
+                f"{self.file}: {self.name} has {n_bad:,} numbers that are not finite (NaN or Inf); "
                 "fetch it again"
             )
-        return found
+        return array
+
+
+class _Header(NamedTuple):
+    """Shape and type of a tensor in the header of its file; None if that cannot be read."""
+
+    shape: tuple[int, ...] | None
+    dtype: str | None
+
+
+_UNREAD = _Header(None, None)
 
 
 def equal(a: StoredTensor, b: StoredTensor) -> bool:
@@ -67,12 +79,14 @@ def equal(a: StoredTensor, b: StoredTensor) -> bool:
     row_bytes = 8 * math.prod(a.shape[1:])
     n_rows = max(1, _COMPARED_BYTES // max(1, row_bytes))
     for start in range(0, a.shape[0], n_rows):
-        stop = min(start + n_rows, a.shape[0])
-        rows = (slice(start, stop),) + (slice(None),) * (len(a.shape) - 1)
-        parts = [tensor.read(rows) for tensor in (a, b)]
+        rows = slice(start, min(start + n_rows, a.shape[0]))
+        part = (rows,) + (slice(None),) * (len(a.shape) - 1)
+        rows_a = a.read(part)
+        rows_b = b.read(part)
         if a.dtype != b.dtype:
-            parts = [part.astype(np.float32) for part in parts]
-        if parts[0].tobytes() != parts[1].tobytes():
+            rows_a = rows_a.astype(np.float32)
+            rows_b = rows_b.astype(np.float32)
+        if rows_a.tobytes() != rows_b.tobytes():
             return False
     return True
 
@@ -83,57 +97,27 @@ def scan(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     As in transformers, model.safetensors precedes an index, and all tensors of the files that an
     index names are those of the model.
     """
-    index = directory / INDEX
     single = directory / SINGLE
-    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-    if single.is_file() or not index.exists():
-        if len(files) != 1:
-            have = ", ".join(f.name for f in files[:4]) if files else "none"
-            problem = (
-                f"expected one .safetensors file, or several and {INDEX}; there "
-                f"{'are' if len(files) > 1 else 'is'} {have}"
-            )
-            return {}, [
-                problem
-                + (
-                    "; pytorch_model.bin is not read"
-                    if (directory / "pytorch_model.bin").exists()
-                    else ""
-                )
-            ]
-        headers, problem = _header(files[0])
-        return {
-            name: StoredTensor(files[0], name, *header) for name, header in headers.items()
-        }, problem
-    try:
-        names: dict[str, str] = strict_json.read(index)["weight_map"]
-        if outside := sorted(
-            {name for name in names.values() if Path(name).name != name or not Path(name).suffix}
-        ):
-            return {}, [f"{INDEX} names {outside[0]}, which is not a file of this directory"]
-        files = [directory / name for name in dict.fromkeys(names.values())]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {}, [f"{INDEX} is not an index of tensors: {type(error).__name__}: {error}"]
-    by_file = {file: _header(file) for file in files}
-    problems = [problem for _, broken in by_file.values() for problem in broken]
-    tensors = {}
-    for name, file in names.items():
-        headers, broken = by_file[directory / file]
-        if not broken and name not in headers:
-            problems.append(f"{file}: {name} is missing, but {INDEX} lists it")
-        tensors[name] = StoredTensor(directory / file, name, *headers.get(name, (None, None)))
-    for file, (headers, _) in by_file.items():
-        tensors |= {
-            name: StoredTensor(file, name, *header)
-            for name, header in headers.items()
-            if name not in names
-        }
-    return tensors, problems
+    if single.is_file():
+        return _scan_file(single)
+    if (directory / INDEX).exists():
+        return _scan_indexed(directory)
+    paths = sorted(directory.glob("*.safetensors"))
+    if len(paths) == 1:
+        return _scan_file(paths[0])
+    names = ", ".join(path.name for path in paths[:4]) or "none"
+    problem = (
+        f"expected one .safetensors file, or several and {INDEX}; there "
+        f"{'are' if len(paths) > 1 else 'is'} {names}"
+    )
+    if (directory / "pytorch_model.bin").exists():
+        problem += "; pytorch_model.bin is not read"
+    return {}, [problem]
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """One file, readable by whom the user's umask lets. transformers refuses a file that does not
-    call its format pt.
+    """Writes one file, readable by whom the user's umask lets. transformers refuses a file that
+    does not call its format pt.
     """
     from safetensors.numpy import save_file
 
@@ -143,21 +127,64 @@ def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
     path.chmod(mode)  # safetensors makes it private to the user
 
 
-def _open(file: Path) -> Any:
+def _scan_file(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    headers, problems = _headers(path)
+    tensors = {name: StoredTensor(path, name, *header) for name, header in headers.items()}
+    return tensors, problems
+
+
+def _scan_indexed(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    try:
+        file_names: dict[str, str] = strict_json.read(directory / INDEX)["weight_map"]
+        unsafe = {name for name in file_names.values() if not _is_plain_file_name(name)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, [f"{INDEX} is not an index of tensors: {type(error).__name__}: {error}"]
+    if unsafe:
+        return {}, [f"{INDEX} names {min(unsafe)}, which is not a file of this directory"]
+
+    headers: dict[Path, dict[str, _Header]] = {}
+    damaged: set[Path] = set()
+    problems: list[str] = []
+    for path in dict.fromkeys(directory / name for name in file_names.values()):
+        headers[path], file_problems = _headers(path)
+        if file_problems:
+            damaged.add(path)
+            problems += file_problems
+
+    tensors = {}
+    for name, file_name in file_names.items():
+        path = directory / file_name
+        if path not in damaged and name not in headers[path]:
+            problems.append(f"{file_name}: {name} is missing, but {INDEX} lists it")
+        tensors[name] = StoredTensor(path, name, *headers[path].get(name, _UNREAD))
+    for path, file_headers in headers.items():
+        for name, header in file_headers.items():
+            if name not in file_names:
+                tensors[name] = StoredTensor(path, name, *header)
+    return tensors, problems
+
+
+def _is_plain_file_name(name: str) -> bool:
+    """Whether a name has no folders, and a suffix."""
+    return Path(name).name == name and bool(Path(name).suffix)
+
+
+def _headers(path: Path) -> tuple[dict[str, _Header], list[str]]:
+    """Returns the headers of a file's tensors by name, and problems with the file."""
+    try:
+        with _open(path) as file:
+            headers = {}
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_slice(name)
+                headers[name] = _Header(tuple(tensor.get_shape()), tensor.get_dtype())
+            return headers, []
+    except FileNotFoundError:
+        return {}, [f"{path.name} is missing"]
+    except Exception as error:  # safetensors raises its own class, or OSError
+        return {}, [f"{path.name} is truncated or damaged: {error}"]
+
+
+def _open(path: Path) -> Any:
     from safetensors import safe_open
 
-    return safe_open(file, framework="numpy")
-
-
-def _header(file: Path) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[str]]:
-    """Returns shapes and types by name, and problems with the file."""
-    try:
-        with _open(file) as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {
-                name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()
-            }, []
-    except FileNotFoundError:
-        return {}, [f"{file.name} is missing"]
-    except Exception as error:  # safetensors raises its own class, or OSError
-        return {}, [f"{file.name} is truncated or damaged: {error}"]
+    return safe_open(path, framework="numpy")

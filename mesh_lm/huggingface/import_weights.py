@@ -4,9 +4,11 @@ time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,12 +24,21 @@ from mesh_lm.model import DecoderConfig
 if TYPE_CHECKING:
     from mesh_lm.parallel.layout import ModelLayout, Params
 
-SHOWN = 12
+_SHOWN = 12
 """Maximum number of problems in one message."""
 
 
+class _Source(NamedTuple):
+    """The tensors that have the numbers of a parameter."""
+
+    mapping: TensorMapping
+    sizes: Sizes
+    """Sizes of the tensors' dimensions, which have no padding of the vocabulary, and all learned
+    positions."""
+
+
 def load(directory: Path | str, layout: ModelLayout) -> Params:
-    """Reads the weights of a directory immediately; see `reader`."""
+    """Returns the weights of a directory; see `reader`."""
     return reader(directory, layout)()
 
 
@@ -43,23 +54,25 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
 
     Raises:
       ConfigError: lists all problems: another model, missing or truncated files, tensors that are
-      missing, unexpected or of another
-        shape or type. The returned function raises it for numbers that are not finite.
+        missing, unexpected or of another shape or type. The returned function raises it for numbers
+        that are not finite.
       ShardingRuleError: the rules do not fit the model.
     """
-    directory, config = Path(directory).expanduser(), layout.config
+    directory = Path(directory).expanduser()
+    config = layout.config
     if not isinstance(config, DecoderConfig):
         raise ConfigError(
             f"{directory} cannot be imported into a {type(config).__name__}; only a DecoderConfig "
             "can hold Hugging Face weights"
         )
     family = family_of(directory)
-    if problems := differences(directory, config):
-        raise _refusal(directory, "is a different model from this config's", problems)
+    problems = differences(directory, config)
+    if problems:
+        raise _refusal(f"{directory} is a different model from this config's", problems)
+
     tensors, problems = files.scan(directory)
-    problems += _damaged(
-        directory, {stored.file.name for stored in tensors.values()} | {files.INDEX}
-    )
+    file_names = {stored.file.name for stored in tensors.values()}
+    problems += _damaged(directory, file_names | {files.INDEX})
     tensors = {
         name: stored for name, stored in tensors.items() if not name.endswith(family.ignored)
     }
@@ -68,132 +81,135 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     if config.tied and family.embedding not in tensors and HEAD in tensors:
         # transformers, too, takes the only one of the two
         tensors[family.embedding] = tensors[HEAD]
-    mappings = {
-        m.param: (m, _sizes(m, config, layout, tensors))
-        for m in family.mappings
-        if m.param in layout.shapes
+    sources = {
+        mapping.param: _Source(mapping, _sizes(mapping, layout, tensors))
+        for mapping in family.mappings
+        if mapping.param in layout.shapes
     }
+    # Without any tensor and with a problem, that problem is why none was found.
     if tensors or not problems:
-        problems += _mismatches(mappings, tensors, config)
+        problems += _missing_or_different(sources, tensors)
+        problems += _unexpected(sources, tensors, config)
     if problems:
-        raise _refusal(directory, "cannot be read", problems)
+        raise _refusal(f"{directory} cannot be read", problems)
     if not config.tied and declares_tied(directory):
         distributed.print_on_process0(
             f"warning: {directory}/config.json ties the head to the embedding, but the files have "
             f"another {HEAD}: the head is not tied, as in transformers"
         )
 
-    def part(name: str) -> Callable[[Box], np.ndarray]:
-        (mapping, sizes), dtype = mappings[name], layout.shapes[name].dtype
-        return lambda box: mapping.read(
-            box, sizes, lambda tensor, index: tensors[tensor].read(index), dtype
-        )
+    def read_tensor(name: str, part: tuple[slice, ...]) -> np.ndarray:
+        return tensors[name].read(part)
 
     shardings = layout.canonical_shardings("params")
-    return lambda: {
-        name: _place(shape.shape, shardings[name], part(name))
-        for name, shape in layout.shapes.items()
-    }
+
+    def read_params() -> Params:
+        params = {}
+        for name, shape in layout.shapes.items():
+            mapping, sizes = sources[name]
+            read = partial(mapping.read, sizes=sizes, read=read_tensor, dtype=shape.dtype)
+            params[name] = _place(shape.shape, shardings[name], read)
+        return params
+
+    return read_params
 
 
-def _duplicates(family: Family, tensors: dict[str, files.StoredTensor]) -> list[str]:
-    """Returns messages about tensors that are there twice, with and without the family's prefix.
-    They may differ.
-    """
-    short = [
-        name
-        for name in tensors
-        if family.full_name(name) != name and family.full_name(name) in tensors
-    ]
-    return [
-        f"{tensors[name].file.name}: {name} is also there as {family.full_name(name)}"
-        for name in short
-    ]
+def _sizes(
+    mapping: TensorMapping, layout: ModelLayout, tensors: dict[str, files.StoredTensor]
+) -> Sizes:
+    """Returns the sizes of a `_Source`."""
+    sizes = dict(zip(mapping.dims, layout.shapes[mapping.param].shape, strict=True))
+    sizes["V"] = layout.config.vocab_size
+    if "S" in mapping.dims:
+        stored = tensors.get(mapping.hf_names[0])
+        if stored and stored.shape:
+            sizes["S"] = max(sizes["S"], stored.shape[0])
+    return sizes
 
 
 def _damaged(directory: Path, names: set[str]) -> list[str]:
-    """Returns problems with the files' digests. Each process reads some of them, in its turn."""
+    """Returns problems with the files' digests. Each process reads some of them."""
+    share = sorted(names)[jax.process_index() :: jax.process_count()]
     try:
-        found = checksums.problems(
-            directory, sorted(names)[jax.process_index() :: jax.process_count()]
-        )
+        problems = checksums.problems(directory, share)
     except OSError as error:
-        found = [f"{error.filename} cannot be read: {error.strerror}"]
-    return sorted({line for each in distributed.gather_from_all(found) for line in each})
+        problems = [f"{error.filename} cannot be read: {error.strerror}"]
+    gathered = distributed.gather_from_all(problems)
+    return sorted(set(itertools.chain(*gathered)))
+
+
+def _duplicates(family: Family, tensors: dict[str, files.StoredTensor]) -> list[str]:
+    """Returns messages about tensors that are stored with and without the family's prefix. They
+    may differ.
+    """
+    problems = []
+    for name, stored in tensors.items():
+        full_name = family.full_name(name)
+        if full_name != name and full_name in tensors:
+            problems.append(f"{stored.file.name}: {name} is also there as {full_name}")
+    return problems
+
+
+def _missing_or_different(
+    sources: dict[str, _Source], tensors: dict[str, files.StoredTensor]
+) -> list[str]:
+    """Returns messages about tensors that are missing, or of another type or shape."""
+    missing = []
+    different = []
+    for mapping, sizes in sources.values():
+        shape = mapping.shape(sizes)
+        for name in mapping.names(sizes):
+            stored = tensors.get(name)
+            if stored is None:
+                missing.append(f"{name} is missing ({mapping.param})")
+            elif stored.dtype not in (None, *files.FLOATS):
+                different.append(
+                    f"{stored.file.name}: {stored.name} has type {stored.dtype}; "
+                    f"{', '.join(files.FLOATS)} are read: fetch the weights that are not "
+                    "quantized, or dequantize them with transformers"
+                )
+            elif stored.shape not in (None, shape):
+                different.append(
+                    f"{stored.file.name}: {stored.name} has shape {stored.shape}, but "
+                    f"{mapping.param} of this config needs {shape}"
+                )
+    return missing + different
+
+
+def _unexpected(
+    sources: dict[str, _Source], tensors: dict[str, files.StoredTensor], config: DecoderConfig
+) -> list[str]:
+    """Returns messages about tensors that are not of this model."""
+    expected = {HEAD} if config.tied else set()  # a copy of the embedding, as `config_of` has seen
+    for mapping, sizes in sources.values():
+        expected.update(mapping.names(sizes))
+    return [
+        f"{stored.file.name}: {stored.name} is not a tensor of this model"
+        for name, stored in tensors.items()
+        if name not in expected
+    ]
+
+
+def _refusal(head: str, problems: list[str]) -> ConfigError:
+    """Returns an error that lists the first problems."""
+    lines = problems[:_SHOWN]
+    if len(problems) > _SHOWN:
+        lines.append(f"and {len(problems) - _SHOWN} more")
+    return ConfigError("\n  - ".join([head, *lines]))
 
 
 def _place(
     shape: tuple[int, ...], sharding: jax.NamedSharding, read: Callable[[Box], np.ndarray]
 ) -> jax.Array:
-    """Returns an array from `read`, which returns any part of it. One part at a time is in host
-    memory, and goes to all its replicas.
-    """
-    holders: dict[Box, list[Any]] = {}
+    """Returns an array from `read`, which returns any part of it."""
+    devices_by_box: dict[Box, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         box = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
-        holders.setdefault(box, []).append(device)
-    arrays = {}
-    for box, devices in holders.items():
+        devices_by_box.setdefault(box, []).append(device)
+    arrays = []
+    for box, devices in devices_by_box.items():
         part = read(box)
-        arrays |= {device: jax.device_put(part, device) for device in devices}
-        jax.block_until_ready(list(arrays.values()))
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()))
-
-
-def _sizes(
-    mapping: TensorMapping,
-    config: DecoderConfig,
-    layout: ModelLayout,
-    tensors: dict[str, files.StoredTensor],
-) -> Sizes:
-    """Returns the sizes of their dimensions: without padding of the vocabulary, and with all
-    learned positions.
-    """
-    sizes = dict(zip(mapping.dims, layout.shapes[mapping.param].shape, strict=True)) | {
-        "V": config.vocab_size
-    }
-    if "S" in mapping.dims and (stored := tensors.get(mapping.hf_names[0])) and stored.shape:
-        sizes["S"] = max(sizes["S"], stored.shape[0])
-    return sizes
-
-
-def _mismatches(
-    mappings: dict[str, tuple[TensorMapping, Sizes]],
-    tensors: dict[str, files.StoredTensor],
-    config: DecoderConfig,
-) -> list[str]:
-    """Returns messages about tensors that are missing, of another shape, or not of this model."""
-    wanted = {
-        name: (mapping, mapping.shape(sizes))
-        for mapping, sizes in mappings.values()
-        for name in mapping.names(sizes)
-    }
-    problems = [
-        f"{name} is missing ({mapping.param})"
-        for name, (mapping, _) in wanted.items()
-        if name not in tensors
-    ]
-    for name, (mapping, shape) in wanted.items():
-        if (stored := tensors.get(name)) and stored.dtype not in (None, *files.FLOATS):
-            problems.append(
-                f"{stored.file.name}: {stored.name} has type {stored.dtype}; "
-                f"{', '.join(files.FLOATS)} are read: fetch the weights that are not quantized, or "
-                "dequantize them with transformers"
-            )
-        elif stored and stored.shape not in (None, shape):
-            problems.append(
-                f"{stored.file.name}: {stored.name} has shape {stored.shape}, but {mapping.param} "
-                f"of this config needs {shape}"
-            )
-    spare = {HEAD} if config.tied else set()  # a copy of the embedding, as `config_of` has seen
-    extra = tensors.keys() - wanted.keys() - spare
-    return problems + [
-        f"{tensors[n].file.name}: {tensors[n].name} is not a tensor of this model"
-        for n in tensors
-        if n in extra
-    ]
-
-
-def _refusal(directory: Path, what: str, problems: list[str]) -> ConfigError:
-    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    return ConfigError("\n  - ".join([f"{directory} {what}", *problems[:SHOWN], *more]))
+        arrays += [jax.device_put(part, device) for device in devices]
+        # One part at a time is in host memory.
+        jax.block_until_ready(arrays)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)

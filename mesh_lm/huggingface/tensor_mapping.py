@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,22 +35,19 @@ class TensorMapping:
     """The name of our parameter, such as "blocks.attention.kv.weight"."""
     dims: str
     """Its dimensions, such as "LDfKH"."""
-    layout: str
-    """The dimensions of each of their tensors, such as "KH D"."""
     hf_names: tuple[str, ...]
     """Their tensor names, with {} for the layer; several if f numbers tensors."""
+    hf_dims: str
+    """The dimensions of each of their tensors, such as "KH D"."""
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Returns the shape of each of their tensors."""
-        return tuple(math.prod(sizes[d] for d in group) for group in self.layout.split())
+        return tuple(math.prod(sizes[d] for d in group) for group in self.hf_dims.split())
 
     def names(self, sizes: Sizes) -> list[str]:
         """Returns the names of all their tensors, layer by layer."""
-        return [
-            name.format(layer)
-            for layer in range(sizes["L"] if "L" in self.dims else 1)
-            for name in self.hf_names
-        ]
+        n_layers = sizes["L"] if "L" in self.dims else 1
+        return [name.format(layer) for layer in range(n_layers) for name in self.hf_names]
 
     def read(self, box: Box, sizes: Sizes, read: Read, dtype: np.dtype) -> np.ndarray:
         """Returns the part of our array from (start, stop) in each dimension. Rows beyond their
@@ -58,28 +55,31 @@ class TensorMapping:
 
         Reads only the numbers that the part needs, each once.
         """
-        held = {
+        out = np.zeros([stop - start for start, stop in box], dtype)
+        bounds = {
             d: (min(start, sizes[d]), min(stop, sizes[d]))
             for d, (start, stop) in zip(self.dims, box, strict=True)
         }
-        out = np.zeros([stop - start for start, stop in box], dtype)
-        numbered = [d for d in self.dims if d not in self.layout]
-        for at in itertools.product(*(range(*held[d]) for d in numbered)):
-            which = dict(zip(numbered, at, strict=True))
-            name = self.hf_names[which.get("f", 0)].format(which.get("L"))
-            outer = {d: i - held[d][0] for d, i in which.items()}
-            for runs in itertools.product(
-                *(_runs(group, held, sizes) for group in self.layout.split())
-            ):
-                one_by_one = outer | {d: i for _, inner in runs for d, i in inner.items()}
-                rest = [d for d in self.layout if d != " " and d not in one_by_one]
-                part = read(name, tuple(where for where, _ in runs)).reshape(
-                    [held[d][1] - held[d][0] for d in rest]
+        lengths = {d: stop - start for d, (start, stop) in bounds.items()}
+        groups = self.hf_dims.split()
+        numbering_dims = [d for d in self.dims if d not in self.hf_dims]
+        for numbers in itertools.product(*(range(*bounds[d]) for d in numbering_dims)):
+            number = dict(zip(numbering_dims, numbers, strict=True))
+            name = self.hf_names[number.get("f", 0)].format(number.get("L"))
+
+            # Each slice of the tensor is the part of `out` at these offsets in some dimensions,
+            # and all of the others.
+            for runs in itertools.product(*(_runs(group, bounds, sizes) for group in groups)):
+                offsets = {d: i - bounds[d][0] for d, i in number.items()}
+                for run in runs:
+                    offsets |= run.offsets
+                part_dims = [d for d in "".join(groups) if d not in offsets]
+                part = read(name, tuple(run.rows for run in runs))
+                part = part.reshape([lengths[d] for d in part_dims])
+                position = tuple(offsets.get(d, slice(lengths[d])) for d in self.dims)
+                out[position] = part.transpose(
+                    [part_dims.index(d) for d in self.dims if d in part_dims]
                 )
-                place: tuple[Any, ...] = tuple(
-                    one_by_one.get(d, slice(held[d][1] - held[d][0])) for d in self.dims
-                )
-                out[place] = part.transpose([rest.index(d) for d in self.dims if d in rest])
         return out
 
     def write(self, layer: np.ndarray, sizes: Sizes) -> list[np.ndarray]:
@@ -88,30 +88,38 @@ class TensorMapping:
         """
         dims = self.dims.removeprefix("L")
         layer = layer[tuple(slice(sizes[d]) for d in dims)]
-        parts = (
-            np.moveaxis(layer, dims.index("f"), 0)
-            if "f" not in self.layout and "f" in dims
-            else layer[None]
-        )
-        rest = dims if "f" in self.layout else dims.replace("f", "")
-        order = [rest.index(d) for d in self.layout if d != " "]
-        return [
-            np.ascontiguousarray(part.transpose(order).reshape(self.shape(sizes))) for part in parts
-        ]
+        if "f" in dims and "f" not in self.hf_dims:
+            parts = np.moveaxis(layer, dims.index("f"), 0)
+            dims = dims.replace("f", "")
+        else:
+            parts = layer[None]
+        order = [dims.index(d) for d in self.hf_dims if d != " "]
+        shape = self.shape(sizes)
+        return [np.ascontiguousarray(part.transpose(order).reshape(shape)) for part in parts]
 
 
-def _runs(
-    group: str, box: Mapping[str, tuple[int, int]], sizes: Sizes
-) -> Iterator[tuple[slice, dict[str, int]]]:
-    """Yields the contiguous slices of a merged dimension that cover a box, with the indices of the
-    letters that are iterated.
-    """
-    partial = [i for i, d in enumerate(group) if box[d] != (0, sizes[d])]
-    last = partial[-1] if partial else 0  # from this letter on, the box is contiguous
-    below = math.prod(sizes[d] for d in group[last + 1 :])
-    for at in itertools.product(*(range(*box[d]) for d in group[:last])):
-        before = 0
-        for d, i in zip(group, at, strict=False):
-            before = before * sizes[d] + i
-        start, stop = ((before * sizes[group[last]] + i) * below for i in box[group[last]])
-        yield slice(start, stop), {d: i - box[d][0] for d, i in zip(group, at, strict=False)}
+class _Run(NamedTuple):
+    """Contiguous rows of a merged dimension."""
+
+    rows: slice
+    offsets: dict[str, int]
+    """Offset within the box of each letter for which the rows have one index."""
+
+
+def _runs(group: str, bounds: Mapping[str, tuple[int, int]], sizes: Sizes) -> Iterator[_Run]:
+    """Yields the runs of a merged dimension that cover a box. bounds: (start, stop) by letter."""
+    # The letters after `last` are covered in full, so the box is contiguous from `last` on. Those
+    # before it are iterated.
+    partial = [i for i, d in enumerate(group) if bounds[d] != (0, sizes[d])]
+    last = partial[-1] if partial else 0
+    iterated = group[:last]
+    rows_per_index = math.prod(sizes[d] for d in group[last + 1 :])
+    start, stop = bounds[group[last]]
+    for indices in itertools.product(*(range(*bounds[d]) for d in iterated)):
+        base = 0
+        offsets = {}
+        for d, i in zip(iterated, indices, strict=True):
+            base = base * sizes[d] + i
+            offsets[d] = i - bounds[d][0]
+        base *= sizes[group[last]]
+        yield _Run(slice((base + start) * rows_per_index, (base + stop) * rows_per_index), offsets)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -27,11 +28,16 @@ from mesh_lm.inference.perplexity import windows
 from mesh_lm.inference.trained import TrainedModel
 from sharding_rules.rules import did_you_mean
 
-_MAX_NEW = 256
+_MAX_NEW_TOKENS = 256
 """Maximum tokens of an answer if the task sets no limit; the harness's default."""
-_BOOTSTRAP = 1000
-"""Bootstrap resamples for standard errors. The harness's default of 100,000 takes minutes even for
-few documents."""
+_BOOTSTRAP_SAMPLES = 1000
+"""Resamples for standard errors. The harness's default of 100,000 takes minutes even for few
+documents."""
+_RESULTS = ("results", "groups", "n-samples", "n-shot", "versions", "higher_is_better")
+"""Entries of the harness's results that are returned."""
+_MAX_NAMES = 8
+"""Names of tasks in a message."""
+_DEFAULT_BATCH = 8
 
 
 class _Request(NamedTuple):
@@ -43,21 +49,34 @@ class _Request(NamedTuple):
     """Whether a token spans the two, so that the continuation had to be encoded by itself."""
 
 
+class _AnswerSettings(NamedTuple):
+    """The settings of a task for the answers to its prompts."""
+
+    sampling: Sampling
+    stop: tuple[str, ...]
+    max_new_tokens: int
+
+
 class Requests:
     """The requests of the harness, in terms of token ids and texts; independent of its classes."""
 
     def __init__(
         self, trained: TrainedModel, batch: int, start: int, starts_context: bool | None = None
     ) -> None:
-        """start: the token before a text without context.
+        """Compiles nothing: the first requests do.
 
-        starts_context: whether it also comes before every context and prompt; None: unless it is
-        the end-of-document token, which no prompt needs that has text of its own.
+        Args:
+          batch: sequences at once.
+          start: the token before a text without context.
+          starts_context: whether it also comes before every context and prompt; None: unless it is
+            the end-of-document token, which is not needed before text.
         """
-        self.trained, self.batch, self.start = trained, batch, start
-        self.starts_context = (
-            start != trained.tokenizer.eod if starts_context is None else starts_context
-        )
+        self.trained = trained
+        self.batch = batch
+        self.start = start
+        if starts_context is None:
+            starts_context = start != trained.tokenizer.eod
+        self.starts_context = starts_context
         self.seq_len = trained.config.model.seq_len
         self.n_joined = 0
         self.scorer = Scorer(trained.layout, trained.params, batch)
@@ -93,22 +112,23 @@ class Requests:
     def _divide(self, context: str, continuation: str) -> _Request:
         """Returns the ids of a request, divided as `TemplateLM` of the harness divides them.
 
-        White space at the end of the context goes to the continuation. The continuation has the ids
-        of the whole text after the first n, if the context has n by itself. None are left where a
+        White space at the end of the context goes to the continuation. If the context by itself has
+        n ids, the continuation has those of the whole text after the first n. That leaves none if a
         token spans the two, such as " town" in (" t", "own"). The harness does not define that
         case, and a log-probability of 0 would be wrong.
         """
-        stripped = context.rstrip()
-        moved = context[len(stripped) :] + continuation
-        context_ids = self.encode(stripped)
-        continuation_ids = self.encode(stripped + moved)[len(context_ids) :]
+        stripped_context = context.rstrip()
+        continuation_text = context[len(stripped_context) :] + continuation
+        context_ids = self.encode(stripped_context)
+        all_ids = self.encode(stripped_context + continuation_text)
+        continuation_ids = all_ids[len(context_ids) :]
         if continuation_ids or not continuation:
             return _Request(context_ids, continuation_ids, is_joined=False)
-        continuation_ids = self.encode(moved)
+        continuation_ids = self.encode(continuation_text)
         if not continuation_ids:
             raise ConfigError(
-                f"a task asks for the continuation {moved[:40]!r}, for which the tokenizer has no "
-                "token"
+                f"a task asks for the continuation {continuation_text[:40]!r}, for which the "
+                "tokenizer has no token"
             )
         return _Request(context_ids, continuation_ids, is_joined=True)
 
@@ -121,10 +141,8 @@ class Requests:
         Contexts are truncated as by `_context`. Raises ConfigError for a continuation that is too
         long by itself.
         """
-        if longest := max(
-            (len(continuation) for _, continuation in pairs if len(continuation) > self.seq_len),
-            default=0,
-        ):
+        longest = max((len(continuation) for _, continuation in pairs), default=0)
+        if longest > self.seq_len:
             raise ConfigError(
                 f"a task asks for a continuation of {longest} tokens, more than the model's "
                 f"seq_len={self.seq_len}"
@@ -137,44 +155,47 @@ class Requests:
         scores = iter(self.scorer(sequences))
         answers = []
         for _, continuation in pairs:
-            if n := len(continuation):
-                score = next(scores)
-                answers.append(
-                    (float(score.logprobs[-n:].sum(dtype="float64")), bool(score.greedy[-n:].all()))
-                )
-            else:
+            if not continuation:
                 answers.append((0.0, True))
+                continue
+            score = next(scores)
+            n = len(continuation)
+            logprob = float(score.logprobs[-n:].sum(dtype="float64"))
+            answers.append((logprob, bool(score.greedy[-n:].all())))
         return answers
 
     def _context(self, context: list[int], room: int) -> list[int]:
-        """Returns the end of a context after `start`, if that starts contexts, or else `start` for
-        an empty one: at most `room` tokens.
+        """Returns the last `room` tokens of a context. The first of them is `start` if that starts
+        contexts, or the context is empty.
         """
         if context and not self.starts_context:
             return context[-room:]
-        room_after_start = room - 1
-        return [self.start, *(context[-room_after_start:] if room_after_start else [])]
+        n_kept = min(room - 1, len(context))
+        return [self.start, *context[len(context) - n_kept :]]
 
     def texts(self, texts: Sequence[str]) -> list[float]:
         """Returns the log-probability of each text after `start`; windows after the first are
         filled with context.
         """
-        lost = [
-            self.trained.tokenizer.lost_bytes(text, np.array(self.encode(text), np.int32))
-            for text in texts
-        ]
-        lost_bytes.refuse(
-            sum(lost), sum(len(text.encode()) for text in texts), lost_bytes.TOLERATED
-        )
-        windows_of = [
-            list(windows([self.start, *self.encode(text)], self.seq_len, self.seq_len))
-            for text in texts
-        ]
-        scores = iter(self.scorer([ids for each in windows_of for ids, _ in each]))
-        return [
-            float(sum(next(scores).logprobs[-scored:].sum(dtype="float64") for _, scored in each))
-            for each in windows_of
-        ]
+        windows_by_text = []
+        n_lost = 0
+        for text in texts:
+            ids = self.encode(text)
+            n_lost += self.trained.tokenizer.lost_bytes(text, np.array(ids, np.int32))
+            text_windows = windows([self.start, *ids], self.seq_len, self.seq_len)
+            windows_by_text.append(list(text_windows))
+        n_bytes = sum(len(text.encode()) for text in texts)
+        lost_bytes.refuse(n_lost, n_bytes, lost_bytes.TOLERATED)
+
+        all_windows = itertools.chain.from_iterable(windows_by_text)
+        scores = iter(self.scorer([tokens for tokens, _ in all_windows]))
+        logprobs = []
+        for text_windows in windows_by_text:
+            logprob = 0.0
+            for _, n_scored in text_windows:
+                logprob += next(scores).logprobs[-n_scored:].sum(dtype="float64")
+            logprobs.append(float(logprob))
+        return logprobs
 
     def answers(
         self, prompts: Sequence[str], sampling: Sampling, stop: Sequence[str], max_new_tokens: int
@@ -182,14 +203,18 @@ class Requests:
         """Returns continuations up to a stop string. Answers take at most half of seq_len; prompts
         are truncated as by `_context`.
         """
-        new = min(max_new_tokens, max(1, self.seq_len // 2))
-        ids = [self._context(self.encode(prompt), self.seq_len - new) for prompt in prompts]
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        max_new_tokens = min(max_new_tokens, max(1, self.seq_len // 2))
+        room = self.seq_len - max_new_tokens
+        prompt_ids = [self._context(self.encode(prompt), room) for prompt in prompts]
+        # Prompts of similar lengths are batched together.
+        order = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
         completions = self.generator(sampling).complete(
-            [ids[i] for i in order], new, stop=[s for s in stop if s]
+            [prompt_ids[i] for i in order], max_new_tokens, stop=[s for s in stop if s]
         )
-        by_prompt = dict(zip(order, completions, strict=True))
-        return [self._answer(by_prompt[i].tokens, stop) for i in range(len(ids))]
+        answers = [""] * len(prompt_ids)
+        for i, completion in zip(order, completions, strict=True):
+            answers[i] = self._answer(completion.tokens, stop)
+        return answers
 
     def _answer(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
         """Returns the text of new tokens up to the first stop string, as the harness's other models
@@ -198,14 +223,14 @@ class Requests:
         Special tokens, and ids that only the padded vocabulary of the model has, stand for no text.
         """
         tokenizer = self.trained.tokenizer
-        spelled = [
+        text = tokenizer.decode(
             token
             for token in tokens
             if token < tokenizer.vocab_size and token not in tokenizer.special_ids
-        ]
-        text = tokenizer.decode(spelled)
-        for string in filter(None, stop):
-            text = text.partition(string)[0]
+        )
+        for string in stop:
+            if string:
+                text = text.partition(string)[0]
         return text
 
 
@@ -236,16 +261,15 @@ def find_tasks(names: Sequence[str], include_path: str = "") -> Any:
         include_path=str(Path(include_path).expanduser()) if include_path else None,
         include_defaults=not include_path,
     )
-    known = manager.all_tasks
+    all_names = manager.all_tasks
     if not names:
-        raise ConfigError(f"--tasks names no task; known: {_few(known)}")
+        raise ConfigError(f"--tasks names no task; known: {_first_names(all_names)}")
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"--tasks: no task {name!r}; "
-                + (f"did you mean {near[0]!r}?" if near else f"known: {_few(known)}")
-            )
+        if name in all_names:
+            continue
+        near = difflib.get_close_matches(name, all_names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {_first_names(all_names)}"
+        raise ConfigError(f"--tasks: no task {name!r}; {hint}")
     return manager
 
 
@@ -264,13 +288,15 @@ def run(model: Any, tasks: Any, names: Sequence[str], limit: int = 0) -> tuple[d
             task_manager=tasks,
             limit=limit or None,
             log_samples=False,
-            bootstrap_iters=_BOOTSTRAP,
+            bootstrap_iters=_BOOTSTRAP_SAMPLES,
         )
     except ConnectionError as error:
-        fix = "put it into the cache of `datasets`, or set HF_DATASETS_OFFLINE=0 to download it"
-        raise ConfigError(f"the data of a task is not on this machine ({error}); {fix}") from error
-    kept = ("results", "groups", "n-samples", "n-shot", "versions", "higher_is_better")
-    return {name: results[name] for name in kept if name in results}, make_table(results)
+        raise ConfigError(
+            f"the data of a task is not on this machine ({error}); put it into the cache of "
+            "`datasets`, or set HF_DATASETS_OFFLINE=0 to download it"
+        ) from error
+    entries = {name: results[name] for name in _RESULTS if name in results}
+    return entries, make_table(results)
 
 
 @functools.cache
@@ -287,7 +313,7 @@ def register() -> type:
         def __init__(
             self,
             checkpoint: str = "",
-            batch_size: Any = 8,
+            batch_size: Any = _DEFAULT_BATCH,
             start: str = "",
             requests: Requests | None = None,
             device: Any = None,
@@ -296,30 +322,7 @@ def register() -> type:
         ) -> None:
             super().__init__()
             if requests is None:
-                from mesh_lm.inference.model_arguments import load
-                from mesh_lm.inference.text import document_start
-
-                known = [
-                    *(name for name in inspect.signature(load).parameters if name != "command"),
-                    "start",
-                    "batch_size",
-                ]
-                if unknown := [name for name in options if name not in known]:
-                    hint = did_you_mean(unknown[0], known)
-                    raise ConfigError(
-                        f"--model_args {unknown[0]}={options[unknown[0]]}: there is no such "
-                        f"argument{hint}"
-                    )
-                size = int(batch_size) if str(batch_size).isdigit() else 8
-                if size < 1:
-                    raise ConfigError(f"batch_size={batch_size} must be at least 1")
-                trained = load(checkpoint, **options)
-                requests = Requests(
-                    trained,
-                    size,
-                    document_start(trained.tokenizer, start),
-                    starts_context=bool(start),
-                )
+                requests = _requests(checkpoint, batch_size, start, options)
             self.requests = requests
 
         def loglikelihood(
@@ -331,39 +334,62 @@ def register() -> type:
             return self.requests.texts([request.args[0] for request in requests])
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            by_settings = defaultdict(list)
+            indices_by_settings = defaultdict(list)
             for i, request in enumerate(requests):
-                by_settings[_settings(request.args[1])].append(i)
-            answers: dict[int, str] = {}
-            for (sampling, stop, new), indices in by_settings.items():
-                texts = self.requests.answers(
-                    [requests[i].args[0] for i in indices], sampling, stop, new
-                )
-                answers.update(zip(indices, texts, strict=True))
-            return [answers[i] for i in range(len(requests))]
+                indices_by_settings[_settings(request.args[1])].append(i)
+            answers = [""] * len(requests)
+            for settings, indices in indices_by_settings.items():
+                prompts = [requests[i].args[0] for i in indices]
+                texts = self.requests.answers(prompts, *settings)
+                for i, text in zip(indices, texts, strict=True):
+                    answers[i] = text
+            return answers
 
     return MeshLM
 
 
-def _settings(kwargs: dict[str, Any]) -> tuple[Sampling, tuple[str, ...], int]:
+def command() -> None:
+    """Runs lm-evaluation-harness's own command with mesh_lm registered as a model."""
+    register()
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+
+    cli_evaluate()
+
+
+def _requests(checkpoint: str, batch_size: Any, start: str, options: dict[str, Any]) -> Requests:
+    """Loads the model that --model_args name. Raises ConfigError as `TrainedModel.load`."""
+    from mesh_lm.inference.model_arguments import load
+    from mesh_lm.inference.text import document_start
+
+    parameters = [name for name in inspect.signature(load).parameters if name != "command"]
+    names = [*parameters, "start", "batch_size"]
+    for name, value in options.items():
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise ConfigError(f"--model_args {name}={value}: there is no such argument{hint}")
+    # The harness also takes "auto".
+    batch = int(batch_size) if str(batch_size).isdigit() else _DEFAULT_BATCH
+    if batch < 1:
+        raise ConfigError(f"batch_size={batch_size} must be at least 1")
+    trained = load(checkpoint, **options)
+    start_id = document_start(trained.tokenizer, start)
+    return Requests(trained, batch, start_id, starts_context=bool(start))
+
+
+def _settings(kwargs: dict[str, Any]) -> _AnswerSettings:
     """Converts a task's generation_kwargs: greedy unless they have do_sample and a temperature."""
     until = kwargs.get("until") or []
     stop = (until,) if isinstance(until, str) else tuple(until)
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     temperature = float(kwargs.get("temperature", 1.0)) if kwargs.get("do_sample", False) else 0.0
-    new = next(
-        (
-            int(kwargs[name])
-            for name in ("max_gen_toks", "max_new_tokens", "max_tokens")
-            if kwargs.get(name)
-        ),
-        _MAX_NEW,
-    )
-    return (
-        Sampling(temperature, int(kwargs.get("top_k", 0)), float(kwargs.get("top_p", 1.0))),
-        stop,
-        new,
-    )
+    top_k = int(kwargs.get("top_k", 0))
+    top_p = float(kwargs.get("top_p", 1.0))
+    max_new_tokens = _MAX_NEW_TOKENS
+    for name in ("max_gen_toks", "max_new_tokens", "max_tokens"):
+        if kwargs.get(name):
+            max_new_tokens = int(kwargs[name])
+            break
+    return _AnswerSettings(Sampling(temperature, top_k, top_p), stop, max_new_tokens)
 
 
 def _require_harness() -> None:
@@ -377,17 +403,8 @@ def _require_harness() -> None:
         ) from error
 
 
-def _few(names: Sequence[str]) -> str:
-    return (
-        ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")
-        if names
-        else "none"
-    )
-
-
-def command() -> None:
-    """Runs lm-evaluation-harness's own command with mesh_lm registered as a model."""
-    register()
-    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
-
-    cli_evaluate()
+def _first_names(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    others = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + others

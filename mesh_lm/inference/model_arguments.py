@@ -1,6 +1,4 @@
-"""The trained model that the words of a command line, or of lm-evaluation-harness's --model_args,
-name.
-"""
+"""Loads the model that a command line, or lm-evaluation-harness's --model_args, names."""
 
 from __future__ import annotations
 
@@ -27,27 +25,32 @@ def load(
     command: Mapping[str, Any] | None = None,
 ) -> TrainedModel:
     """Sets up JAX and reads the weights, each device its own part.
-    `mesh_lm.commands.model_arguments` says what the arguments mean.
 
-    command: what must be the same on all processes of the run (default: nothing but this model and
-    its mesh).
+    The other arguments are documented in `mesh_lm.commands.model_arguments`. Raises ConfigError and
+    ShardingRuleError as `TrainedModel.load` does.
 
-    Raises ConfigError and ShardingRuleError as `TrainedModel.load` does.
+    Args:
+      command: options that must be the same on all processes of the run (default: none but this
+        model and its mesh).
     """
-    chosen = _mesh(mesh)
-    table = preset(rules) if rules else None
+    mesh_config = _parse_mesh(mesh)
+    rules_table = preset(rules) if rules else None
     model = files.load(config).model if config else None
-    options = LaunchConfig(cpu_devices=cpu_devices, compile_cache=compile_cache)
+    launch = LaunchConfig(cpu_devices=cpu_devices, compile_cache=compile_cache)
     distributed.start(
-        TrainConfig(model=model or ModelConfig(), output=checkpoint, launch=options), command
+        TrainConfig(model=model or ModelConfig(), output=checkpoint, launch=launch), command
     )
-    dtype = "" if dtype == "trained" else dtype
     return TrainedModel.load(
-        checkpoint, mesh=chosen, rules=table, tokenizer=tokenizer, model=model, dtype=dtype
+        checkpoint,
+        mesh=mesh_config,
+        rules=rules_table,
+        tokenizer=tokenizer,
+        model=model,
+        dtype="" if dtype == "trained" else dtype,
     )
 
 
-def _mesh(text: str) -> MeshConfig | None:
+def _parse_mesh(text: str) -> MeshConfig | None:
     """Parses a mesh such as `data=2,tensor=4`; None for an empty text."""
     if not text:
         return None

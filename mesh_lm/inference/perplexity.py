@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import lzma
 import math
 import zlib
@@ -17,11 +18,12 @@ from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference import Scorer
 
-_GROUP = 64
+_GROUP_BATCHES = 64
 """Batches of windows that are tokenized and sorted by length at a time, which bounds memory."""
-
 _COMPRESSED = 64 * 2**20
 """Bytes of text that are compressed."""
+_MAX_EXPONENT = 700.0
+"""exp of more than 709.8 overflows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,25 +43,39 @@ class Perplexity:
         tokenizer.
         """
         per_token = self.nats / self.tokens
-        perplexity = math.exp(per_token) if per_token < 700 else math.inf
+        perplexity = math.exp(per_token) if per_token < _MAX_EXPONENT else math.inf
         bits = bits_per_byte(per_token, self.tokens, self.n_bytes)
         return {"nats_per_token": per_token, "perplexity": perplexity, "bits_per_byte": bits}
+
+    def __add__(self, other: Perplexity) -> Perplexity:
+        """Returns the perplexity of the texts of both."""
+        return Perplexity(
+            self.nats + other.nats,
+            self.tokens + other.tokens,
+            self.n_bytes + other.n_bytes,
+            self.lost_bytes + other.lost_bytes,
+            self.texts + other.texts,
+        )
 
 
 def bits_per_byte(nats_per_token: float, tokens: int, n_bytes: int) -> float:
     """Converts a loss to bits per byte of the encoded text, which does not depend on the
     tokenizer.
     """
-    return nats_per_token / math.log(2) * tokens / n_bytes if n_bytes else math.inf
+    if not n_bytes:
+        return math.inf
+    return nats_per_token / math.log(2) * tokens / n_bytes
 
 
 def read_texts(path: str, field: str = "text") -> Iterator[str]:
     """Yields the texts of a directory, a JSON or .parquet file, as `data.path` does, or any other
     (compressed) file as one text.
 
-    field: the field of a JSON object, or the column of a .parquet file, that holds the text.
+    Args:
+      field: the field of a JSON object, or the column of a .parquet file, that holds the text.
 
-    Raises ConfigError if the file is missing or not UTF-8.
+    Raises:
+      ConfigError: the file is missing or not UTF-8.
     """
     file = Path(path).expanduser()
     if path != "stdlib" and not file.exists():
@@ -87,48 +103,55 @@ def measure_perplexity(
     stride: int,
     start: int,
     max_lost_bytes: float = lost_bytes.TOLERATED,
-    progress: Callable[[Perplexity], None] = lambda so_far: None,
+    progress: Callable[[Perplexity], None] = lambda measured: None,
 ) -> Perplexity:
-    """Returns the perplexity of the texts, each read separately after the token `start`. stride: as
-    in `windows`.
+    """Returns the perplexity of the texts, each read separately after the token `start`.
 
-    max_lost_bytes: fraction of the texts' bytes that the tokens may fail to spell. These bytes are
-    not counted. progress: called with the result so far after each group of windows.
+    Args:
+      stride: as in `windows`.
+      max_lost_bytes: fraction of the texts' bytes that the tokens may fail to spell. These bytes
+        are not counted.
+      progress: called with the result so far after each group of windows.
 
-    Raises ConfigError if there are no tokens, one is not in the model's vocabulary, or too many
-    bytes are lost.
+    Raises:
+      ConfigError: there are no tokens, one is not in the model's vocabulary, or too many bytes are
+        lost.
     """
-    nats, tokens, n_bytes, lost, n_texts = 0.0, 0, 0, 0, 0
-    for group in _groups(
-        _all_windows(scorer, tokenizer, texts, stride, start), _GROUP * scorer.batch
-    ):
-        scores = scorer([ids for ids, _, _ in group])
-        for score, (_, scored, size) in zip(scores, group, strict=True):
-            nats -= float(score.logprobs[-scored:].astype(np.float64).sum())
-            tokens, n_texts = tokens + scored, n_texts + bool(size.text)
-            n_bytes, lost = n_bytes + size.text - size.lost, lost + size.lost
-        progress(Perplexity(nats, tokens, n_bytes, lost, n_texts))
-    lost_bytes.refuse(lost, n_bytes + lost, max_lost_bytes, "--max-lost-bytes")
-    if not tokens:
+    measured = Perplexity(0.0, 0, 0, 0, 0)
+    all_windows = _all_windows(scorer, tokenizer, texts, stride, start)
+    for group in _groups(all_windows, _GROUP_BATCHES * scorer.batch):
+        scores = scorer([window.tokens for window in group])
+        for score, window in zip(scores, group, strict=True):
+            logprobs = score.logprobs[-window.n_scored :]
+            measured += Perplexity(
+                nats=-float(logprobs.astype(np.float64).sum()),
+                tokens=window.n_scored,
+                n_bytes=window.text_bytes - window.lost_bytes,
+                lost_bytes=window.lost_bytes,
+                texts=int(window.text_bytes > 0),
+            )
+        progress(measured)
+    n_bytes = measured.n_bytes + measured.lost_bytes
+    lost_bytes.refuse(measured.lost_bytes, n_bytes, max_lost_bytes, "--max-lost-bytes")
+    if not measured.tokens:
         raise ConfigError("there is no text to evaluate: every text is empty")
-    return Perplexity(nats, tokens, n_bytes, lost, n_texts)
+    return measured
 
 
-class _Bytes(NamedTuple):
-    """Bytes of a text, and those of them that its tokens do not spell."""
-
-    text: int = 0
-    lost: int = 0
-
-
-_Window = tuple[Sequence[int], int, _Bytes]
-"""(tokens, how many of them are scored, bytes of the text in its first window, else none)."""
+class _Window(NamedTuple):
+    tokens: Sequence[int]
+    n_scored: int
+    """How many tokens at its end are scored."""
+    text_bytes: int
+    """Bytes of the text in its first window; 0 in the others."""
+    lost_bytes: int
+    """Bytes of the text that its tokens do not spell, in its first window; 0 in the others."""
 
 
 def _all_windows(
     scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], stride: int, start: int
 ) -> Iterator[_Window]:
-    vocab_size, seq_len = scorer.layout.config.vocab_size, scorer.layout.config.seq_len
+    vocab_size = scorer.layout.config.vocab_size
     for text in texts:
         encoded = tokenizer.encode_batch([text])[0]
         ids = [start, *encoded.tolist()]
@@ -137,10 +160,12 @@ def _all_windows(
                 f"the text has token {max(ids)}, but the model's ids end at {vocab_size - 1}: the "
                 "tokenizer is not the model's"
             )
-        size = _Bytes(len(text.encode()), tokenizer.lost_bytes(text, encoded))
-        for window, scored in windows(ids, seq_len, stride):
-            yield window, scored, size
-            size = _Bytes()
+        text_bytes = len(text.encode())
+        n_lost = tokenizer.lost_bytes(text, encoded)
+        for tokens, n_scored in windows(ids, scorer.layout.config.seq_len, stride):
+            yield _Window(tokens, n_scored, text_bytes, n_lost)
+            text_bytes = 0
+            n_lost = 0
 
 
 def windows(
@@ -152,42 +177,43 @@ def windows(
     All of the first window is scored; each later one adds `stride` tokens, with at least seq_len -
     stride tokens of context.
     """
-    done = 0
-    while done < len(tokens) - 1:
-        new = min(stride if done else seq_len, len(tokens) - 1 - done)
-        done += new
-        yield tokens[max(0, done - seq_len) : done + 1], new
+    end = 0  # the last token that is scored
+    while end < len(tokens) - 1:
+        n_scored = min(stride if end else seq_len, len(tokens) - 1 - end)
+        end += n_scored
+        yield tokens[max(0, end - seq_len) : end + 1], n_scored
 
 
 def compressed_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
     """Returns the bits per byte of gzip and xz on the first 64 MiB of the texts; xz is slow. {} for
     no text.
     """
-    gzip, xz = zlib.compressobj(9, wbits=31), lzma.LZMACompressor(preset=9)
-    size = gzip_size = xz_size = 0
+    gzip = zlib.compressobj(9, wbits=31)
+    xz = lzma.LZMACompressor(preset=9)
+    size = 0
+    gzip_size = 0
+    xz_size = 0
     limit = ""
-    for data in (text.encode() for text in texts):
+    for text in texts:
+        data = text.encode()
         if size + len(data) > _COMPRESSED:
-            data, limit = data[: _COMPRESSED - size], f" of the first {_COMPRESSED / 2**20:.3g} MiB"
+            data = data[: _COMPRESSED - size]
+            limit = f" of the first {_COMPRESSED / 2**20:.3g} MiB"
         size += len(data)
         gzip_size += len(gzip.compress(data))
         xz_size += len(xz.compress(data))
         if limit:
             break
-    gzip_size, xz_size = gzip_size + len(gzip.flush()), xz_size + len(xz.flush())
-    return (
-        {f"gzip -9{limit}": 8 * gzip_size / size, f"xz -9{limit}": 8 * xz_size / size}
-        if size
-        else {}
-    )
+    if not size:
+        return {}
+    gzip_size += len(gzip.flush())
+    xz_size += len(xz.flush())
+    return {f"gzip -9{limit}": 8 * gzip_size / size, f"xz -9{limit}": 8 * xz_size / size}
 
 
 def _groups(items: Iterator[_Window], n: int) -> Iterator[list[_Window]]:
-    group = []
-    for item in items:
-        group.append(item)
-        if len(group) == n:
-            yield group
-            group = []
-    if group:
+    while True:
+        group = list(itertools.islice(items, n))
+        if not group:
+            return
         yield group

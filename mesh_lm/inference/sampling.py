@@ -21,8 +21,8 @@ class Sampling:
     top_k: int = 50
     """Only the k likeliest tokens; 0: all."""
     top_p: float = 1.0
-    """Among them, only the smallest set of likeliest tokens with total probability >= p (Holtzman
-    et al., arXiv 1904.09751); 1: all."""
+    """Only the smallest set of the k likeliest tokens with total probability >= p (Holtzman et al.,
+    arXiv 1904.09751); 1: all."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError with every field that is out of range."""
@@ -47,9 +47,11 @@ class Sampling:
         draw = jax.vmap(jax.random.categorical)
         if self.top_p == 1 and self.top_k in (0, V):
             return draw(keys_B, logits_BV).astype(jnp.int32)
+
         ranked_BC, ids_BC = lax.top_k(logits_BV, min(self.top_k or V, V))
         p_BC = jax.nn.softmax(ranked_BC, axis=1)
-        # 0 for the likeliest token, which always remains
-        before_BC = jnp.cumsum(p_BC, axis=1) - p_BC
-        chosen_B = draw(keys_B, jnp.where(before_BC < self.top_p, ranked_BC, -jnp.inf))
-        return jnp.take_along_axis(ids_BC, chosen_B[:, None], axis=1)[:, 0].astype(jnp.int32)
+        # The probability of all likelier tokens: 0 for the likeliest, which therefore always
+        # remains.
+        p_likelier_BC = jnp.cumsum(p_BC, axis=1) - p_BC
+        rank_B = draw(keys_B, jnp.where(p_likelier_BC < self.top_p, ranked_BC, -jnp.inf))
+        return jnp.take_along_axis(ids_BC, rank_B[:, None], axis=1)[:, 0].astype(jnp.int32)

@@ -25,7 +25,7 @@ class Completion:
     text: str
     """Without the stop string or the stop token."""
     tokens: list[int]
-    """Up to and including the token that ended it."""
+    """Up to and including the token that ends it."""
     logprobs: list[float]
     """Log-probability of each token in nats, before temperature, top_k and top_p."""
     reason: Literal["stop", "length"]
@@ -46,31 +46,38 @@ class Generator:
         batch: int = 16,
         start: int | None = None,
     ) -> None:
-        """batch: texts at once. start: a token to put before every prompt, for models that were
-        trained with one.
+        """Checks that the model can generate.
 
-        Raises ConfigError for a model without logits, or with fewer ids than the tokenizer.
+        Args:
+          batch: texts at once.
+          start: a token to put before every prompt, for models that were trained with one.
+
+        Raises:
+          ConfigError: the model has no logits, or fewer ids than the tokenizer.
         """
         if tokenizer.vocab_size > layout.config.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {tokenizer.vocab_size} ids and the model "
                 f"{layout.config.vocab_size}: the model was trained with another tokenizer"
             )
-        self.engine, self.tokenizer, self.batch = Engine(layout, params, sampling), tokenizer, batch
+        self.engine = Engine(layout, params, sampling)
+        self.tokenizer = tokenizer
+        self.batch = batch
         self._start = [] if start is None else [start]
 
     def prompt(self, text: str | Sequence[int]) -> list[int]:
         """Returns the ids of a prompt; an empty one becomes the end-of-document token, which starts
         a new document.
         """
-        if isinstance(text, str) and not _is_text(text):
-            raise ConfigError(
-                f"the prompt {text[:40]!a} is not text: it has a lone surrogate, or bytes that are "
-                "not UTF-8"
-            )
-        ids = (
-            self.tokenizer.encode_batch([text])[0].tolist() if isinstance(text, str) else list(text)
-        )
+        if isinstance(text, str):
+            if not _is_text(text):
+                raise ConfigError(
+                    f"the prompt {text[:40]!a} is not text: it has a lone surrogate, or bytes that "
+                    "are not UTF-8"
+                )
+            ids = self.tokenizer.encode_batch([text])[0].tolist()
+        else:
+            ids = text
         return [*self._start, *ids] or [self.tokenizer.eod]
 
     def complete(
@@ -87,26 +94,32 @@ class Generator:
 
         Raises ConfigError as `Engine.start` does.
         """
-        ids = [self.prompt(prompt) for prompt in prompts]
-        if ids:  # checks all first, so that a mistake in the last does not waste work on the others
-            self.engine.check(ids, max_new_tokens, seed)
-        done: list[Completion] = []
-        for first in range(0, len(ids), self.batch):
-            group = ids[first : first + self.batch]
-            rows = range(first, first + len(group))
-            stop_ids = [self.tokenizer.eod] if stop_at_eod else []
-            writers = [CompletionWriter(self.tokenizer, prompt, stop, stop_ids) for prompt in group]
-            batch = min(self.batch, len(ids))
+        prompt_ids = [self.prompt(prompt) for prompt in prompts]
+        if not prompt_ids:
+            return []
+        # Checks all first, so that a mistake in the last does not waste work on the others.
+        self.engine.check(prompt_ids, max_new_tokens, seed)
+        stop_ids = [self.tokenizer.eod] if stop_at_eod else []
+        completions: list[Completion] = []
+        for first in range(0, len(prompt_ids), self.batch):
+            group = prompt_ids[first : first + self.batch]
+            writers = [CompletionWriter(self.tokenizer, ids, stop, stop_ids) for ids in group]
             session = self.engine.start(
-                group, max_new_tokens, seed=seed, rows=rows, stop_ids=stop_ids, batch=batch
+                group,
+                max_new_tokens,
+                seed=seed,
+                rows=range(first, first + len(group)),
+                stop_ids=stop_ids,
+                batch=min(self.batch, len(prompt_ids)),
             )
             while not session.done:
-                for row, tokens in enumerate(session.advance(_CHECK_EVERY if stop else None)):
+                new_tokens = session.advance(_CHECK_EVERY if stop else None)
+                for row, tokens in enumerate(new_tokens):
                     writers[row].push(tokens)
                     if writers[row].reason == "stop":
                         session.end(row)
-            done += [writer.completion() for writer in writers]
-        return done
+            completions += [writer.completion() for writer in writers]
+        return completions
 
     def stream(
         self,
@@ -123,14 +136,17 @@ class Generator:
         writer = CompletionWriter(self.tokenizer, ids, stop, stop_ids)
         session = self.engine.start([ids], max_new_tokens, seed=seed, stop_ids=stop_ids)
         while not session.done and writer.reason != "stop":
-            if piece := writer.push(session.advance(1)[0]):
+            tokens = session.advance(1)[0]
+            piece = writer.push(tokens)
+            if piece:
                 yield piece
-        if rest := writer.finish():
-            yield rest
+        piece = writer.finish()
+        if piece:
+            yield piece
 
 
 def as_typed(argument: str) -> str:
-    """Returns a word of the command line as the UTF-8 that it is, where Python took it for another
+    """Returns a word of the command line as UTF-8, also if Python has decoded it as another
     encoding, as with LC_ALL=C.
     """
     if _is_text(argument):
@@ -161,22 +177,28 @@ class CompletionWriter:
         """Raises ConfigError for an empty stop string."""
         if "" in stop:
             raise ConfigError("an empty stop string ends every text before it starts; leave it out")
-        self._stop, self._stop_ids = stop, stop_ids
+        self.reason: Literal["stop", "length"] = "length"
+        self._stop = stop
+        self._stop_ids = stop_ids
         self._stream = tokenizer.stream()
         self._stream.push(*prompt)
-        self._held = ""  # may be the start of a stop string
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
         self._text: list[str] = []
-        self._tokens: list[tuple[int, float]] = []
+        self._unreleased = ""  # may be the start of a stop string
         self._ended_by_string = False
-        self.reason: Literal["stop", "length"] = "length"
 
     def push(self, tokens: Sequence[tuple[int, float]]) -> str:
-        """Returns the text that is final now. Tokens after the end are ignored."""
+        """Returns the text that has become final. Tokens after the end are ignored.
+
+        tokens: with their log-probabilities.
+        """
         released = []
         for token, logprob in tokens:
             if self.reason == "stop":
                 break
-            self._tokens.append((token, logprob))
+            self._tokens.append(token)
+            self._logprobs.append(logprob)
             if token in self._stop_ids:
                 self.reason = "stop"
             else:
@@ -184,45 +206,46 @@ class CompletionWriter:
         return "".join(released)
 
     def finish(self) -> str:
-        """Returns the text that was held back."""
+        """Returns the text that was not final, as no token follows."""
         if self._ended_by_string:
             return ""
-        rest = self._release(self._stream.flush())
-        if self._held:
-            self._text.append(self._held)
-            rest, self._held = rest + self._held, ""
-        return rest
+        released = self._release(self._stream.flush())
+        unreleased = self._unreleased
+        self._unreleased = ""
+        self._text.append(unreleased)
+        return released + unreleased
 
     def completion(self) -> Completion:
         """Returns all text so far as a Completion."""
         self.finish()
         return Completion(
-            "".join(self._text),
-            [t for t, _ in self._tokens],
-            [p for _, p in self._tokens],
-            self.reason,
+            "".join(self._text), list(self._tokens), list(self._logprobs), self.reason
         )
 
     def _release(self, piece: str) -> str:
-        self._held += piece
-        ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if ends:
-            ready, self._held = self._held[: min(ends)], ""
-            self._ended_by_string, self.reason = True, "stop"
+        """Adds a piece of text. Returns the text up to a stop string, or to the start of one at the
+        end.
+        """
+        text = self._unreleased + piece
+        positions = [text.find(stop) for stop in self._stop if stop in text]
+        if positions:
+            end = min(positions)
+            self._unreleased = ""
+            self._ended_by_string = True
+            self.reason = "stop"
         else:
-            end = len(self._held) - max(
-                (_overlap(self._held, stop) for stop in self._stop), default=0
-            )
-            ready, self._held = self._held[:end], self._held[end:]
-        self._text.append(ready)
-        return ready
+            end = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+            self._unreleased = text[end:]
+        self._text.append(text[:end])
+        return text[:end]
 
 
 def _overlap(text: str, stop: str) -> int:
     """Returns how many characters at the end of the text may start the stop string."""
-    return next(
-        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
-    )
+    for n in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0
 
 
 def document_start(tokenizer: Tokenizer, name: str) -> int:

@@ -59,39 +59,42 @@ class TrainedModel:
 
         Args:
           path: a run's output directory (the newest checkpoint), one step in its `checkpoints`, or
-          a Hugging Face model directory. mesh, rules: None: those of training if they fit the
-          visible devices, else data parallelism. Pipeline stages are merged into FSDP
-            (`mesh_lm.parallel.merge_stages`).
+            a Hugging Face model directory.
+          mesh, rules: None: those of training if they fit the visible devices, else data
+            parallelism. Pipeline stages are merged into FSDP (`mesh_lm.parallel.merge_stages`).
           tokenizer: as `data.tokenizer`; empty: the one stored with the checkpoint or the weights.
           model: the model's config; required for a custom model class, whose code is not stored in
-          checkpoints. dtype: overrides the config's compute dtype.
+            checkpoints.
+          dtype: overrides the config's compute dtype.
 
         Raises:
           ConfigError: the checkpoint is missing or of another model, or the tokenizer is missing or
-          not that of training. ShardingRuleError: the rules do not fit the model on this mesh.
+            not that of training.
+          ShardingRuleError: the rules do not fit the model on this mesh.
         """
         saved = checkpoint.find(path)
         if saved is None and not huggingface.is_huggingface(path):
-            raise ConfigError(_holds_nothing(path))
+            raise _no_model(path)
         if saved:
             config = config_from(saved.metadata["config"], model, str(saved.path))
         else:
             config = TrainConfig(model=model or huggingface.config_of(path), output=str(path))
-        changes = {"dtype": dtype} if dtype else {}
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+        if dtype:
+            config = dataclasses.replace(
+                config, model=dataclasses.replace(config.model, dtype=dtype)
+            )
         mesh, rules = _placement(config, mesh, rules)
-        # first, because its errors come fast
-        loaded_tokenizer = _tokenizer(tokenizer, saved, Path(path))
+        # The tokenizer is loaded first, because its errors come fast.
+        loaded_tokenizer = _load_tokenizer(tokenizer, saved, Path(path))
         layout = merged_layout(config.model, Shard(rules, make_mesh(mesh)))
-        mesh, rules = MeshConfig.of(layout.shard.mesh.shape), layout.shard.rules
-        config = dataclasses.replace(config, mesh=mesh, rules=rules, pipeline=PipelineConfig())
-        return cls(
+        config = dataclasses.replace(
             config,
-            layout,
-            _weights(saved, path, layout)(),
-            loaded_tokenizer,
-            saved.step if saved else 0,
+            mesh=MeshConfig.of(layout.shard.mesh.shape),
+            rules=layout.shard.rules,
+            pipeline=PipelineConfig(),
         )
+        params = _weights(saved, path, layout)()
+        return cls(config, layout, params, loaded_tokenizer, saved.step if saved else 0)
 
     @overload
     def generate(self, prompt: str, tokens: int = ..., **options: Any) -> str: ...
@@ -109,38 +112,43 @@ class TrainedModel:
         stop: Sequence[str] = (),
         stop_at_eod: bool = True,
     ) -> str | list[str]:
-        """The text that follows a prompt, or a list of them for several prompts; an empty prompt
-        begins a new document.
+        """Returns the text that follows a prompt, or a list of texts for several prompts; an empty
+        prompt begins a new document. `Generator` also gives log-probabilities.
 
         Args:
-          tokens: new tokens at most. temperature, top_k, top_p: see `Sampling`; temperature 0
-          always takes the likeliest token. seed: the same seed gives the same text, on any mesh.
-          stop: a text ends before the first of these strings, or, with stop_at_eod, where the model
-          ends the document.
+          tokens: new tokens at most.
+          temperature, top_k, top_p: see `Sampling`; temperature 0 always takes the likeliest token.
+          seed: the same seed gives the same text, on any mesh.
+          stop: a text ends before the first of these strings.
+          stop_at_eod: whether a text also ends where the model ends the document.
 
         Raises:
           ConfigError: the model cannot generate, or a prompt leaves no room for the new tokens.
-          `Generator` also gives log-probabilities.
         """
         sampling = Sampling(temperature, top_k, top_p)
-        if sampling not in self._generators:  # which keeps what it has compiled
+        # A generator is kept for its compiled programs.
+        if sampling not in self._generators:
             self._generators[sampling] = Generator(
                 self.layout, self.params, self.tokenizer, sampling
             )
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        done = self._generators[sampling].complete(
+        completions = self._generators[sampling].complete(
             prompts, tokens, seed=seed, stop=stop, stop_at_eod=stop_at_eod
         )
-        texts = [each.text for each in done]
+        texts = [completion.text for completion in completions]
         return texts[0] if isinstance(prompt, str) else texts
 
     def score(self, text: str | Sequence[str], *, stride: int = 0, batch: int = 8) -> Perplexity:
-        """What the text costs, or each of several: `summary()` has nats per token, perplexity and
-        bits per byte.
+        """Returns the perplexity of a text, or of several together; `summary()` has nats per token,
+        perplexity and bits per byte.
 
-        stride: new tokens in each window of a long text after the first; 0: half the model's
-        seq_len. batch: windows at once. Raises ConfigError where there is no text, or the model
-        cannot score any.
+        Args:
+          stride: new tokens in each window of a long text after the first; 0: half the model's
+            seq_len.
+          batch: windows at once.
+
+        Raises:
+          ConfigError: there is no text, or the model cannot score any.
         """
         scorer = Scorer(self.layout, self.params, batch)
         texts = [text] if isinstance(text, str) else text
@@ -148,14 +156,6 @@ class TrainedModel:
         return measure_perplexity(
             scorer, self.tokenizer, texts, stride=stride, start=self.tokenizer.eod
         )
-
-
-def _holds_nothing(path: Path | str) -> str:
-    hint = "" if Path(path).expanduser().exists() else hub_hint(str(path))
-    return (
-        f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and "
-        f".safetensors){hint}"
-    )
 
 
 def weights(path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
@@ -167,42 +167,23 @@ def weights(path: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     return _weights(checkpoint.find(path), path, layout)
 
 
-def _weights(
-    saved: checkpoint.SavedCheckpoint | None, path: Path | str, layout: ModelLayout
-) -> Callable[[], Params]:
-    if saved:
-        saved.require_model(layout)
-        return lambda: saved.params(layout)
-    if huggingface.is_huggingface(path):
-        return huggingface.reader(path, layout)
-    raise ConfigError(_holds_nothing(path))
-
-
 def require_tokenizer(path: Path | str, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if the weights in `path` were trained with another tokenizer, as far as
     that is known.
     """
-    if saved := checkpoint.find(path):
+    saved = checkpoint.find(path)
+    fingerprint = None
+    if saved:
         fingerprint = saved.data.get("tokenizer")
     else:
-        fingerprint = None
         with contextlib.suppress(ConfigError):  # weights may come without one
             fingerprint = load_tokenizer(str(path)).fingerprint
-    if not _is_of(fingerprint, tokenizer, f"init_from={path}"):
+    if not _accepts(tokenizer, fingerprint, f"init_from={path}"):
         raise ConfigError(
             f"init_from={path} was trained with another tokenizer than this data's (fingerprint "
             f"{str(fingerprint)[:12]}, not {tokenizer.fingerprint[:12]}): the ids have other "
             "meanings; set data.tokenizer to the original one"
         )
-
-
-def _is_of(fingerprint: str | None, tokenizer: Tokenizer, what: str) -> bool:
-    """Returns whether a fingerprint is unknown, or that of a tokenizer; prints a warning for a
-    former one of it.
-    """
-    if former := fingerprint in tokenizer.former_fingerprints:
-        distributed.print_on_process0(FORMER.format(what))
-    return former or fingerprint in (None, tokenizer.fingerprint)
 
 
 def keep_tokenizer(
@@ -211,43 +192,86 @@ def keep_tokenizer(
     """Stores the tokenizer in a run's output (on process 0), so that the directory suffices to
     generate text. Returns the tokenizer.
 
-    init_from: the model that the run starts from, whose settings for generation are stored where
-    the tokenizer comes without any.
+    init_from: the model that the run starts from, whose settings for generation are stored if the
+    tokenizer comes without any.
     """
     if tokenizer is None or jax.process_index() > 0:
         return tokenizer
-    kept = Path(output).expanduser() / TOKENIZER
+    directory = Path(output).expanduser() / TOKENIZER
     with contextlib.suppress(ConfigError):
-        if load_tokenizer(str(kept)).fingerprint == tokenizer.fingerprint:
+        if load_tokenizer(str(directory)).fingerprint == tokenizer.fingerprint:
             return tokenizer
-    if kept.exists():
+    if directory.exists():
         print(
-            (
-                f"warning: the tokenizer in {kept} is damaged, or not that of the data; that of "
-                "the data is stored there again"
-            ),
+            f"warning: the tokenizer in {directory} is damaged, or not that of the data; that of "
+            "the data is stored there again",
             flush=True,
         )
     try:
-        shutil.rmtree(kept, ignore_errors=True)
-        kept.mkdir(parents=True)
-        tokenizer.save(kept)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        tokenizer.save(directory)
         if init_from and not tokenizer.companions.generation:
-            _keep_generation(kept, init_from)
+            _copy_generation(init_from, directory)
     except OSError as error:
-        raise ConfigError(f"cannot store the tokenizer in {kept}: {error.strerror}") from error
+        raise ConfigError(f"cannot store the tokenizer in {directory}: {error.strerror}") from error
     return tokenizer
 
 
-def _keep_generation(kept: Path, init_from: str) -> None:
-    """Copies the settings for generation of another model, if it has any, to the directory of a
-    tokenizer. Raises OSError.
+def config_from(plain: dict[str, Any], model: ModelConfig | None, source: str) -> TrainConfig:
+    """Returns the config that `as_dict` has converted to `plain`. Unknown fields are ignored,
+    except those of the model.
 
-    Process 0 calls it alone, so that it must not call `checkpoint.find`.
+    Args:
+      model: the config of the model, whatever `plain` has; None: that of `plain`.
+      source: of `plain`, for messages.
+
+    Raises:
+      ConfigError: the model is of a custom class, or has unknown fields.
     """
-    output = checkpoint.output_of(init_from)
-    directory = output / TOKENIZER if output else Path(init_from).expanduser()
-    write_files(kept, companions.generation_of(directory).generation_file())
+    if model is None:
+        model = _model_from(plain["model"], source)
+    hints = get_type_hints(TrainConfig)
+    fields: dict[str, Any] = {}
+    for name, value in _fields_of(TrainConfig, plain).items():
+        if not isinstance(value, dict):
+            fields[name] = value
+        elif dataclasses.is_dataclass(hints[name]) and name not in ("model", "rules"):
+            section: Any = hints[name]
+            fields[name] = section(**_fields_of(section, value))
+    return TrainConfig(**fields, model=model, rules=rules_from(plain["rules"]))
+
+
+def _model_from(plain: dict[str, Any], source: str) -> DecoderConfig:
+    """Returns the model's config in a config that `as_dict` has converted."""
+    name = plain["class"]
+    if name != "DecoderConfig":
+        raise ConfigError(
+            f"{source} is a {name}, which is not a class of mesh_lm; name the config file that "
+            "creates it: --config=FILE.py (config= in Python)"
+        )
+    names = {field.name for field in dataclasses.fields(DecoderConfig)}
+    unknown = plain.keys() - names - {"class"}
+    if unknown:
+        raise ConfigError(
+            f"{source}: its model has fields that this version does not know: "
+            f"{', '.join(sorted(unknown))}"
+        )
+    fields = _fields_of(DecoderConfig, plain)
+    fields["segments"] = tuple(
+        SegmentConfig(**_fields_of(SegmentConfig, segment)) for segment in plain.get("segments", ())
+    )
+    return DecoderConfig(**fields)
+
+
+def _fields_of(config_class: type, plain: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of `plain` that are fields of a class, with lists as tuples."""
+    fields = {}
+    for field in dataclasses.fields(config_class):
+        if field.name in plain:
+            value = plain[field.name]
+            fields[field.name] = tuple(value) if isinstance(value, list) else value
+    return fields
 
 
 def _placement(
@@ -264,68 +288,67 @@ def _placement(
     return MeshConfig.of({**dict.fromkeys(rules.axes, 1), **resolved.sizes()}), rules
 
 
-def _tokenizer(spec: str, saved: checkpoint.SavedCheckpoint | None, path: Path) -> Tokenizer:
-    kept = saved.directory.parent / TOKENIZER if saved else path
-    if not spec and saved and not kept.exists():
+def _load_tokenizer(spec: str, saved: checkpoint.SavedCheckpoint | None, path: Path) -> Tokenizer:
+    """Returns the tokenizer of a spec, or the one beside the weights if that is empty.
+
+    Raises ConfigError if there is none, or it is not that of training.
+    """
+    stored = saved.directory.parent / TOKENIZER if saved else path
+    if not spec and saved and not stored.exists():
         raise ConfigError(
-            f"no tokenizer is stored in {kept}; name the one that {saved.path} was trained with: "
+            f"no tokenizer is stored in {stored}; name the one that {saved.path} was trained with: "
             "--tokenizer=..."
         )
-    tokenizer = load_tokenizer(spec or str(kept))
+    tokenizer = load_tokenizer(spec or str(stored))
     if spec and not tokenizer.companions.generation:  # settings for generation are the model's
-        generation = companions.generation_of(kept.expanduser()).generation
+        generation = companions.generation_of(stored.expanduser()).generation
         tokenizer.companions = dataclasses.replace(tokenizer.companions, generation=generation)
-    trained_with = saved.data.get("tokenizer") if saved else None
-    if not _is_of(trained_with, tokenizer, str(path)):
+    fingerprint = saved.data.get("tokenizer") if saved else None
+    if not _accepts(tokenizer, fingerprint, str(path)):
         raise ConfigError(
-            f"{spec or kept} is not the tokenizer that {path} was trained with: its ids have other "
-            f"meanings (fingerprint {tokenizer.fingerprint[:12]}, not {str(trained_with)[:12]})"
+            f"{spec or stored} is not the tokenizer that {path} was trained with: its ids have "
+            f"other meanings (fingerprint {tokenizer.fingerprint[:12]}, not "
+            f"{str(fingerprint)[:12]})"
         )
     return tokenizer
 
 
-def config_from(plain: dict[str, Any], model: ModelConfig | None, where: str) -> TrainConfig:
-    """Returns the config that `as_dict` described. Unknown fields are ignored, except those of the
-    model.
+def _accepts(tokenizer: Tokenizer, fingerprint: str | None, source: str) -> bool:
+    """Returns whether a fingerprint is the tokenizer's or unknown; prints a warning if it is a
+    former one.
     """
-    if model is None:
-        if (name := plain["model"]["class"]) != "DecoderConfig":
-            raise ConfigError(
-                f"{where} is a {name}, which is not a class of mesh_lm; name the config file that "
-                "creates it: --config=FILE.py (config= in Python)"
-            )
-        fields = {f.name for f in dataclasses.fields(DecoderConfig)}
-        if unknown := plain["model"].keys() - fields - {"class"}:
-            raise ConfigError(
-                f"{where}: its model has fields that this version does not know: "
-                f"{', '.join(sorted(unknown))}"
-            )
-        runs = tuple(
-            SegmentConfig(**_known(SegmentConfig, run))
-            for run in plain["model"].get("segments", ())
-        )
-        known: dict[str, Any] = {**_known(DecoderConfig, plain["model"]), "segments": runs}
-        model = DecoderConfig(**known)
-    hints = get_type_hints(TrainConfig)
-    sections = {
-        name: hints[name]
-        for name in plain
-        if dataclasses.is_dataclass(hints.get(name)) and name not in ("model", "rules")
-    }
-    built = {name: section(**_known(section, plain[name])) for name, section in sections.items()}
-    rest = {
-        name: value
-        for name, value in _known(TrainConfig, plain).items()
-        if not isinstance(value, dict)
-    }
-    return TrainConfig(**rest, **built, model=model, rules=rules_from(plain["rules"]))
+    if fingerprint in tokenizer.former_fingerprints:
+        distributed.print_on_process0(FORMER.format(source))
+        return True
+    return fingerprint in (None, tokenizer.fingerprint)
 
 
-def _known(section: type, plain: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `plain` that are fields, with lists as tuples."""
-    names = {f.name for f in dataclasses.fields(section)}
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in plain.items()
-        if name in names
-    }
+def _copy_generation(init_from: str, directory: Path) -> None:
+    """Copies the settings for generation of a model, if it has any, to the directory of a
+    tokenizer. Raises OSError.
+
+    Process 0 calls it alone, so that it must not call `checkpoint.find`.
+    """
+    output = checkpoint.output_of(init_from)
+    source = output / TOKENIZER if output else Path(init_from).expanduser()
+    write_files(directory, companions.generation_of(source).generation_file())
+
+
+def _weights(
+    saved: checkpoint.SavedCheckpoint | None, path: Path | str, layout: ModelLayout
+) -> Callable[[], Params]:
+    if saved:
+        saved.require_model(layout)
+        return lambda: saved.params(layout)
+    if huggingface.is_huggingface(path):
+        return huggingface.reader(path, layout)
+    raise _no_model(path)
+
+
+def _no_model(path: Path | str) -> ConfigError:
+    """Returns the error for a path that has no weights."""
+    hint = "" if Path(path).expanduser().exists() else hub_hint(str(path))
+    return ConfigError(
+        f"{path} holds neither checkpoints of a run nor a Hugging Face model (config.json and "
+        f".safetensors){hint}"
+    )

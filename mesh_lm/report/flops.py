@@ -16,7 +16,10 @@ sheets). The first match counts."""
 
 def peak_flops(device_kind: str) -> float | None:
     """Returns the dense bf16 FLOP/s of one device; None if unknown, as for a CPU."""
-    return next((peak for part, peak in PEAK_BF16 if part.lower() in device_kind.lower()), None)
+    for part, peak in PEAK_BF16:
+        if part.lower() in device_kind.lower():
+            return peak
+    return None
 
 
 def mfu(

@@ -14,8 +14,8 @@ class Memory(NamedTuple):
 
     gib: float
     of: Literal["device", "process"]
-    """device: allocated on this process's first device; process: resident set in host memory, where
-    the backend does not say (CPU)."""
+    """device: allocated on this process's first device; process: resident set in host memory, for
+    a backend that does not report its own (CPU)."""
 
 
 def device_memory_gib() -> Memory:
@@ -25,6 +25,7 @@ def device_memory_gib() -> Memory:
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return Memory(stats["peak_bytes_in_use"] / 2**30, "device")
-    # ru_maxrss is in bytes on macOS, in KiB on Linux
+    # ru_maxrss is in bytes on macOS, in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
-    return Memory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, "process")
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return Memory(max_rss * unit / 2**30, "process")

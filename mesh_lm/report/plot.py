@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,10 +13,20 @@ from mesh_lm.report.rows import read
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, PALE, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-TRAIN, HELDOUT = "#2563eb", "#dc5a1c"
+INK = "#1f2933"
+PALE = "#7b8794"
+GRID = "#e4e7eb"
+TRAIN = "#2563eb"
+HELDOUT = "#dc5a1c"
 LABEL_GAP = 0.055
 """The least distance between two labels, as a fraction of the axis' height."""
+
+
+class _Label(NamedTuple):
+    height: float
+    """In the unit of the axis."""
+    text: str
+    colour: str
 
 
 def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) -> None:
@@ -28,19 +38,8 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
     nothing if there is no loss yet.
     """
     rows, _ = read(metrics_jsonl)
-    bytewise = "train_bpb" in next(
-        (row for row in reversed(rows) if row.get("loss") is not None or "train_bpb" in row), {}
-    )
-    unit = "bits per byte" if bytewise else "nats per token"
-    name = "train_bpb" if bytewise else "loss"
-    train = _series(
-        [
-            {name: row.get(name), **row}
-            | ({name: row[f"mean_{name}"]} if row.get(f"mean_{name}") else {})
-            for row in rows
-        ],
-        name,
-    )
+    bytewise = _is_bytewise(rows)
+    train = _train_series(rows, "train_bpb" if bytewise else "loss")
     heldout = _series(rows, "heldout_bpb" if bytewise else "heldout_loss")
     if not train.size:
         return
@@ -51,54 +50,85 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
 
     figure = Figure(figsize=(9, 5.4), dpi=200, facecolor="white")
     axes = figure.add_axes((0.065, 0.11, 0.74, 0.76))
-    labels: list[tuple[float, str, str]] = []  # height, text, colour
-
-    smooth = _smooth(train)
-    axes.plot(*train.T, color=TRAIN, alpha=0.25, linewidth=0.8)
-    axes.plot(*smooth.T, color=TRAIN, linewidth=2, solid_capstyle="round")
-    labels.append((smooth[-1, 1], f"training {smooth[-1, 1]:.3f}", TRAIN))
+    labels = [_plot_train(axes, train)]
     if heldout.size:
-        size = 6 if len(heldout) <= 20 else 3
-        axes.plot(
-            *heldout.T,
-            color=HELDOUT,
-            marker="o",
-            markersize=size,
-            markeredgecolor="white",
-            markeredgewidth=size / 6,
-            linewidth=1,
-        )
-        labels.append((heldout[-1, 1], f"held-out {heldout[-1, 1]:.3f}", HELDOUT))
-    for name, value in yardsticks.items() if bytewise else ():
-        axes.axhline(value, color=PALE, linewidth=1.1, dashes=(5, 4), zorder=1)
-        labels.append((value, f"{name} {value:.3f}", PALE))
+        labels.append(_plot_heldout(axes, heldout))
+    if bytewise:
+        for name, value in yardsticks.items():
+            axes.axhline(value, color=PALE, linewidth=1.1, dashes=(5, 4), zorder=1)
+            labels.append(_Label(value, f"{name} {value:.3f}", PALE))
 
     _style(axes)
+    unit = "bits per byte" if bytewise else "nats per token"
     figure.text(0.022, 0.945, f"Loss, {unit}", fontsize=13, fontweight="bold", color=INK)
-    subtitle = "lower is better" + (
-        "; dashed: the same text, compressed" if bytewise and yardsticks else ""
-    )
+    subtitle = "lower is better"
+    if bytewise and yardsticks:
+        subtitle += "; dashed: the same text, compressed"
     figure.text(0.022, 0.9, subtitle, fontsize=9.5, color=PALE)
-    _label_right(axes, labels)
+    _draw_labels(axes, labels)
     FigureCanvasAgg(figure).print_png(str(png))
+
+
+def _is_bytewise(rows: Sequence[Mapping[str, float | None]]) -> bool:
+    """Whether the last row with a loss has it in bits per byte, too."""
+    for row in reversed(rows):
+        if "train_bpb" in row:
+            return True
+        if row.get("loss") is not None:
+            return False
+    return False
+
+
+def _train_series(rows: Sequence[Mapping[str, float | None]], name: str) -> np.ndarray:
+    """Returns the `_series` of a training loss, with its mean over several steps in rows that have
+    one.
+    """
+    averaged = []
+    for row in rows:
+        mean = row.get(f"mean_{name}")
+        averaged.append({**row, name: mean} if mean else row)
+    return _series(averaged, name)
 
 
 def _series(rows: Sequence[Mapping[str, float | None]], name: str) -> np.ndarray:
     """Returns [n, 2]: the step and the value of the rows that have one."""
-    return np.array(
-        [(row["step"], row[name]) for row in rows if row.get(name) is not None], dtype=float
-    ).reshape(-1, 2)
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return np.array(points, dtype=float).reshape(-1, 2)
+
+
+def _plot_train(axes: Axes, train: np.ndarray) -> _Label:
+    smooth = _smooth(train)
+    axes.plot(*train.T, color=TRAIN, alpha=0.25, linewidth=0.8)
+    axes.plot(*smooth.T, color=TRAIN, linewidth=2, solid_capstyle="round")
+    return _Label(smooth[-1, 1], f"training {smooth[-1, 1]:.3f}", TRAIN)
+
+
+def _plot_heldout(axes: Axes, heldout: np.ndarray) -> _Label:
+    size = 6 if len(heldout) <= 20 else 3
+    axes.plot(
+        *heldout.T,
+        color=HELDOUT,
+        marker="o",
+        markersize=size,
+        markeredgecolor="white",
+        markeredgewidth=size / 6,
+        linewidth=1,
+    )
+    return _Label(heldout[-1, 1], f"held-out {heldout[-1, 1]:.3f}", HELDOUT)
 
 
 def _smooth(points: np.ndarray) -> np.ndarray:
     """Returns the mean over a fiftieth of the points around each; over fewer at the start, where
     the loss falls fast.
     """
-    n, reach = len(points), len(points) // 100
+    n = len(points)
     i = np.arange(n)
-    first, last = i - np.minimum(i // 3, reach), np.minimum(i + np.minimum(i // 3, reach), n - 1)
-    totals = np.concatenate([[0.0], np.cumsum(points[:, 1])])
-    return np.stack([points[:, 0], (totals[last + 1] - totals[first]) / (last + 1 - first)], axis=1)
+    reach = np.minimum(i // 3, n // 100)
+    first = i - reach
+    last = np.minimum(i + reach, n - 1)
+    cumulative = np.concatenate([[0.0], np.cumsum(points[:, 1])])
+    means = (cumulative[last + 1] - cumulative[first]) / (last + 1 - first)
+    return np.stack([points[:, 0], means], axis=1)
 
 
 def _style(axes: Axes) -> None:
@@ -120,12 +150,19 @@ def _style(axes: Axes) -> None:
     axes.set_xlabel("step", color=INK, fontsize=10)
 
 
-def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
+def _draw_labels(axes: Axes, labels: list[_Label]) -> None:
     """Labels each line at its right end, and pushes labels apart if they would overlap."""
-    to_axes = axes.transData + axes.transAxes.inverted()
-    placed = -1.0
-    for value, text, colour in sorted(labels):
-        placed = max(placed + LABEL_GAP, float(to_axes.transform((1.0, value))[1]))
+    axes_transform = axes.transData + axes.transAxes.inverted()
+    y = -1.0
+    for label in sorted(labels):
+        line_y = float(axes_transform.transform((1.0, label.height))[1])
+        y = max(y + LABEL_GAP, line_y)
         axes.text(
-            1.015, placed, text, transform=axes.transAxes, color=colour, fontsize=10, va="center"
+            1.015,
+            y,
+            label.text,
+            transform=axes.transAxes,
+            color=label.colour,
+            fontsize=10,
+            va="center",
         )

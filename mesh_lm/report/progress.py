@@ -7,9 +7,10 @@ import datetime
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, NamedTuple, Protocol, Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -29,12 +30,12 @@ class Progress:
     with Progress(total_steps, start_step, tokens_per_step=...) as progress:
         for step in range(start_step + 1, total_steps + 1):
             ...
-            if row := progress.step(step, metrics):
+            row = progress.step(step, metrics)
+            if row:
                 writer.write(step, row)
     ```
-    A row is due every `log_every` steps (0: never) and at the first and the last step. The first step compiles, so rates leave it out.
-    If `enabled` is false, as on every process but the first, rows are returned, but nothing is shown. log: a file that gets a line for
-    each row and each note, also if the terminal shows a bar.
+    A row is due every `log_every` steps (0: never) and at the first and the last step. The first
+    step compiles, so rates leave it out.
     """
 
     def __init__(
@@ -54,111 +55,145 @@ class Progress:
         clock: Callable[[], float] = time.perf_counter,
         memory: Callable[[], Memory] = device_memory_gib,
     ) -> None:
-        self._total, self._start, self._log_every = total_steps, start_step, log_every
+        """Starts the clock.
+
+        Args:
+          flops_per_token, n_devices, device_kind: for `mfu`.
+          bits_per_byte: converts a loss in nats per token.
+          enabled: False for all processes but the first: rows are returned, but nothing is shown.
+          log: a file that gets a line for each row and each note, also if the terminal shows a bar.
+        """
+        self._total_steps = total_steps
+        self._log_every = log_every
         self._tokens_per_step = tokens_per_step
-        self._utilisation = lambda rate: mfu(rate, flops_per_token, n_devices, device_kind)
-        self._bits_per_byte, self._clock, self._memory = bits_per_byte, clock, memory
-        views = [
-            _view(file or sys.stdout, total_steps, start_step),
-            *([_Lines(log, total_steps)] if log else []),
-        ]
-        self._view = _Both(views) if enabled else _Silent()
-        self._losses: list[Any] = []  # of the steps since the last row
-        self._began = self._last = clock()
-        self._last_step = start_step
-        # when the first step was done, and which it was
-        self._warm: tuple[float, int] | None = None
+        self._mfu = partial(
+            mfu, flops_per_token=flops_per_token, n_devices=n_devices, device_kind=device_kind
+        )
+        self._bits_per_byte = bits_per_byte
+        self._clock = clock
+        self._memory = memory
+        self._views: list[_View] = []
+        if enabled:
+            self._views.append(_view_for(file or sys.stdout, total_steps, start_step))
+            if log:
+                self._views.append(_Lines(log, total_steps))
+        self._restart(start_step)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Notes that `step` is done. Empty when no row is due, else `metrics` as floats with, over
-        the steps since the last row, mean_loss, step_ms, tokens_per_s, mfu (0 to 1, where known; no
-        rates at the first step), the peak memory_gib, the tokens so far, and train_bpb and
-        mean_train_bpb if the constructor was given `bits_per_byte`, which computes it from a loss
-        (nats per token).
+        """Records that `step` is done.
 
         `metrics` may be arrays still being computed: they are waited for only when a row is due.
+
+        Returns:
+          Empty when no row is due, else `metrics` as floats with, over the steps since the last
+          row, mean_loss, step_ms, tokens_per_s, mfu (0 to 1, if known; no rates at the first step),
+          the peak memory_gib, the tokens so far, and train_bpb and mean_train_bpb if the
+          constructor was given `bits_per_byte`.
         """
         self._losses.append(metrics["loss"])
-        every = self._log_every and step % self._log_every == 0
-        if not (every or self._warm is None or step == self._total):
-            self._view.advance(step)
+        is_regular = self._log_every and step % self._log_every == 0
+        if not (is_regular or self._first is None or step == self._total_steps):
+            for view in self._views:
+                view.advance(step)
             return {}
         # waits for the device, so it comes before the clock is read
         row = {name: float(value) for name, value in metrics.items()}
-        now, memory = self._clock(), self._memory()
+        done_at = self._clock()
+        memory = self._memory()
+
         row["mean_loss"] = self._mean_loss()
         if self._bits_per_byte:
-            row["train_bpb"], row["mean_train_bpb"] = (
-                self._bits_per_byte(row["loss"]),
-                self._bits_per_byte(row["mean_loss"]),
-            )
-        if self._warm is None:
-            self._warm = now, step
-            tail = f"first step {now - self._began:.1f} s"
+            row["train_bpb"] = self._bits_per_byte(row["loss"])
+            row["mean_train_bpb"] = self._bits_per_byte(row["mean_loss"])
+        if self._first is None:
+            self._first = _Mark(step, done_at)
+            tail = f"first step {done_at - self._started_at:.1f} s"
         else:
-            row |= self._rates((now - self._last) / (step - self._last_step))
+            row |= self._rates((done_at - self._last.time) / (step - self._last.step))
             # From all steps so far, evaluations and saves included, because the remaining steps
             # will have them, too.
-            left = (self._total - step) * (now - self._warm[0]) / (step - self._warm[1])
-            tail = f"eta {datetime.timedelta(seconds=math.ceil(left))}"
-        self._last, self._last_step = now, step
+            n_remaining = self._total_steps - step
+            seconds = n_remaining * (done_at - self._first.time) / (step - self._first.step)
+            tail = f"eta {datetime.timedelta(seconds=math.ceil(seconds))}"
+        self._last = _Mark(step, done_at)
         row["memory_gib"] = memory.gib
         if self._tokens_per_step:
             row["tokens"] = float(step * self._tokens_per_step)
-        self._view.show(step, _describe(row, memory.of), tail)
+        for view in self._views:
+            view.show(step, _describe(row, memory.of), tail)
         return row
-
-    def _mean_loss(self) -> float:
-        """Returns the mean loss of the steps since the last row, without skipped steps, whose
-        losses are not finite.
-        """
-        losses, self._losses = [float(loss) for loss in self._losses], []
-        finite = [loss for loss in losses if math.isfinite(loss)]
-        return sum(finite) / len(finite) if finite else losses[-1]
-
-    def _rates(self, seconds: float) -> dict[str, float]:
-        rates = {"step_ms": 1e3 * seconds}
-        if self._tokens_per_step:
-            rates["tokens_per_s"] = self._tokens_per_step / seconds
-            if (utilisation := self._utilisation(rates["tokens_per_s"])) is not None:
-                rates["mfu"] = utilisation
-        return rates
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context whose time is not counted as training: `with progress.paused(): evaluate()`."""
-        before = self._clock()
+        started_at = self._clock()
         try:
             yield
         finally:
-            self._last += self._clock() - before
+            paused = self._clock() - started_at
+            self._last = _Mark(self._last.step, self._last.time + paused)
 
     def roll_back(self, step: int) -> None:
-        """The run continues from this step; later ones are no longer counted."""
-        self._began = self._last = self._clock()
-        self._last_step, self._warm, self._losses = step, None, []
+        """Continues from this step; later ones are no longer counted."""
+        self._restart(step)
 
     def note(self, text: str) -> None:
         """Prints a line above the bar."""
-        self._view.note(text)
+        for view in self._views:
+            view.note(text)
 
     def __enter__(self) -> Self:
-        self._began = self._last = self._clock()
-        self._view.start()
+        self._restart(self._last.step)  # the time since the constructor does not count
+        for view in self._views:
+            view.start()
         return self
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        where: TracebackType | None,
+        trace: TracebackType | None,
     ) -> None:
-        self._view.stop()
+        for view in self._views:
+            view.stop()
+
+    def _restart(self, step: int) -> None:
+        """Times from now on, after `step`."""
+        self._started_at = self._clock()
+        self._last = _Mark(step, self._started_at)  # the last row
+        self._first: _Mark | None = None  # the first step, which compiles, when it was done
+        self._losses: list[Any] = []  # of the steps since the last row
+
+    def _mean_loss(self) -> float:
+        """Returns the mean loss of the steps since the last row, without skipped steps, whose
+        losses are not finite.
+        """
+        losses = [float(loss) for loss in self._losses]
+        self._losses = []
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if not finite:
+            return losses[-1]
+        return sum(finite) / len(finite)
+
+    def _rates(self, step_seconds: float) -> dict[str, float]:
+        rates = {"step_ms": 1e3 * step_seconds}
+        if self._tokens_per_step:
+            rates["tokens_per_s"] = self._tokens_per_step / step_seconds
+            utilisation = self._mfu(rates["tokens_per_s"])
+            if utilisation is not None:
+                rates["mfu"] = utilisation
+        return rates
 
 
-def _describe(row: Mapping[str, float], memory_of: str) -> str:
+class _Mark(NamedTuple):
+    step: int
+    time: float
+    """When it was done, by the clock; moved by the pauses since."""
+
+
+def _describe(row: Mapping[str, float], memory_kind: str) -> str:
     """Returns the metrics of a row as text, the most important first."""
-    shown: dict[str, Callable[[float], str]] = {
+    formats: dict[str, Callable[[float], str]] = {
         "mean_loss": lambda v: f"loss {v:.4f}",
         "mean_train_bpb": lambda v: f"bpb {v:.4f}",
         "heldout_loss": lambda v: f"held-out loss {v:.4f}",
@@ -168,53 +203,15 @@ def _describe(row: Mapping[str, float], memory_of: str) -> str:
         "tokens_per_s": lambda v: f"{v:,.0f} tok/s",
         "step_ms": lambda v: f"{v:,.0f} ms/step" if v >= 100 else f"{v:.1f} ms/step",
         "mfu": lambda v: f"mfu {v:.1%}",
-        "memory_gib": lambda v: f"{v:.1f} GiB {memory_of}",
+        "memory_gib": lambda v: f"{v:.1f} GiB {memory_kind}",
         "skipped": lambda v: f"skipped {v:.0f}" if v else "",
     }
-    return "  ".join(
-        text for name, show in shown.items() if name in row and (text := show(row[name]))
-    )
-
-
-class _Silent:
-    """The interface of a view, and the view of a process that shows nothing."""
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def advance(self, step: int) -> None: ...
-    def show(self, step: int, text: str, tail: str) -> None: ...
-    def note(self, text: str) -> None: ...
-
-
-class _Both(_Silent):
-    """What a person sees, and the log file."""
-
-    def __init__(self, views: Sequence[_Silent]) -> None:
-        self._views = views
-
-    def start(self) -> None:
-        for view in self._views:
-            view.start()
-
-    def stop(self) -> None:
-        for view in self._views:
-            view.stop()
-
-    def advance(self, step: int) -> None:
-        for view in self._views:
-            view.advance(step)
-
-    def show(self, step: int, text: str, tail: str) -> None:
-        for view in self._views:
-            view.show(step, text, tail)
-
-    def note(self, text: str) -> None:
-        for view in self._views:
-            view.note(text)
+    texts = [format_value(row[name]) for name, format_value in formats.items() if name in row]
+    return "  ".join(text for text in texts if text)
 
 
 class Log(Protocol):
-    """What `print(..., file=log)` needs."""
+    """A file to which `print(..., file=log)` writes."""
 
     def write(self, text: str, /) -> object:
         """Takes text."""
@@ -225,24 +222,49 @@ class Log(Protocol):
         ...
 
 
-class _Lines(_Silent):
-    """For files and pipes: one line per row, no control characters."""
+class _View(Protocol):
+    """Shows the progress."""
 
-    def __init__(self, file: Log, total: int) -> None:
-        self._file, self._total = file, total
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def advance(self, step: int) -> None: ...
+    def show(self, step: int, text: str, tail: str) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+def _view_for(file: TextIO, total_steps: int, start_step: int) -> _View:
+    # The file is asked, not rich, which takes FORCE_COLOR for a terminal and would draw a bar into
+    # a log.
+    console = Console(file=file)
+    if file.isatty() and not console.is_dumb_terminal:
+        return _Screen(console, total_steps, start_step)
+    return _Lines(file, total_steps)
+
+
+class _Lines:
+    """Shows one line per row, without control characters, in a file or pipe."""
+
+    def __init__(self, file: Log, total_steps: int) -> None:
+        self._file = file
+        self._total_steps = total_steps
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def advance(self, step: int) -> None: ...
 
     def show(self, step: int, text: str, tail: str) -> None:
-        self.note(f"step {step:>{len(str(self._total))}}/{self._total}  {text}  {tail}")
+        width = len(str(self._total_steps))
+        self.note(f"step {step:>{width}}/{self._total_steps}  {text}  {tail}")
 
     def note(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a log that cannot be written must not end the run
             print(text, file=self._file, flush=True)
 
 
-class _Screen(_Silent):
-    """For terminals: a bar and the newest row, redrawn in place."""
+class _Screen:
+    """Shows a bar and the newest row on a terminal, redrawn in place."""
 
-    def __init__(self, console: Console, total: int, start: int) -> None:
+    def __init__(self, console: Console, total_steps: int, start_step: int) -> None:
         self._bar = Bar(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
@@ -252,7 +274,7 @@ class _Screen(_Silent):
             expand=True,
         )
         self._task = self._bar.add_task(
-            "", total=total, completed=start, tail="first step: compiling"
+            "", total=total_steps, completed=start_step, tail="first step: compiling"
         )
         self._text = Text()
         self._live = Live(Group(self._bar, self._text), console=console, refresh_per_second=4)
@@ -272,14 +294,3 @@ class _Screen(_Silent):
 
     def note(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _view(file: TextIO, total: int, start: int) -> _Silent:
-    # Ask the file, not rich, which treats FORCE_COLOR as a terminal and would draw a bar into a
-    # log.
-    console = Console(file=file)
-    return (
-        _Screen(console, total, start)
-        if file.isatty() and not console.is_dumb_terminal
-        else _Lines(file, total)
-    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 
 from mesh_lm import strict_json
 
-METRICS, DIGESTS = "metrics.jsonl", "metrics.sha256"
+METRICS = "metrics.jsonl"
+DIGESTS = "metrics.sha256"
 
 
 def encoded(step: int, numbers: Mapping[str, float | None]) -> tuple[str, str]:
@@ -30,54 +32,63 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
     Without digests, as in the output of an older version, every row that is JSON with a step counts
     as intact.
     """
-    intact, damaged = _checked(path)
-    return list(intact.values()), damaged
+    intact, n_damaged = _verified(path, last_step=math.inf)
+    return list(intact.values()), n_damaged
 
 
 def keep_up_to(path: Path, step: int) -> int:
     """Drops rows after a step, and damaged ones. Returns how many up to the step are damaged or
     missing. Raises OSError.
     """
-    intact, damaged = _checked(path, step) if step else ({}, 0)
-    lines = [line for line, row in intact.items() if row["step"] <= step]
-    _replace(path, lines)
-    # last: it may have more
-    _replace(
-        path.with_name(DIGESTS), [f"{_digest(line)} {intact[line]['step']:g}" for line in lines]
-    )
-    return damaged
+    if step:
+        intact, n_damaged = _verified(path, step)
+    else:
+        intact, n_damaged = {}, 0
+    rows = {line: row for line, row in intact.items() if row["step"] <= step}
+    digests = [f"{_digest(line)} {row['step']:g}" for line, row in rows.items()]
+    _replace(path, list(rows))
+    # The digests come last: that file may have more than the rows.
+    _replace(path.with_name(DIGESTS), digests)
+    return n_damaged
 
 
-def _checked(path: Path, last: float = float("inf")) -> tuple[dict[str, dict[str, Any]], int]:
+def _verified(path: Path, last_step: float) -> tuple[dict[str, dict[str, Any]], int]:
     """Returns the intact rows by their lines, and how many up to a step are damaged or missing."""
-    written = _digests(path.with_name(DIGESTS))
-    intact, strange = {}, 0
+    steps = _written_steps(path.with_name(DIGESTS))
+    intact = {}
+    n_damaged = 0
     for line in _lines(path):
         row = None
-        if written is None or _digest(line) in written:
+        if steps is None or _digest(line) in steps:
             with contextlib.suppress(ValueError):
                 row = strict_json.loads(line)
         if row is not None and isinstance(row.get("step"), int | float):
             intact[line] = row
         else:
-            strange += 1
-    found = {_digest(line) for line in intact}
-    missing = sum(step <= last for digest, step in (written or {}).items() if digest not in found)
-    return intact, missing or strange
+            n_damaged += 1
+    if steps is None:
+        return intact, n_damaged
+    intact_digests = {_digest(line) for line in intact}
+    n_missing = 0
+    for digest, step in steps.items():
+        if step <= last_step and digest not in intact_digests:
+            n_missing += 1
+    # A damaged row is missing as well, and counts once.
+    return intact, n_missing or n_damaged
 
 
-def _digests(path: Path) -> dict[str, float] | None:
+def _written_steps(path: Path) -> dict[str, float] | None:
     """Returns the step of each row that was written, by its digest; None if there is no such
     file.
     """
-    written = {}
+    steps = {}
     try:
         for line in path.read_text(errors="replace", encoding="utf-8").splitlines():
             digest, _, step = line.partition(" ")
-            written[digest] = float(step) if step.isdecimal() else 0.0
+            steps[digest] = float(step) if step.isdecimal() else 0.0
     except FileNotFoundError:
         return None
-    return written
+    return steps
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -94,6 +105,7 @@ def _digest(line: str) -> str:
 
 
 def _replace(path: Path, lines: list[str]) -> None:
+    """Writes a file atomically."""
     part = path.with_name(f"{path.name}.part")
     with part.open("w", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in lines)

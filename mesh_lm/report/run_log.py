@@ -1,5 +1,5 @@
-"""The log of a run: `<output>/log.txt`, which keeps what a terminal's bar writes over, and what a
-batch system throws away.
+"""The log of a run: `<output>/log.txt`. It has the lines that a terminal's bar overwrites, and
+those that a batch system discards.
 """
 
 from __future__ import annotations
@@ -14,41 +14,47 @@ from typing import Self
 
 from mesh_lm.errors import ConfigError
 
-_KEPT = 2**20
+_FILE = "log.txt"
+_MAX_PENDING_BYTES = 2**20
 """Bytes of lines that wait for a disk that takes none; older ones are dropped."""
 
 
 class RunLog:
-    """What the first process of a run says. Each start appends to the file.
+    """The lines that the first process of a run prints. Each start appends to the file.
 
-    Lines from before `open`, and those that a full disk does not take, are kept and written later:
-    no OSError leaves this class, because a log must not end a run.
+    Lines that come before `open`, and those that a full disk does not take, are written later: no
+    OSError leaves this class, because a log must not end a run.
     """
 
     def __init__(self, say: Callable[[str], None], *, speaks: bool) -> None:
-        """Takes the function that prints a line for the terminal. speaks: whether this is the first
-        process; others keep nothing.
+        """Begins with a line that names the time and the process.
+
+        Args:
+          say: prints a line for the terminal.
+          speaks: whether this is the first process; the log of others stays empty.
         """
-        self._print, self._speaks = say, speaks
+        self._print = say
+        self._speaks = speaks
         self._file: int | None = None
-        self._waiting = b""
+        self._pending = b""
         self._failed = False
-        now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-        self.write(f"--- {now}, process {os.getpid()} on {socket.gethostname()}\n")
+        time = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+        self.write(f"--- {time}, process {os.getpid()} on {socket.gethostname()}\n")
 
     def open(self, output: Path) -> bool:
-        """Appends to log.txt in this directory from here on, and returns whether an earlier start
-        has written there.
+        """Appends to log.txt in this directory from this call on, and returns whether an earlier
+        start has written to it.
 
-        Call it when no other run writes there.
+        Call it when no other run writes to this directory.
         """
         if not self._speaks:
             return False
+        path = output / _FILE
         continues = False
         try:
             output.mkdir(parents=True, exist_ok=True)
-            continues = (output / "log.txt").exists()
-            self._file = os.open(output / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            continues = path.exists()
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             self._report(error)
         self.flush()
@@ -61,18 +67,21 @@ class RunLog:
 
     def write(self, text: str) -> None:
         """Writes text to the log alone, as `print(..., file=log)` does."""
-        if self._speaks:
-            self._waiting = (self._waiting + text.encode("utf-8", "backslashreplace"))[-_KEPT:]
-            if text.endswith("\n"):
-                self.flush()
+        if not self._speaks:
+            return
+        self._pending += text.encode("utf-8", "backslashreplace")
+        self._pending = self._pending[-_MAX_PENDING_BYTES:]
+        if text.endswith("\n"):
+            self.flush()
 
     def flush(self) -> None:
-        """Writes what waits, as far as the disk takes it."""
+        """Writes pending lines, as far as the disk takes them."""
         if self._file is None:
             return
         try:
-            while self._waiting:
-                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+            while self._pending:
+                n_written = os.write(self._file, self._pending)
+                self._pending = self._pending[n_written:]
             self._failed = False
         except OSError as error:
             self._report(error)
@@ -94,13 +103,11 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Writes what waits and what ended the run, and closes the file."""
-        if error is not None and not isinstance(error, SystemExit):
-            self.write(
-                f"error: {error}\n"
-                if isinstance(error, ConfigError)
-                else f"error: {type(error).__name__}: {error}\n"
-            )
+        """Writes pending lines and the error that ended the run, and closes the file."""
+        if isinstance(error, ConfigError):
+            self.write(f"error: {error}\n")
+        elif error is not None and not isinstance(error, SystemExit):
+            self.write(f"error: {type(error).__name__}: {error}\n")
         self.flush()
         if self._file is not None:
             try:

@@ -25,12 +25,10 @@ def require_login(project: str) -> None:
             f"wandb={project} needs the package wandb: pip install -e '.[wandb]'"
         ) from error
     try:
-        logged_in = wandb.setup().settings.mode != "online" or wandb.login(
-            prompt=False, verify=False
-        )
-    except (
-        TypeError
-    ):  # a version that cannot check without a prompt; it reports the problem when the run begins
+        is_online = wandb.setup().settings.mode == "online"
+        logged_in = not is_online or wandb.login(prompt=False, verify=False)
+    except TypeError:
+        # a version that cannot check without a prompt; it reports the problem when the run begins
         return
     if not logged_in:
         raise ConfigError(
@@ -53,17 +51,20 @@ class WeightsAndBiases:
             raise ConfigError(
                 f"wandb={project} needs the package wandb: pip install -e '.[wandb]'"
             ) from error
-        kept = directory / "wandb_run"
-        if not kept.exists():
+        id_file = directory / "wandb_run"
+        if not id_file.exists():
             directory.mkdir(parents=True, exist_ok=True)
-            kept.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
-        run_id = kept.read_text(encoding="utf-8").strip()
+            id_file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
         try:
             self._run = wandb.init(
-                project=project, id=run_id, name=directory.name, resume="allow", dir=str(directory),
+                project=project,
+                id=id_file.read_text(encoding="utf-8").strip(),
+                name=directory.name,
+                resume="allow",
+                dir=str(directory),
                 config=dict(config),
                 settings=wandb.Settings(silent=True),
-            )  # fmt: skip
+            )
         except Error as error:
             raise ConfigError(
                 f"wandb={project}: {error}; log in (wandb login), or set WANDB_MODE=offline"

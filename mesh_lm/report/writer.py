@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TextIO
 
 from mesh_lm.report import rows
 from mesh_lm.report.groups import grouped
@@ -21,7 +21,8 @@ def _without_torch() -> Iterator[None]:
     if "torch" in sys.modules:
         yield
         return
-    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # an import of it raises ImportError
+    # An import of None raises ImportError.
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     try:
         yield
     finally:
@@ -35,8 +36,8 @@ with _without_torch():
     from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
     from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-_FLUSH = 10.0
-"""Seconds between two flushes of TensorBoard's file."""
+_FLUSH_SECONDS = 10.0
+"""Interval between flushes of TensorBoard's file."""
 
 
 class Sink(Protocol):
@@ -51,6 +52,11 @@ class Sink(Protocol):
         ...
 
 
+class _Files(NamedTuple):
+    rows: TextIO
+    digests: TextIO
+
+
 class Writer:
     """Appends metrics to <directory>/metrics.jsonl, one {"step": 10, "loss": 3.2, ...} per line,
     and to <directory>/tensorboard.
@@ -59,7 +65,7 @@ class Writer:
     rows that were damaged or missing.
 
     A run that continues from `start_step` (0: a new run) removes later rows of a killed run, so
-    that no step is there twice: metrics.jsonl is rewritten atomically, and TensorBoard gets a purge
+    that no step occurs twice: metrics.jsonl is rewritten atomically, and TensorBoard gets a purge
     event. Does nothing if `directory` is None, as on every process but the first. `also` gets the
     same numbers. Raises OSError if it cannot write.
     """
@@ -67,8 +73,10 @@ class Writer:
     def __init__(
         self, directory: str | Path | None, start_step: int = 0, also: Sink | None = None
     ) -> None:
-        self._lines, self._digests, self._events, self._also = None, None, None, also
         self.damaged = 0
+        self._also = also
+        self._files: _Files | None = None
+        self._events: Events | None = None
         if directory is None:
             return
         path = Path(directory) / rows.METRICS
@@ -82,49 +90,49 @@ class Writer:
         """Records numbers (float, or anything float() takes). In metrics.jsonl, which stays strict
         JSON, nan and inf become null.
         """
-        if self._lines is None or self._digests is None or self._events is None:
+        if self._files is None or self._events is None:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        line, digest = rows.encoded(step, finite)
-        self._digests.write(digest)
-        self._lines.write(line)
+        row, digest = rows.encoded(step, finite)
+        self._files.digests.write(digest)
+        self._files.rows.write(row)
         charts = grouped(numbers)
         if self._also:
             self._also.write(step, charts)
         self._events.write(step, charts)
-        self._digests.flush()  # first: a row without its digest would be taken for a damaged one
-        self._lines.flush()  # a killed run keeps what it measured
+        # The digests come first: a row without its digest would be taken for a damaged one. Both
+        # are flushed so that a killed run keeps what it measured.
+        self._files.digests.flush()
+        self._files.rows.flush()
 
     def roll_back(self, step: int) -> None:
         """Removes the rows after this step."""
-        if self._lines is None or self._digests is None or self._events is None:
+        if self._files is None or self._events is None:
             return
         self._events.purge(step)
         try:
-            self._digests.close()
-            self._lines.close()
+            self._files.digests.close()
+            self._files.rows.close()
         finally:
-            self._truncate(Path(self._lines.name), step)
+            self._truncate(Path(self._files.rows.name), step)
+
+    def close(self) -> None:
+        """Writes buffered rows, and closes the files and the further destination."""
+        if self._files is not None and self._events is not None:
+            self._files.digests.close()
+            self._files.rows.close()
+            self._events.close()
+        if self._also:
+            self._also.close()
 
     def _truncate(self, path: Path, step: int) -> None:
         """Drops rows after a step, and opens the files, also if that fails."""
         try:
             self.damaged = rows.keep_up_to(path, step)
         finally:
-            self._digests, self._lines = (
-                path.with_name(rows.DIGESTS).open("a", encoding="utf-8"),
-                path.open("a", encoding="utf-8"),
-            )
-
-    def close(self) -> None:
-        """Writes what is buffered, and closes the files and the further destination."""
-        if self._lines is not None and self._digests is not None and self._events is not None:
-            self._digests.close()
-            self._lines.close()
-            self._events.close()
-        if self._also:
-            self._also.close()
+            digests = path.with_name(rows.DIGESTS).open("a", encoding="utf-8")
+            self._files = _Files(path.open("a", encoding="utf-8"), digests)
 
     def __enter__(self) -> Self:
         return self
@@ -133,7 +141,7 @@ class Writer:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        where: TracebackType | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -145,28 +153,25 @@ class Events:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file, self._flushed = EventsWriter(str(directory / "events")), 0.0
+        self._file = EventsWriter(str(directory / "events"))
+        self._flushed_at = 0.0
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Raises OSError if the disk is full; the rest is written later."""
+        """Adds the numbers of a step. Raises OSError if the disk is full; the remaining bytes are
+        written later.
+        """
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._file.write_event(
-            Event(wall_time=time.time(), step=step, summary=Summary(value=values))
-        )
-        if time.monotonic() > self._flushed + _FLUSH:
-            self._flushed = time.monotonic()
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        self._file.write_event(event)
+        if time.monotonic() > self._flushed_at + _FLUSH_SECONDS:
+            self._flushed_at = time.monotonic()
             self._file.flush()
 
     def purge(self, step: int) -> None:
-        """Makes TensorBoard drop what came after this step."""
-        self._file.write_event(
-            Event(
-                wall_time=time.time(),
-                step=step + 1,
-                session_log=SessionLog(status=SessionLog.START),
-            )
-        )
+        """Makes TensorBoard drop all later steps."""
+        start = SessionLog(status=SessionLog.START)
+        self._file.write_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def close(self) -> None:
-        """Writes what is buffered and closes the file."""
+        """Writes buffered events and closes the file."""
         self._file.close()

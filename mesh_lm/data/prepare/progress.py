@@ -17,19 +17,23 @@ _LINE_SECONDS = 10.0
 
 
 class Display:
-    """Displays `Totals`, starting from `start`, relative to `size`, the bytes on disk of all
-    inputs.
-    """
+    """Displays `Totals`, from those at the start to all bytes on disk of the inputs."""
 
     def __init__(
         self, file: TextIO, size: int, start: Totals, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """size: bytes on disk of all inputs."""
+        self._file = file
+        self._size = max(1, size)
+        self._start = start
+        self._clock = clock
+        self._started_at = clock()
+        self._last_line_at = self._started_at
+
+        self._bar = None
+        console = Console(file=file)
         # The file is checked, not rich, which takes FORCE_COLOR for a terminal and would draw a bar
         # into a log.
-        console = Console(file=file)
-        self._file, self._size, self._start, self._clock = file, max(1, size), start, clock
-        self._started = self._last_line = clock()
-        self._bar = None
         if file.isatty() and not console.is_dumb_terminal:
             columns = (
                 TextColumn("{task.percentage:.0f}%"),
@@ -45,8 +49,8 @@ class Display:
         """Updates the bar, or prints a line if the last one is ten seconds old."""
         if self._bar:
             self._bar.update(self._task, completed=totals.size, text=self._describe(totals))
-        elif self._clock() - self._last_line >= _LINE_SECONDS:
-            self._last_line = self._clock()
+        elif self._clock() - self._last_line_at >= _LINE_SECONDS:
+            self._last_line_at = self._clock()
             self.note(f"{100 * totals.size / self._size:3.0f}%  {self._describe(totals)}")
 
     def note(self, text: str) -> None:
@@ -57,13 +61,13 @@ class Display:
             print(text, file=self._file, flush=True)
 
     def _describe(self, totals: Totals) -> str:
-        seconds = max(self._clock() - self._started, 1e-9)
+        seconds = max(self._clock() - self._started_at, 1e-9)
         rate = (totals.bytes - self._start.bytes) / 1e6 / seconds
-        left = (self._size - totals.size) * seconds / max(1, totals.size - self._start.size)
-        return (
-            f"{rate:.1f} MB/s  {totals.tokens:,} tokens  eta "
-            f"{datetime.timedelta(seconds=math.ceil(left))}"
+        n_read = max(1, totals.size - self._start.size)
+        remaining = datetime.timedelta(
+            seconds=math.ceil((self._size - totals.size) * seconds / n_read)
         )
+        return f"{rate:.1f} MB/s  {totals.tokens:,} tokens  eta {remaining}"
 
     def __enter__(self) -> Self:
         if self._bar:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from mesh_lm.errors import ConfigError
 
 PIECE = 2**20
 """Characters per encoding task; longer documents are split at line ends."""
+_READ_BYTES = 2**20
+_BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +40,16 @@ class Settings:
 
 @dataclasses.dataclass
 class Encoded:
-    """The documents of one shard."""
+    """The documents of a shard."""
 
     tokens: np.ndarray
-    """Tokens of all documents, concatenated, [total], in the dtype of the .bin."""
+    """Tokens of all documents, concatenated, in the dtype of the .bin."""
     lengths: np.ndarray
     """Tokens per document, int64 [documents]. The last document may continue in the next shard."""
     text_bytes: int = 0
     """UTF-8 bytes of the documents."""
     lost_bytes: int = 0
-    """Those of them that the tokens do not spell."""
+    """How many of `text_bytes` the tokens do not spell."""
     bad_lines: int = 0
     """Skipped lines."""
     bad_files: int = 0
@@ -63,14 +65,27 @@ class Encoded:
         self.lost_bytes += n_bytes
 
 
+class _Line(NamedTuple):
+    offset: int | None
+    """Position in the file; None in the text of a compressed one."""
+    data: bytes
+
+
 def start() -> None:
     """Sets up a worker process: one thread; it ignores Ctrl-C (the parent terminates it) and exits
     if the parent does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = "1"
-    if parent := multiprocessing.parent_process():
-        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    parent = multiprocessing.parent_process()
+    if parent:
+        threading.Thread(target=_exit_after, args=[parent.sentinel], daemon=True).start()
+
+
+def _exit_after(sentinel: int) -> None:
+    """Ends this process as soon as the process of the sentinel has ended."""
+    wait([sentinel])
+    os._exit(1)
 
 
 def run(settings: Settings, shard: TextShard) -> Encoded:
@@ -87,7 +102,9 @@ class Encoder:
     """Encodes shards one after another."""
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer | None = None) -> None:
-        self._settings, self._tokenizer = settings, tokenizer or load_tokenizer(settings.tokenizer)
+        """tokenizer: None to load that of the settings."""
+        self._settings = settings
+        self._tokenizer = tokenizer or load_tokenizer(settings.tokenizer)
 
     def __call__(self, shard: TextShard) -> Encoded:
         """Returns the encoded shard. Raises ConfigError for an unreadable file or, unless they are
@@ -96,15 +113,14 @@ class Encoder:
         encoded = Encoded.empty()
         # Each batch has one text, because the tokenizer's own threads would compete with the other
         # workers.
-        documents = list(
-            encode(
-                self._tokenizer, self.texts(shard, encoded), batch=1, piece=PIECE, lost=encoded.lose
-            )
-        )
-        if not documents and _is_part_of_a_document(shard.segments[0]):  # no line starts here
+        texts = self.texts(shard, encoded)
+        documents = list(encode(self._tokenizer, texts, batch=1, piece=PIECE, lost=encoded.lose))
+        # A range inside a long line has no text, but the document may end with it.
+        if not documents and _is_part_of_document(shard.segments[0]):
             documents = [np.array([self._tokenizer.eod], np.int32)]
         if not shard.ends:
-            documents[-1] = documents[-1][:-1]
+            documents[-1] = documents[-1][:-1]  # without the EOD
+
         encoded.lengths = np.array([len(ids) for ids in documents], np.int64)
         encoded.tokens = np.concatenate(
             [encoded.tokens, *documents],
@@ -122,43 +138,48 @@ class Encoder:
                     yield text
 
     def _read(self, shard: TextShard, segment: FileRange, counts: Encoded) -> Iterator[str]:
-        path, field = Path(segment.path), self._settings.text_field
+        path = Path(segment.path)
         if segment.kind == "parquet":
-            yield from formats.rows(path, field, segment.group, segment.start, segment.stop)
+            yield from formats.rows(
+                path, self._settings.text_field, segment.group, segment.start, segment.stop
+            )
             return
         if segment.kind == "list":
-            yield from self._items(path, counts)
+            yield from self._list_items(path, counts)
             return
         try:
             with open(path, "rb") if shard.data is None else io.BytesIO(shard.data) as file:
-                lines = (
-                    _lines(file, segment) if shard.data is None else ((-1, line) for line in file)
-                )
-                if segment.kind == "jsonl":
-                    yield from self._rows(lines, path, shard.first_line, counts)
+                if shard.data is None:
+                    lines = _lines(file, segment)
                 else:
-                    text = self._text(list(lines), segment, counts)
-                    is_start = segment.start == 0 and shard.chunk == 0
-                    yield text.removeprefix("\ufeff") if is_start else text  # a byte order mark
+                    lines = (_Line(None, line) for line in file)
+                if segment.kind == "jsonl":
+                    yield from self._json_lines(lines, path, shard.first_line, counts)
+                    return
+                text = self._plain_text(list(lines), segment, counts)
+                if segment.start == 0 and shard.chunk == 0:
+                    text = text.removeprefix(_BYTE_ORDER_MARK)
+                yield text
         except OSError as error:
             raise formats.unreadable(path, error) from error
 
-    def _rows(
-        self, lines: Iterable[tuple[int, bytes]], path: Path, first_line: int, counts: Encoded
+    def _json_lines(
+        self, lines: Iterable[_Line], path: Path, first_line: int, counts: Encoded
     ) -> Iterator[str]:
-        for number, (offset, line) in enumerate(lines, first_line):
-            if formats.is_blank(line):
+        for number, line in enumerate(lines, first_line):
+            if formats.is_blank(line.data):
                 continue
             try:
-                yield formats.text_of(line, self._settings.text_field, str(path))
+                yield formats.text_of(line.data, self._settings.text_field, str(path))
             except ConfigError:
                 if not self._settings.skip_bad_lines:
-                    where = f"{path}, line {number if offset < 0 else _line_number(path, offset)}"
-                    # raises again, with the line number
-                    formats.text_of(line, self._settings.text_field, where)
+                    # Raises again, with the line number, which takes reading the file.
+                    if line.offset is not None:
+                        number = _line_number(path, line.offset)
+                    formats.text_of(line.data, self._settings.text_field, f"{path}, line {number}")
                 counts.bad_lines += 1
 
-    def _items(self, path: Path, counts: Encoded) -> Iterator[str]:
+    def _list_items(self, path: Path, counts: Encoded) -> Iterator[str]:
         for number, item in enumerate(formats.list_of(path), 1):
             try:
                 yield formats.text_in(item, self._settings.text_field, f"{path}, item {number}")
@@ -167,32 +188,39 @@ class Encoder:
                     raise
                 counts.bad_lines += 1
 
-    def _text(self, lines: list[tuple[int, bytes]], segment: FileRange, counts: Encoded) -> str:
+    def _plain_text(self, lines: list[_Line], segment: FileRange, counts: Encoded) -> str:
+        """Returns the text of the lines; "" for a file of a directory that is not UTF-8."""
         try:
-            return b"".join(line for _, line in lines).decode()
+            return b"".join(line.data for line in lines).decode()
         except UnicodeDecodeError as error:
             if segment.kind == "other" and segment.entire_file:
                 counts.bad_files += 1
                 return ""
-            where = f" (byte {lines[0][0] + error.start})" if lines[0][0] >= 0 else ""
+            offset = lines[0].offset
+            position = "" if offset is None else f" (byte {offset + error.start})"
             raise ConfigError(
-                f"{segment.path} is not UTF-8{where}; convert it, or leave it out"
+                f"{segment.path} is not UTF-8{position}; convert it, or leave it out"
             ) from error
 
 
-def _is_part_of_a_document(segment: FileRange) -> bool:
+def _is_part_of_document(segment: FileRange) -> bool:
     return segment.kind in ("txt", "other") and not segment.entire_file
 
 
-def _lines(file: BinaryIO, segment: FileRange) -> Iterator[tuple[int, bytes]]:
-    """Yields (offset, line) for the lines that start in the range."""
+def _lines(file: BinaryIO, segment: FileRange) -> Iterator[_Line]:
+    """Yields the lines that start in the range."""
+    # Skips the rest of the line before. It begins a byte earlier: a line that starts at
+    # `segment.start` belongs to the range.
     if segment.start:
         file.seek(segment.start - 1)
         # bounded, because a line may be longer than many ranges
         file.readline(segment.stop - segment.start + 1)
     offset = file.tell()
-    while offset < segment.stop and (line := file.readline()):
-        yield offset, line
+    while offset < segment.stop:
+        line = file.readline()
+        if not line:
+            return
+        yield _Line(offset, line)
         offset += len(line)
 
 
@@ -200,6 +228,10 @@ def _line_number(path: Path, offset: int) -> int:
     """Returns the number, from 1, of the line that starts at the offset."""
     number = 1
     with open(path, "rb") as file:
-        while offset > 0 and (data := file.read(min(2**20, offset))):
-            number, offset = number + data.count(b"\n"), offset - len(data)
+        while offset > 0:
+            data = file.read(min(_READ_BYTES, offset))
+            if not data:
+                break
+            number += data.count(b"\n")
+            offset -= len(data)
     return number

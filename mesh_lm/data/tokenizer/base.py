@@ -23,32 +23,34 @@ FORMER = (
     "warning: {} is of an older version, which split white space at the end of a text otherwise; "
     "all other ids are the same, and it is read as it is"
 )
-"""What a log says about data or weights with one of a tokenizer's former fingerprints."""
-_UNKNOWN = "\ufffd".encode()
+"""Warning about data or weights with a former fingerprint of a tokenizer."""
+_REPLACEMENT = "\ufffd".encode()
 
 
 class Tokenizer(ABC):
     """Encodes text to token ids and decodes them.
 
     Attributes:
-      vocab_size: ids are 0 to vocab_size - 1; some may be unused. eod: id of the end-of-document
-      token. No text encodes to it, not even its spelling. fingerprint: SHA-256 (hex) of the
-      vocabulary, its rules and the EOD. Tokenizers with equal fingerprints give equal ids.
-      former_fingerprints: those that older versions gave this tokenizer, whose ids differed in
-      white space at the ends of texts only.
-        Data and weights that were made with them are still accepted.
+      vocab_size: ids are 0 to vocab_size - 1; some may be unused.
+      eod: id of the end-of-document token. No text encodes to it, not even its spelling.
+      fingerprint: SHA-256 (hex) of the vocabulary, its rules and the EOD. Tokenizers with equal
+        fingerprints give equal ids.
+      former_fingerprints: fingerprints that older versions gave this tokenizer, whose ids differed
+        in white space at the ends of texts only. Data and weights that were made with them are
+        still accepted.
       joins: whether decode(a + b) == decode(a) + decode(b) for encodings a and b of two texts, so
-      that a long text can be encoded in
-        pieces. True for byte-level vocabularies; others may put a space at the start of each piece.
+        that a long text can be encoded in pieces. True for byte-level vocabularies; others may put
+        a space at the start of each piece.
       is_lossless: whether it is known that decode(encode(text)) has every character of any text: it
-      has a token for each byte, and no
-        rule that drops or rewrites text.
-      library: the package whose version may affect the ids; "" for none. unknown: id of the token
-      that stands for text outside the vocabulary, such as <unk>; None if there is none.
+        has a token for each byte, and no rule that drops or rewrites text.
+      library: the package whose version may affect the ids; "" for none.
+      unknown: id of the token that stands for text outside the vocabulary, such as <unk>; None if
+        there is none.
       special_ids: ids of all special tokens, the EOD among them, which stand for no text.
-      companions: what transformers keeps beside the tokenizer in the directory that it was loaded
-      from. is_in_transformers: whether transformers can load what `save` writes. kind: what it is,
-      in a few words, for messages.
+      companions: the files of transformers beside the tokenizer in the directory that it was loaded
+        from.
+      is_in_transformers: whether transformers can load what `save` writes.
+      kind: its format in a few words, for messages.
     """
 
     vocab_size: int
@@ -97,20 +99,20 @@ class Tokenizer(ABC):
         gives the text back.
 
         Both are compared in Unicode's form NFC, by how often each character occurs: a tokenizer
-        that writes a character in a canonically equivalent way loses nothing. One that drops, folds
-        or replaces characters does, and so does one that has an id for "unknown".
+        that writes a character in a canonically equivalent way loses nothing. A tokenizer that
+        drops, folds or replaces characters does, and so does one that has an id for "unknown".
         """
-        data, spelled = text.encode(), self._spelled(ids)
+        data = text.encode()
+        spelled = self._spelled(ids)
         if spelled == data:
             return 0
-        known = spelled if self.unknown is None else self._spelled(ids[ids != self.unknown])
-        wanted, found = (
-            Counter(unicodedata.normalize("NFC", each))
-            for each in (text, known.decode(errors="replace"))
-        )
-        return min(
-            len(data), sum(n * len(character.encode()) for character, n in (wanted - found).items())
-        )
+        if self.unknown is not None:
+            spelled = self._spelled(ids[ids != self.unknown])
+        characters = Counter(unicodedata.normalize("NFC", text))
+        spelled_text = spelled.decode(errors="replace")
+        missing = characters - Counter(unicodedata.normalize("NFC", spelled_text))
+        n_lost = sum(n * len(character.encode()) for character, n in missing.items())
+        return min(len(data), n_lost)
 
     def token_ids(self) -> dict[str, int]:
         """Returns "eos_token_id", and "bos_token_id" and "pad_token_id" where the tokenizer has
@@ -120,11 +122,11 @@ class Tokenizer(ABC):
         for name in ("bos_token_id", "pad_token_id"):
             role = name.removesuffix("_id")
             spelling = self.companions.token(role)
-            i = self.special(spelling) if spelling else None
-            if i is None and role in self.companions.implied:
-                i = self.eod
-            if i is not None:
-                ids[name] = i
+            token_id = self.special(spelling) if spelling else None
+            if token_id is None and role in self.companions.implied:
+                token_id = self.eod
+            if token_id is not None:
+                ids[name] = token_id
         return ids
 
     def stream(self) -> DecodeStream:
@@ -166,30 +168,33 @@ class DecodeStream:
     """
 
     def __init__(self, spellings: list[bytes], leading_space: bool) -> None:
-        self._spellings, self._drop_space = spellings, leading_space
+        self._spellings = spellings
+        self._drop_space = leading_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, *ids: int) -> str:
         """Returns the text that these ids complete; "" inside a character."""
-        n = len(self._spellings)
-        return self._text(
-            b"".join(self._spellings[i] if 0 <= i < n else _UNKNOWN for i in map(int, ids))
-        )
+        return self._text(b"".join(map(self._spelling, ids)))
 
     def flush(self) -> str:
         """Returns U+FFFD for an unfinished character, else "". Resets the decoder."""
         return self._text(b"", final=True)
 
+    def _spelling(self, token_id: int) -> bytes:
+        i = int(token_id)
+        return self._spellings[i] if 0 <= i < len(self._spellings) else _REPLACEMENT
+
     def _text(self, data: bytes, final: bool = False) -> str:
         text = self._decoder.decode(data, final)
         if text and self._drop_space:
-            text, self._drop_space = text.removeprefix(" "), False
+            self._drop_space = False
+            return text.removeprefix(" ")
         return text
 
 
 def smaller_than_asked(tokenizer: Tokenizer, asked: int) -> str:
-    """Returns what to tell the user of a tokenizer with fewer entries than were asked for; empty if
-    it has all of them.
+    """Returns a message about a tokenizer with fewer entries than were asked for; "" if it has all
+    of them.
     """
     if tokenizer.vocab_size >= asked:
         return ""

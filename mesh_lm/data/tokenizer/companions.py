@@ -2,7 +2,7 @@
 and settings for generation.
 
 They do not change the ids of a text, and nothing here uses them. They are kept so that an export
-has what the original directory has.
+has all files of the original directory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 from mesh_lm import strict_json
 from mesh_lm.errors import ConfigError
 
-CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
-CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
 FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, CHAT_TEMPLATE, GENERATION)
 _MORE_TEMPLATES = "additional_chat_templates"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -36,7 +38,7 @@ the type of the model beside it."""
 
 @dataclasses.dataclass(frozen=True)
 class Companions:
-    """Contents of the files; what is missing is empty."""
+    """Contents of the files; those of a missing file are empty."""
 
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     """tokenizer_config.json, with the chat templates of a directory of their own."""
@@ -57,19 +59,21 @@ class Companions:
         """Returns the spelling of the token with a role, such as "eos_token"; None if no file names
         one.
         """
-        for named in (self.config, self.special_tokens):
-            token = named.get(role)
+        for content in (self.config, self.special_tokens):
+            token = content.get(role)
             spelling = token.get("content") if isinstance(token, dict) else token
             if spelling:
                 return str(spelling)
         return None
 
     def files(self, eos_token: str) -> dict[str, bytes]:
-        """Returns the contents of the files to write, by name. eos_token: the end-of-document
-        token, for files that name none.
+        """Returns the contents of the files to write, by name.
+
+        eos_token: the end-of-document token, for files that name none.
         """
-        missing = [role for role in ("eos_token", *self.implied) if self.token(role) is None]
-        config = {"tokenizer_class": _ANY_CLASS, **self.config, **dict.fromkeys(missing, eos_token)}
+        unnamed_roles = [role for role in ("eos_token", *self.implied) if self.token(role) is None]
+        config = {"tokenizer_class": _ANY_CLASS, **self.config}
+        config |= dict.fromkeys(unnamed_roles, eos_token)
         files = {CONFIG: _encoded(config)}
         if self.special_tokens:
             files[SPECIAL_TOKENS] = _encoded(self.special_tokens)
@@ -83,28 +87,30 @@ class Companions:
         """Returns generation_config.json with its name, if there is one. It belongs to the model,
         whatever the tokenizer.
         """
-        return {GENERATION: _encoded(self.generation)} if self.generation else {}
+        if not self.generation:
+            return {}
+        return {GENERATION: _encoded(self.generation)}
 
 
 def read(directory: Path) -> Companions:
-    """Returns what a directory has beside its tokenizer. Raises ConfigError for a file that cannot
-    be read.
+    """Returns the files beside a tokenizer in its directory. Raises ConfigError for a file that
+    cannot be read.
     """
-    config = _read(directory / CONFIG)
+    config = _read_json(directory / CONFIG)
     model = _model_config(directory)
     class_name = config.get("tokenizer_class") or model.get("tokenizer_class")
+    # `auto_map` names classes in Python files of the directory, which are not kept.
+    auto_map = json.dumps(config.pop("auto_map", None))
     if class_name:
-        config["tokenizer_class"] = class_name
-    # classes in files of the directory, which are not kept
-    code = json.dumps(config.pop("auto_map", None))
-    if class_name and f".{str(class_name).removesuffix('Fast')}" in code:
-        config["tokenizer_class"] = _ANY_CLASS
-    implied = () if class_name else _IMPLIED.get(str(model.get("model_type")), ())
+        is_in_directory = f".{str(class_name).removesuffix('Fast')}" in auto_map
+        config["tokenizer_class"] = _ANY_CLASS if is_in_directory else class_name
+        implied = ()
+    else:
+        implied = _IMPLIED.get(str(model.get("model_type")), ())
+
     chat_template = _read_text(directory / CHAT_TEMPLATE)
-    templates = {
-        path.stem: _read_text(path)
-        for path in sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))
-    }
+    paths = sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))
+    templates = {path.stem: _read_text(path) for path in paths}
     if templates:
         if chat_template:
             templates = {"default": chat_template, **templates}
@@ -114,30 +120,31 @@ def read(directory: Path) -> Companions:
         ]
     generation = _read_generation(directory, model)
     return Companions(
-        config,
-        _read(directory / SPECIAL_TOKENS),
-        _read(directory / ADDED_TOKENS),
-        chat_template,
-        implied,
-        generation,
+        config=config,
+        special_tokens=_read_json(directory / SPECIAL_TOKENS),
+        added_tokens=_read_json(directory / ADDED_TOKENS),
+        chat_template=chat_template,
+        implied=implied,
+        generation=generation,
     )
 
 
 def generation_of(directory: Path) -> Companions:
     """Returns the settings for generation alone, for a tokenizer that transformers does not have.
-    Raises ConfigError as `read`.
+    Raises ConfigError for a file that cannot be read.
     """
     return Companions(generation=_read_generation(directory, _model_config(directory)))
 
 
 def _read_generation(directory: Path, model: dict[str, Any]) -> dict[str, Any]:
-    return _read(directory / GENERATION) or {
-        name: model[name] for name in TOKEN_IDS if model.get(name) is not None
-    }
+    generation = _read_json(directory / GENERATION)
+    if generation:
+        return generation
+    return {name: model[name] for name in TOKEN_IDS if model.get(name) is not None}
 
 
 def _model_config(directory: Path) -> dict[str, Any]:
-    """Returns the config.json of a model of transformers; {} where there is none, or one of another
+    """Returns the config.json of a model of transformers; {} without one, or for one of another
     program.
     """
     try:
@@ -147,7 +154,7 @@ def _model_config(directory: Path) -> dict[str, Any]:
     return model if "model_type" in model else {}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return strict_json.read(path)
     except FileNotFoundError:

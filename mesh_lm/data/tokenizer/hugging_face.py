@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mesh_lm import strict_json
 from mesh_lm.data.atomic import write_files
-from mesh_lm.data.tokenizer import companions as beside
+from mesh_lm.data.tokenizer import companions as companion_files
 from mesh_lm.data.tokenizer.base import EOD, MIN_VOCAB, Tokenizer, fingerprint
 from mesh_lm.data.tokenizer.companions import CONFIG, Companions
 from mesh_lm.errors import ConfigError
@@ -24,6 +25,12 @@ FILE = "tokenizer.json"
 _EODS = (EOD, "<|end_of_text|>", "</s>", "<eos>")
 _WITHOUT_MEANING = ("version", "truncation", "padding", "post_processor")
 """Parts of a tokenizer.json that do not change the ids of `encode_batch`."""
+_LOSSLESS_STEPS = ("ByteLevel", "Split", "Digits")
+"""Steps of a pre_tokenizer that split text, without a change of its characters."""
+_LOSSY_RULES = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+"""Options of a BPE model with which ids do not spell the text."""
+_BYTE_TOKEN = re.compile("<0x..>", re.DOTALL)
+_SPACE = "\u2581"  # how vocabularies converted from SentencePiece spell a space
 
 
 class HuggingFace(Tokenizer):
@@ -44,21 +51,24 @@ class HuggingFace(Tokenizer):
         """Parses a tokenizer.json.
 
         Args:
-          text: contents of the tokenizer.json. path: the file, for messages. eod: spelling of the
-          end-of-document token; None: the first common one that the vocabulary has. companions:
-          what `save` writes beside it.
+          text: contents of the tokenizer.json.
+          path: the file, for messages.
+          eod: spelling of the end-of-document token; None: the first common one that the vocabulary
+            has.
+          companions: what `save` writes beside it.
 
         Raises:
           ConfigError: the file is damaged, lacks the EOD, or is of a kind whose ids do not stand
-          for bytes.
+            for bytes.
         """
-        self._text, self._data = text, _parse(text, path)
+        self._text = text
+        self._data = _parse(text, path)
         self.companions = companions
-        added = self._data.get("added_tokens") or ()
-        self._eod_name = _find_eod([token["content"] for token in added], eod, path)
-        for token in added:
+        self._added_tokens = self._data.get("added_tokens") or ()
+        self._eod_name = _find_eod([token["content"] for token in self._added_tokens], eod, path)
+        for token in self._added_tokens:
             if token["content"] == self._eod_name:
-                token["special"] = True  # other added tokens would be matched in text
+                token["special"] = True  # an added token that is not special is matched in text
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._data))
         except Exception as error:  # `tokenizers` raises bare Exception
@@ -67,17 +77,21 @@ class HuggingFace(Tokenizer):
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+
         self._vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        # the library may override a file's "id"
-        self._added = {token["content"]: self._vocab[token["content"]] for token in added}
-        self.vocab_size, self.eod = max(self._vocab.values()) + 1, self._added[self._eod_name]
-        self.special_ids = frozenset(
-            self._added[token["content"]] for token in added if token.get("special")
-        )
+        # Ids come from the library, which may override those of the file.
+        contents = [token["content"] for token in self._added_tokens]
+        self._added = {content: self._vocab[content] for content in contents}
+        self._special = {token["content"] for token in self._added_tokens if token.get("special")}
+        self.vocab_size = max(self._vocab.values()) + 1
+        self.eod = self._added[self._eod_name]
+        self.unknown = self._unknown()
+        self.special_ids = frozenset(self._added[content] for content in self._special)
+
         self._decoders = _decoders(self._data.get("decoder"), path)
-        self.joins, self.unknown = "ByteLevel" in self._decoders, self._unknown()
         self._leading_space = bool(self._decoders & {"Strip", "Metaspace"})
-        self.is_lossless = self._loses_nothing()
+        self.joins = "ByteLevel" in self._decoders
+        self.is_lossless = self._has_all_bytes() and not self._changes_text()
         meaning = {key: value for key, value in self._data.items() if key not in _WITHOUT_MEANING}
         self.fingerprint = fingerprint(
             "hugging_face", json.dumps(meaning, sort_keys=True).encode(), self.eod
@@ -106,63 +120,49 @@ class HuggingFace(Tokenizer):
         model numbers.
         """
         model = self._data["model"]
-        return (
-            model.get("unk_id")
-            if model.get("unk_token") is None
-            else self._vocab.get(model["unk_token"])
-        )
+        if model.get("unk_token") is None:
+            return model.get("unk_id")
+        return self._vocab.get(model["unk_token"])
 
-    def _loses_nothing(self) -> bool:
-        """Returns whether it is a byte-level BPE with the whole alphabet, and without any of the
-        rules that drop or rewrite text.
-        """
-        model, splitter = self._data["model"], self._data.get("pre_tokenizer") or {}
-        steps = splitter.get("pretokenizers", [splitter])
+    def _has_all_bytes(self) -> bool:
+        """Whether it is a BPE with a token for each byte."""
+        model = self._data["model"]
         return (
             model.get("type") == "BPE"
-            and not any(
-                model.get(name)
-                for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-            )
-            and not self._data.get("normalizer")
-            and [step.get("type") for step in steps].count("ByteLevel") == 1
-            and all(
-                step["type"] in ("ByteLevel", "Split", "Digits")
-                and step.get("behavior") != "Removed"
-                for step in steps
-            )
             and "ByteLevel" in self._decoders
             and all(character in model["vocab"] for character in _byte_alphabet())
-            and not any(
-                token.get("lstrip") or token.get("rstrip")
-                for token in self._data.get("added_tokens") or ()
-            )
         )
 
+    def _changes_text(self) -> bool:
+        """Whether a rule of a byte-level BPE may drop or rewrite text."""
+        if any(self._data["model"].get(name) for name in _LOSSY_RULES):
+            return True
+        if self._data.get("normalizer"):
+            return True
+        if any(token.get("lstrip") or token.get("rstrip") for token in self._added_tokens):
+            return True
+        splitter = self._data.get("pre_tokenizer") or {}
+        steps = splitter.get("pretokenizers", [splitter])
+        if [step.get("type") for step in steps].count("ByteLevel") != 1:
+            return True
+        for step in steps:
+            if step["type"] not in _LOSSLESS_STEPS or step.get("behavior") == "Removed":
+                return True
+        return False
+
     def _spell(self) -> list[bytes]:
-        spellings = [b""] * self.vocab_size
-        special = {
-            token["content"]
-            for token in self._data.get("added_tokens") or ()
-            if token.get("special")
-        }
         alphabet = {character: bytes([byte]) for byte, character in enumerate(_byte_alphabet())}
+        spellings = [b""] * self.vocab_size
         for token, i in self._vocab.items():
-            if token in special or (token in self._added and self.joins):
+            if token in self._special or (token in self._added and self.joins):
                 spellings[i] = token.encode()
             elif self.joins:
-                spellings[i] = b"".join(
-                    alphabet.get(character, character.encode()) for character in token
-                )
-            elif (
-                "ByteFallback" in self._decoders
-                and len(token) == 6
-                and token.startswith("<0x")
-                and token.endswith(">")
-            ):
+                characters = [alphabet.get(character, character.encode()) for character in token]
+                spellings[i] = b"".join(characters)
+            elif "ByteFallback" in self._decoders and _BYTE_TOKEN.fullmatch(token):
                 spellings[i] = bytes([int(token[3:5], 16)])
             else:
-                spellings[i] = token.replace("\u2581", " ").encode()
+                spellings[i] = token.replace(_SPACE, " ").encode()
         return spellings
 
 
@@ -198,21 +198,21 @@ def load(path: Path) -> HuggingFace:
     Raises:
       ConfigError: the file is missing, damaged or has no EOD.
     """
-    companions = beside.read(path.parent)
+    companions = companion_files.read(path.parent)
     try:
-        return HuggingFace(
-            path.read_text(encoding="utf-8"), path, companions.token("eos_token"), companions
-        )
+        text = path.read_text(encoding="utf-8")
+        return HuggingFace(text, path, companions.token("eos_token"), companions)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot load the tokenizer {path}: {error}") from error
 
 
-def _find_eod(added: list[str], wanted: str | None, path: Path) -> str:
-    if wanted is not None:
-        if wanted in added:
-            return wanted
+def _find_eod(added: list[str], eod: str | None, path: Path) -> str:
+    """Returns `eod`, or the first common end-of-document token among the added ones."""
+    if eod is not None:
+        if eod in added:
+            return eod
         raise ConfigError(
-            f"{path} has no token {wanted!r}, which the files beside it name as eos_token; fetch "
+            f"{path} has no token {eod!r}, which the files beside it name as eos_token; fetch "
             "all files of one model"
         )
     for name in _EODS:
@@ -232,10 +232,9 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
             data["model"]["merges"] = [merge.split(" ") for merge in merges]
         return data
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"cannot load the tokenizer {path}: it is not a tokenizer.json of Hugging Face "
-            f"({problem})"
+            f"({type(error).__name__}: {error})"
         ) from error
 
 
@@ -243,36 +242,39 @@ def _decoders(decoder: dict[str, Any] | None, path: Path) -> set[str]:
     """Returns the types of the decoder's steps; Strip and Metaspace only if they remove a leading
     space.
     """
-    steps = (
-        decoder["decoders"]
-        if decoder and decoder["type"] == "Sequence"
-        else [decoder or {"type": "none"}]
-    )
+    if decoder and decoder["type"] == "Sequence":
+        steps = decoder["decoders"]
+    else:
+        steps = [decoder or {"type": "none"}]
     kinds = set()
     for step in steps:
         kind = step["type"]
-        takes_space = (
-            step.get("start") == 1
-            if kind == "Strip"
-            else step.get("prepend_scheme", "always") != "never"
-        )
-        known = {
-            "Replace": step.get("pattern") == {"String": "\u2581"} and step.get("content") == " ",
-            "Strip": step.get("content") == " " and step.get("stop") == 0,
-        }
-        if kind not in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace") and not known.get(kind):
+        if not _is_supported(step):
             raise ConfigError(
                 f"{path}: a tokenizer with decoder step {kind} is not supported; byte-level ones "
                 "(GPT-2, Llama 3, Qwen) and those converted from SentencePiece (Llama 2, Gemma) are"
             )
-        if kind not in ("Strip", "Metaspace") or takes_space:
-            kinds.add(kind)
+        if kind == "Strip" and step.get("start") != 1:
+            continue
+        if kind == "Metaspace" and step.get("prepend_scheme", "always") == "never":
+            continue
+        kinds.add(kind)
     return kinds
+
+
+def _is_supported(step: dict[str, Any]) -> bool:
+    """Whether `_spell` and `Tokenizer.decode` do the same as a step of a decoder."""
+    kind = step["type"]
+    if kind == "Replace":
+        return step.get("pattern") == {"String": _SPACE} and step.get("content") == " "
+    if kind == "Strip":
+        return step.get("content") == " " and step.get("stop") == 0
+    return kind in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace")
 
 
 def _byte_alphabet() -> list[str]:
     """Returns the character for each byte (Radford et al. 2019): itself if it is printable, else
-    one from U+0100 on.
+    the next one from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

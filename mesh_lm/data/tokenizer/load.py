@@ -21,31 +21,31 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Returns the tokenizer that `spec` names.
 
     - a tokenizer.json of Hugging Face. Its end-of-document token is the eos_token of the
-      tokenizer_config.json next to it, else the first
-      of <|endoftext|>, <|end_of_text|>, </s>, <eos> in the vocabulary;
+      tokenizer_config.json next to it, else the first of <|endoftext|>, <|end_of_text|>, </s>,
+      <eos> in the vocabulary;
     - a SentencePiece .model, or a tiktoken rank file (.tiktoken, or Llama 3's tokenizer.model); the
-      contents decide which. A
-      rank file has neither pattern nor special tokens; see `ranks` for the assumed ones;
+      contents decide which. A rank file has neither pattern nor special tokens; see `ranks` for the
+      assumed ones;
     - a directory with one of these, such as a Hugging Face model or one written by
       `Tokenizer.save`; tokenizer.json takes precedence;
     - `bytes`: 256 bytes and <|endoftext|>.
 
     Raises:
       ConfigError: the file is missing, damaged, of an unknown kind, or without an end-of-document
-      token; the message names it.
+        token; the message names it.
     """
     if str(spec) == "bytes":
         return plain_bytes.Bytes()
     path = Path(spec).expanduser()
     checksums.require(path if path.is_dir() else path.parent, *_FILES, path.name)
     if path.is_dir():
-        path = _inside(path)
+        path = _file_in_directory(path)
     if not path.is_file():
         raise ConfigError(
             f"tokenizer {spec}: no such file or directory; give {KINDS}{hub_hint(str(spec))}"
         )
     if path.suffix == ".json":
-        from mesh_lm.data.tokenizer import hugging_face
+        from mesh_lm.data.tokenizer import hugging_face  # imports `tokenizers`
 
         return hugging_face.load(path)
     if path.name == plain_bytes.FILE:
@@ -63,18 +63,18 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     )
 
 
-def _inside(directory: Path) -> Path:
+def _file_in_directory(directory: Path) -> Path:
     for name in _BY_PRECEDENCE:
         if (directory / name).is_file():
             return directory / name
     candidates = sorted([*directory.glob("*.model"), *directory.glob("*.tiktoken")])
     if len(candidates) == 1:
         return candidates[0]
-    what = (
-        f"several: {', '.join(path.name for path in candidates)}; name one"
-        if candidates
-        else f"none; give {KINDS}"
-    )
+    if candidates:
+        names = ", ".join(path.name for path in candidates)
+        problem = f"several: {names}; name one"
+    else:
+        problem = f"none; give {KINDS}"
     raise ConfigError(
-        f"tokenizer {directory}: expected one tokenizer in this directory, found {what}"
+        f"tokenizer {directory}: expected one tokenizer in this directory, found {problem}"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from mesh_lm.data.atomic import write_files
-from mesh_lm.data.tokenizer.base import EOD, Tokenizer, fingerprint
+from mesh_lm.data.tokenizer.base import EOD, MIN_VOCAB, Tokenizer, fingerprint
 from mesh_lm.data.tokenizer.companions import Companions
 
 FILE = "tokenizer.bytes"
@@ -23,7 +23,8 @@ class Bytes(Tokenizer):
 
     def __init__(self, companions: Companions = Companions()) -> None:
         self.companions = companions
-        self.vocab_size, self.eod = 257, 256
+        self.vocab_size = MIN_VOCAB
+        self.eod = 256
         self.special_ids = frozenset([self.eod])
         self.fingerprint = fingerprint("bytes", b"", self.eod)
 

@@ -20,15 +20,14 @@ _SPACE = "\u2581"  # how pieces spell a space
 
 
 class SentencePiece(Tokenizer):
-    """A SentencePiece tokenizer; `data`: contents of the model file. The EOD is its end-of-sentence
-    piece.
+    """A SentencePiece tokenizer. The EOD is its end-of-sentence piece.
 
     A model may normalise text (NFKC, spaces) and lack characters, so decode(encode(text)) can
     differ from the text.
 
     Raises:
       ConfigError: the model is damaged or has no end-of-sentence piece, or sentencepiece is not
-      installed.
+        installed.
     """
 
     joins = False
@@ -37,34 +36,33 @@ class SentencePiece(Tokenizer):
     kind = "a SentencePiece model"
 
     def __init__(self, data: bytes, path: Path, companions: Companions = Companions()) -> None:
+        """data: contents of the model file. path: the file, for messages."""
         self.companions = companions
-        self._data, self._model = data, _load(data, path)
-        self.vocab_size, self.eod = self._model.get_piece_size(), self._model.eos_id()
+        self._data = data
+        self._model = _load(data, path)
+        self.vocab_size = self._model.get_piece_size()
+        self.eod = self._model.eos_id()
         if self.eod < 0:
             raise ConfigError(
                 f"{path} has no end-of-sentence piece to end documents with; train it with one "
                 "(eos_id >= 0)"
             )
-        self.fingerprint, self.unknown = (
-            fingerprint("sentencepiece", data, self.eod),
-            self._model.unk_id(),
-        )
+        self.fingerprint = fingerprint("sentencepiece", data, self.eod)
+        self.unknown = self._model.unk_id()
         self.special_ids = frozenset(i for i in range(self.vocab_size) if self._model.is_control(i))
         self._leading_space = self._model.encode("a", out_type=str)[0].startswith(_SPACE)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Implements `Tokenizer.encode_batch`."""
-        threads = 1 if len(texts) == 1 else -1
-        return [
-            np.array(ids, np.int32)
-            for ids in self._model.encode(list(texts), out_type=int, num_threads=threads)
-        ]
+        n_threads = 1 if len(texts) == 1 else -1  # -1: one per core
+        encodings = self._model.encode(list(texts), out_type=int, num_threads=n_threads)
+        return [np.array(ids, np.int32) for ids in encodings]
 
     def special(self, name: str) -> int | None:
         """Implements `Tokenizer.special`."""
-        i = self._model.piece_to_id(name)
+        token_id = self._model.piece_to_id(name)
         # user-defined pieces are text; an unknown name gives the id of <unk>
-        return i if self._model.is_control(i) else None
+        return token_id if self._model.is_control(token_id) else None
 
     def save(self, directory: Path) -> Path:
         """Implements `Tokenizer.save`."""
@@ -75,13 +73,15 @@ class SentencePiece(Tokenizer):
     def _spell(self) -> list[bytes]:
         return [self._spelling(i) for i in range(self.vocab_size)]
 
-    def _spelling(self, i: int) -> bytes:
-        piece = self._model.id_to_piece(i)
-        if self._model.is_byte(i):  # <0x0A>
+    def _spelling(self, token_id: int) -> bytes:
+        piece = self._model.id_to_piece(token_id)
+        if self._model.is_byte(token_id):  # <0x0A>
             return bytes([int(piece[3:5], 16)])
-        if self._model.is_unknown(i):
-            return self._model.decode([i]).encode()
-        return piece.encode() if self._model.is_control(i) else piece.replace(_SPACE, " ").encode()
+        if self._model.is_unknown(token_id):
+            return self._model.decode([token_id]).encode()
+        if self._model.is_control(token_id):
+            return piece.encode()
+        return piece.replace(_SPACE, " ").encode()
 
 
 def _load(data: bytes, path: Path) -> Any:

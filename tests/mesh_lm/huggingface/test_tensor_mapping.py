@@ -17,7 +17,7 @@ ROWS = list(dict.fromkeys(row for family in FAMILIES for row in family.mappings)
 def sizes_of(data: st.DataObject, row: TensorMapping) -> dict[str, int]:
     sizes = {d: data.draw(st.integers(1, 4), label=d) for d in row.dims}
     if "f" in sizes:
-        sizes["f"] = 3 if "f" in row.layout else len(row.hf_names)
+        sizes["f"] = 3 if "f" in row.hf_dims else len(row.hf_names)
     return sizes
 
 
@@ -30,7 +30,7 @@ def written(row: TensorMapping, ours: np.ndarray, sizes: dict[str, int]) -> dict
     }
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.param}: {row.layout}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.param}: {row.hf_dims}")
 @given(data=st.data())
 def test_any_part_comes_back_and_is_read_once(row: TensorMapping, data: st.DataObject) -> None:
     sizes = sizes_of(data, row)

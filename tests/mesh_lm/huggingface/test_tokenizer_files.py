@@ -19,7 +19,7 @@ from mesh_lm import distributed, huggingface
 from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface.model_card import model_card
-from mesh_lm.inference.trained import _tokenizer as tokenizer_of
+from mesh_lm.inference.trained import _load_tokenizer as tokenizer_of
 from mesh_lm.inference.trained import keep_tokenizer
 from mesh_lm.model import DecoderConfig
 from mesh_lm.parallel.layout import ModelLayout

@@ -408,7 +408,7 @@ def test_a_plot_shows_the_newest_rows(
     )
     shown: list[str] = []
     monkeypatch.setattr(
-        plot, "_label_right", lambda axes, labels: shown.extend(text for _, text, _ in labels)
+        plot, "_draw_labels", lambda axes, labels: shown.extend(text for _, text, _ in labels)
     )
     loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", {"gzip -9": 2.3})
     assert shown == (

@@ -76,5 +76,5 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
         log.open(tmp_path / "file" / "run")
         for _ in range(3000):
             log.write("x" * 999 + "\n")
-        assert len(log._waiting) <= 2**20, "lines that wait for a disk have a limit"
+        assert len(log._pending) <= 2**20, "lines that wait for a disk have a limit"
     assert len(printed) == 1 and "log.txt cannot be written: Not a directory" in printed[0]
