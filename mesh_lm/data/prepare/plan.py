@@ -8,7 +8,6 @@ import codecs
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from mesh_lm.data import formats, sources, written
 from mesh_lm.errors import ConfigError
@@ -25,15 +24,13 @@ class FileRange:
     """A range of one file."""
 
     path: str
-    kind: Literal["jsonl", "list", "txt", "parquet", "other"]
-    """list: a .json with one list. other: a file of a directory with an unknown suffix; it is one
-    document if it is UTF-8."""
+    format: formats.Format | None
+    """None: a file of a directory with an unknown suffix; it is one document if it is UTF-8."""
     start: int = 0
     stop: int = 0
-    """In bytes: lines that start in [start, stop) belong to the range. In rows for a .parquet
-    file."""
+    """In bytes: lines that start in [start, stop) belong to the range. In rows for a table."""
     group: int = 0
-    """Row group of a .parquet file."""
+    """Row group of a table."""
     entire_file: bool = True
     """Whether the range is the entire file."""
 
@@ -136,7 +133,7 @@ def make(
             )
         elif path.stat().st_size == 0:
             raise ConfigError(f"--input={given} is empty; leave it out")
-        elif formats.kind_of(path) is None:
+        elif formats.detect(path) is None:
             formats.require_readable(path)
             raise ConfigError(
                 f"--input={given}: files of type {path.suffix or '(none)'} are not read; give "
@@ -158,42 +155,39 @@ class _Planner:
 
     def add(self, file: Path) -> None:
         path, stat = str(file.absolute()), file.stat()
-        kind, compressed = formats.kind_of(file) or "other", formats.is_compressed(file)
-        if kind == "other" and not _is_text(file, stat.st_size):
+        format, compressed = formats.detect(file), formats.is_compressed(file)
+        if format is None and not _is_text(file, stat.st_size):
             self._not_text += 1
             return
-        if kind == "json":
-            kind = "list" if formats.json_kind(file) == "list" else "jsonl"
-        elif kind == "other" and compressed:  # its start is text, so the rest has to be
-            kind = "txt"
+        if format is not None:
+            format = format.resolve(file)
+        elif compressed:  # its start is text, so the rest has to be
+            format = formats.PlainText()
         self._files.append((path, stat.st_size, stat.st_mtime_ns))
-        if compressed or kind == "list":
+        if compressed or isinstance(format, formats.Items):
             self._flush()
-            self._units.append(ReadUnit((FileRange(path, kind),), stat.st_size))
-        elif kind == "parquet":
-            self._add_parquet(file, path, stat.st_size)
+            self._units.append(ReadUnit((FileRange(path, format),), stat.st_size))
+        elif isinstance(format, formats.Table):
+            self._add_table(format, file, path, stat.st_size)
         elif stat.st_size <= SHARD:
-            self._add_small(FileRange(path, kind, 0, stat.st_size), stat.st_size, stat.st_size)
+            self._add_small(FileRange(path, format, 0, stat.st_size), stat.st_size, stat.st_size)
         else:
             self._flush()
             for start in range(0, stat.st_size, SHARD):
                 stop = min(start + SHARD, stat.st_size)
-                ends = kind == "jsonl" or stop == stat.st_size
-                self._units.append(
-                    ReadUnit(
-                        (FileRange(path, kind, start, stop, entire_file=False),), stop - start, ends
-                    )
-                )
+                ends = isinstance(format, formats.Lines) or stop == stat.st_size
+                segment = FileRange(path, format, start, stop, entire_file=False)
+                self._units.append(ReadUnit((segment,), stop - start, ends))
 
-    def _add_parquet(self, file: Path, path: str, on_disk: int) -> None:
-        groups = formats.row_groups(file, self._field)
+    def _add_table(self, table: formats.Table, file: Path, path: str, on_disk: int) -> None:
+        groups = table.row_groups(file, self._field)
         total = sum(size for _, size in groups) or 1
         for group, (n_rows, size) in enumerate(groups):
             parts = max(1, min(n_rows, -(-size // (_SLICE * SHARD))))
             for part in range(parts):
                 start, stop = n_rows * part // parts, n_rows * (part + 1) // parts
                 self._add_small(
-                    FileRange(path, "parquet", start, stop, group),
+                    FileRange(path, table, start, stop, group),
                     size // parts,
                     on_disk * size // total // parts,
                 )
@@ -236,7 +230,7 @@ def _is_text(file: Path, size: int) -> bool:
 
 def _shards(number: int, unit: ReadUnit, skip: int) -> Iterator[TextShard]:
     (segment, *_) = unit.segments
-    if segment.kind == "list" or not formats.is_compressed(segment.path):
+    if isinstance(segment.format, formats.Items) or not formats.is_compressed(segment.path):
         yield TextShard(number, 0, unit.segments, unit.size, unit.ends)
         return
     with formats.opened(Path(segment.path)) as (file, raw):
@@ -247,7 +241,7 @@ def _shards(number: int, unit: ReadUnit, skip: int) -> Iterator[TextShard]:
             following = file.read(SHARD) + file.readline()
             last = not following
             if chunk >= skip:
-                ends = last or segment.kind == "jsonl"
+                ends = last or isinstance(segment.format, formats.Lines)
                 yield TextShard(
                     number,
                     chunk,

@@ -122,20 +122,21 @@ class Encoder:
                     yield text
 
     def _read(self, shard: TextShard, segment: FileRange, counts: Encoded) -> Iterator[str]:
-        path, field = Path(segment.path), self._settings.text_field
-        if segment.kind == "parquet":
-            yield from formats.rows(path, field, segment.group, segment.start, segment.stop)
+        path, format = Path(segment.path), segment.format
+        if isinstance(format, formats.Table):
+            field = self._settings.text_field
+            yield from format.rows(path, field, segment.group, segment.start, segment.stop)
             return
-        if segment.kind == "list":
-            yield from self._items(path, counts)
+        if isinstance(format, formats.Items):
+            yield from self._items(format, path, counts)
             return
         try:
             with open(path, "rb") if shard.data is None else io.BytesIO(shard.data) as file:
                 lines = (
                     _lines(file, segment) if shard.data is None else ((-1, line) for line in file)
                 )
-                if segment.kind == "jsonl":
-                    yield from self._rows(lines, path, shard.first_line, counts)
+                if isinstance(format, formats.Lines):
+                    yield from self._rows(format, lines, path, shard.first_line, counts)
                 else:
                     text = self._text(list(lines), segment, counts)
                     is_start = segment.start == 0 and shard.chunk == 0
@@ -144,24 +145,29 @@ class Encoder:
             raise formats.unreadable(path, error) from error
 
     def _rows(
-        self, lines: Iterable[tuple[int, bytes]], path: Path, first_line: int, counts: Encoded
+        self,
+        format: formats.Lines,
+        lines: Iterable[tuple[int, bytes]],
+        path: Path,
+        first_line: int,
+        counts: Encoded,
     ) -> Iterator[str]:
         for number, (offset, line) in enumerate(lines, first_line):
             if formats.is_blank(line):
                 continue
             try:
-                yield formats.text_of(line, self._settings.text_field, str(path))
+                yield format.text(line, self._settings.text_field, str(path))
             except ConfigError:
                 if not self._settings.skip_bad_lines:
                     where = f"{path}, line {number if offset < 0 else _line_number(path, offset)}"
                     # raises again, with the line number
-                    formats.text_of(line, self._settings.text_field, where)
+                    format.text(line, self._settings.text_field, where)
                 counts.bad_lines += 1
 
-    def _items(self, path: Path, counts: Encoded) -> Iterator[str]:
-        for number, item in enumerate(formats.list_of(path), 1):
+    def _items(self, format: formats.Items, path: Path, counts: Encoded) -> Iterator[str]:
+        for number, item in enumerate(format.items(path), 1):
             try:
-                yield formats.text_in(item, self._settings.text_field, f"{path}, item {number}")
+                yield format.text(item, self._settings.text_field, f"{path}, item {number}")
             except ConfigError:
                 if not self._settings.skip_bad_lines:
                     raise
@@ -171,7 +177,7 @@ class Encoder:
         try:
             return b"".join(line for _, line in lines).decode()
         except UnicodeDecodeError as error:
-            if segment.kind == "other" and segment.entire_file:
+            if segment.format is None and segment.entire_file:
                 counts.bad_files += 1
                 return ""
             where = f" (byte {lines[0][0] + error.start})" if lines[0][0] >= 0 else ""
@@ -181,7 +187,7 @@ class Encoder:
 
 
 def _is_part_of_a_document(segment: FileRange) -> bool:
-    return segment.kind in ("txt", "other") and not segment.entire_file
+    return not isinstance(segment.format, formats.Records) and not segment.entire_file
 
 
 def _lines(file: BinaryIO, segment: FileRange) -> Iterator[tuple[int, bytes]]:

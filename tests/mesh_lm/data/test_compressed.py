@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_lm.data import formats, sources
+from mesh_lm.data import compression, sources
 from mesh_lm.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def test_a_file_that_grows_beyond_what_text_does(
     tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes], kind: str
 ) -> None:
     (path := tmp_path / f"a.{kind}.{suffix}").write_bytes(
-        compress(bytes(formats._PLAUSIBLE + 2 * formats._BUFFER))
+        compress(bytes(compression._PLAUSIBLE + 2 * compression._BUFFER))
     )
     assert path.stat().st_size < 100_000
     with pytest.raises(
@@ -47,6 +47,6 @@ def test_what_does_not_fit_into_memory(tmp_path: Path) -> None:
         pytest.raises(
             ConfigError, match="has a document or a line that does not fit into memory; split it"
         ),
-        formats.opened(path),
+        compression.opened(path),
     ):
         raise MemoryError
