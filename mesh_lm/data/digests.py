@@ -111,14 +111,14 @@ def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:
     fingerprint without a side file.
     """
     block = 1 << BLOCK_BITS
-    sums = []
+    table = bytearray()
     with open(data, "rb") as file:
         while True:
             part = memoryview(file.read(_READ))
             if not part:
                 break
-            for i in range(0, len(part), block):
-                sums.append(xxhash.xxh3_64_intdigest(part[i : i + block]))
+            blocks = [part[i : i + block] for i in range(0, len(part), block)]
+            table += np.array([xxhash.xxh3_64_intdigest(b) for b in blocks], "<u8").tobytes()
     header = {
         "format": _FORMAT,
         "block": block,
@@ -127,7 +127,7 @@ def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:
         "about": None if about is None else hashlib.sha256(about).hexdigest(),
         "sampled": sampled,
     }
-    content = json.dumps(header).encode() + b"\n" + np.array(sums, "<u8").tobytes()
+    content = json.dumps(header).encode() + b"\n" + table
     return content + hashlib.sha256(content).digest()
 
 

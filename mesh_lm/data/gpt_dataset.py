@@ -106,10 +106,10 @@ def sample_index(lengths: np.ndarray, seq_len: int, extra_token: bool = True) ->
 
     largest = max(len(lengths), int(lengths.max()))
     dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
-    document_starts = document_ends - lengths
+    document_starts = document_ends[documents] - lengths[documents]
     index = np.empty((n_samples + 1, 2), dtype)
     index[:, 0] = documents
-    index[:, 1] = sample_offsets - document_starts[documents]
+    index[:, 1] = sample_offsets - document_starts
     return index
 
 

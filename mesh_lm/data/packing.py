@@ -139,7 +139,7 @@ def pack(offsets: np.ndarray, seq_len: int, seed: int) -> Arrays:
       starts, sizes: int64 [P], int32 [P]; the labels of a piece are tokens[start : start + size].
       heads: bool [P], whether a piece begins its document.
     """
-    # Cut the documents into pieces.
+    # Split the documents into pieces.
     lengths = np.diff(offsets)
     n_pieces = -(-lengths // seq_len)
     document, number = ranges(np.zeros_like(n_pieces), n_pieces)

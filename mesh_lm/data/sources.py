@@ -231,7 +231,7 @@ def below(
 
         prepared = written.prepared(Path(folder), names)
         left_out = skip | prepared
-        # In place: os.walk goes on with these, in this order.
+        # In place: os.walk continues with these, in this order.
         folders[:] = sorted(f for f in folders if f not in left_out and not f.startswith("."))
         for name in names:
             if name.startswith(".") or not name.endswith(suffix):

@@ -37,11 +37,12 @@ def by_source(path: Path) -> list[str]:
 
 
 def by_prepare(path: Path, **options: bool) -> list[str]:
-    prefix, ids = path.parent / "prepared" / path.name, load_tokenizer("bytes")
+    prefix = path.parent / "prepared" / path.name
+    ids = load_tokenizer("bytes")
     prefix.parent.mkdir(exist_ok=True)
     run.prepare((str(path),), str(prefix), "bytes", workers=1, output=io.StringIO(), **options)
-    found = Documents(prefix)
-    return [ids.decode(found[i][:-1]) for i in range(len(found))]
+    documents = Documents(prefix)
+    return [ids.decode(documents[i][:-1]) for i in range(len(documents))]
 
 
 class _Here:
@@ -49,7 +50,8 @@ class _Here:
     the rest."""
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
-        (future := Future()).set_result(function(*arguments))
+        future = Future()
+        future.set_result(function(*arguments))
         return future
 
 
@@ -221,7 +223,8 @@ def test_a_corpus_of_an_older_version_is_another(
     (tmp_path / "in" / name).write_bytes(
         COMPRESS[Path(name).suffix](b"text") if name.endswith((".gz", ".bz2")) else LINES
     )
-    digests, made = [], []
+    digests = []
+    made = []
     for older in (True, False):
         with monkeypatch.context() as patch:
             if older:
