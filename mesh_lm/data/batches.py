@@ -80,6 +80,7 @@ class Batches:
 
         last = self.position + max(0, train.steps - done) * train.global_batch
         self._order = corpus.training_order(config, saved, last)
+        eod = corpus.eod  # read once, because a text corpus loads its tokenizer for it
         fill_in_middle = None
         if data.fim_rate:
             fill_in_middle = FillInMiddle(
@@ -87,7 +88,7 @@ class Batches:
             )
         self._train = RowReader(
             self._order,
-            eod=corpus.eod,
+            eod=eod,
             documents=data.documents,
             mask_document_start=data.mask_document_start,
             fill_in_middle=fill_in_middle,
@@ -99,7 +100,7 @@ class Batches:
             # reordered.
             documents = "separate" if data.documents == "packed" else data.documents
             order = corpus.heldout_order(config)
-            self._heldout = RowReader(order, eod=corpus.eod, documents=documents)
+            self._heldout = RowReader(order, eod=eod, documents=documents)
         self._batching = {
             "global_batch": train.global_batch,
             "microbatches": train.microbatches,
