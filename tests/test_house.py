@@ -26,7 +26,7 @@ ONE_DOOR = {
     "sentencepiece": "mesh_lm/data/tokenizer/sentence_piece.py",
     "tiktoken": "mesh_lm/data/tokenizer/ranks.py",
     "pyarrow": "mesh_lm/data/formats.py",
-    "zstandard": "mesh_lm/data/formats.py",
+    "zstandard": "mesh_lm/data/compression.py",
     "lm_eval": "mesh_lm/inference/harness.py",
     "wandb": "mesh_lm/report/weights_and_biases.py",
 }

@@ -12,8 +12,9 @@ from mesh_lm.config import TrainConfig
 
 
 def abstract_batch(config: TrainConfig, sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes, dtypes and shardings of one global batch without reading data; `sharding` is
-    that of a [M, B, S] leaf.
+    """Returns shapes, dtypes and shardings of one global batch without reading data.
+
+    sharding: that of a [M, B, S] leaf.
     """
     train = config.train
     shape = (train.microbatches, train.global_batch // train.microbatches, config.model.seq_len)
@@ -28,12 +29,9 @@ def abstract_batch(config: TrainConfig, sharding: NamedSharding) -> dict[str, ja
         dtypes |= {"segment_ids": np.int32, "positions": np.int32}
 
     def leaf(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        spec = (
-            entry if size > 1 else None for entry, size in zip(sharding.spec, shape, strict=False)
-        )
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))
-        )
+        axes = zip(sharding.spec, shape, strict=False)
+        spec = PartitionSpec(*(axis if size > 1 else None for axis, size in axes))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(sharding.mesh, spec))
 
     shapes = {"sample_ids": shape[:2], "indices": (shape[0], 1, shape[2])}
     return {name: leaf(shapes.get(name, shape), dtype) for name, dtype in dtypes.items()}

@@ -20,7 +20,7 @@ def sibling(path: Path) -> Path:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files of these names and contents as `atomic_write`, which raises OSError."""
+    """Writes files of these names and contents by `atomic_write`. Raises OSError."""
     with atomic_write(*(directory / name for name in files)) as opened:
         for file, content in zip(opened, files.values(), strict=True):
             file.write(content)
@@ -29,7 +29,7 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 @contextlib.contextmanager
 def atomic_write(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
     """Opens one temporary file beside each path; on a clean exit syncs all of them and renames them
-    in the order given.
+    in this order.
 
     On an exception nothing is renamed and the temporary files are removed. SIGKILL may leave
     temporary files, but never a partial `path`.

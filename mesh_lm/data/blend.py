@@ -24,14 +24,17 @@ from mesh_lm.errors import ConfigError
 BLOCK = 256
 """Samples per block; the counts are stored once a block."""
 _WARM_UP = 64
+"""Samples that are drawn before a block to correct its guessed counts."""
 _PARALLEL = 2**15
+"""Blocks computed at once."""
 _SURPLUS = 1.005
 """Factor over a member's share of the blend for which its own order is built."""
 
 
 def parse(blend: Sequence[str], field: str = "data.blend") -> tuple[list[str], list[float] | None]:
-    """Returns prefixes and weights, parsed as Megatron's `--data-path`: `weight prefix ...`, or
-    prefixes alone (weights None).
+    """Returns prefixes and weights, parsed as Megatron's `--data-path`.
+
+    That is `weight prefix ...`, or prefixes alone: then weights is None.
 
     field: the field of the config that holds `blend`, for errors.
 
@@ -40,22 +43,26 @@ def parse(blend: Sequence[str], field: str = "data.blend") -> tuple[list[str], l
       twice.
     """
     words = [word.strip() for word in blend]
-    numbers = [_number(word) for word in words[::2]]
     shown = f"{field}={' '.join(words)}"
+    numbers = [_number(word) for word in words[::2]]
     if len(words) % 2 == 0 and None not in numbers:
-        prefixes, weights = words[1::2], [number for number in numbers if number is not None]
+        prefixes = words[1::2]
+        weights = [number for number in numbers if number is not None]
     elif any(number is not None for number in numbers):
         raise ConfigError(f"{shown}: give prefixes only, or a weight before each prefix")
     else:
-        prefixes, weights = words, None
-    if bad := [weight for weight in weights or () if not 0 < weight < math.inf]:
+        prefixes = words
+        weights = None
+    for weight in weights or ():
+        if not 0 < weight < math.inf:
+            raise ConfigError(
+                f"{shown}: weight {weight:g} must be a number above 0; leave out a prefix that "
+                "should not be used"
+            )
+    repeated = [prefix for prefix in prefixes if prefixes.count(prefix) > 1]
+    if repeated:
         raise ConfigError(
-            f"{shown}: weight {bad[0]:g} must be a number above 0; leave out a prefix that should "
-            "not be used"
-        )
-    if twice := {prefix for prefix in prefixes if prefixes.count(prefix) > 1}:
-        raise ConfigError(
-            f"{shown}: {min(twice)} is given twice; give it once, with the sum of the weights"
+            f"{shown}: {min(repeated)} is given twice; give it once, with the sum of the weights"
         )
     return prefixes, weights
 
@@ -74,8 +81,9 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def shares(weights: Sequence[float], n_samples: int) -> list[int]:
-    """Returns the minimum number of samples that each member contributes to n_samples; weights:
-    normalized.
+    """Returns the minimum number of samples that each member contributes to n_samples.
+
+    weights: normalized.
     """
     return [math.ceil(n_samples * weight) for weight in weights]
 
@@ -85,7 +93,8 @@ def sizes(weights: Sequence[float] | None, epoch_sizes: Sequence[int], n_samples
 
     Args:
       weights: normalized; None if the config gives none: then one epoch of each member, if that is
-      enough. epoch_sizes: samples in one epoch of each member.
+        enough.
+      epoch_sizes: samples in one epoch of each member.
     """
     if weights is None and len(epoch_sizes) == 1:
         return [n_samples]
@@ -100,10 +109,13 @@ class Blend:
     """The sample order of a blend. Thread-safe; holds only memory maps.
 
     Args:
-      members: one order per member. weights: normalized. size: samples that the run is expected to
-      use; the order grows if a run that skips batches reads more. ahead: further samples that are
-      prefetched although they may never be used. consumed: samples drawn from each member before
-      position `start`. start: the first position of this blend.
+      members: one order per member.
+      weights: normalized.
+      size: samples that the run is expected to use; the order grows if a run that skips batches
+        reads more.
+      ahead: further samples that are prefetched although they may never be used.
+      consumed: samples drawn from each member before position `start`.
+      start: the first position of this blend.
     """
 
     def __init__(
@@ -117,13 +129,12 @@ class Blend:
         start: int,
         cache: IndexCache,
     ) -> None:
-        self.seq_len, self._members, self._size, self._start = (
-            members[0].seq_len,
-            members,
-            max(1, size),
-            start,
-        )
-        self._consumed, self._cache = np.array(consumed, np.int64), cache
+        self.seq_len = members[0].seq_len
+        self._members = members
+        self._size = max(1, size)
+        self._start = start
+        self._consumed = np.array(consumed, np.int64)
+        self._cache = cache
         self._weights = normalized(weights)  # a second time, as in Megatron
         self._index = self._build(self._size + ahead) if len(members) > 1 else None
 
@@ -131,45 +142,42 @@ class Blend:
         return self._start + self._size
 
     def read(self, indices: np.ndarray) -> TokenWindows:
-        """Returns the windows at positions int64 [B]; raises ConfigError for a token id that the
-        model lacks.
+        """Returns the windows at positions int64 [B].
+
+        Raises ConfigError for a token id that the model lacks.
         """
-        local = indices - self._start
+        samples = indices - self._start
         if self._index is None:
-            return self._members[0].read(self._consumed[0] + local)
-        index = self._extended_to(int(local.max(initial=-1)) + 1)
-        which = index["members"][local].astype(np.int64)
-        numbers = (
-            self._consumed[which] + index["counts"][local // BLOCK, which] + index["ranks"][local]
-        )
-        return merged(which, lambda i, rows: self._members[i].read(numbers[rows]))
+            return self._members[0].read(self._consumed[0] + samples)
+        index = self._require_size(int(samples.max(initial=-1)) + 1)
+        members = index["members"][samples].astype(np.int64)
+        in_blocks_before = index["counts"][samples // BLOCK, members]
+        positions = self._consumed[members] + in_blocks_before + index["ranks"][samples]
+        return merged(members, lambda i, rows: self._members[i].read(positions[rows]))
 
     def consumed(self, position: int) -> list[int]:
-        """Returns the samples drawn from each member before this position, since the start of the
-        run.
-        """
+        """Returns the samples that the run has drawn from each member before this position."""
         n = position - self._start
         if self._index is None:
             return [int(self._consumed[0]) + n]
-        index, block = self._extended_to(n), n // BLOCK
+        index = self._require_size(n)
+        block = n // BLOCK
         in_block = np.bincount(index["members"][block * BLOCK : n], minlength=len(self._members))
         return (self._consumed + index["counts"][block] + in_block).tolist()
 
     def _build(self, size: int) -> Arrays:
-        return self._cache.get(
-            "blend",
-            {"weights": self._weights, "size": size},
-            lambda: blend_index(np.array(self._weights), size),
-            size=size,
-        )
+        key = {"weights": self._weights, "size": size}
+        weights = np.array(self._weights)
+        return self._cache.get("blend", key, lambda: blend_index(weights, size), size=size)
 
-    def _extended_to(self, n: int) -> Arrays:
+    def _require_size(self, n: int) -> Arrays:
         """Returns the index, extended to at least n samples; a longer index starts with the shorter
         one.
         """
         index = self._index
         assert index is not None
-        while (size := len(index["members"])) < n:
+        size = len(index["members"])
+        if size < n:
             index = self._index = self._build(n + size // 8)
         return index
 
@@ -188,23 +196,29 @@ def blend_index(weights: np.ndarray, size: int) -> Arrays:
       ranks uint16 [N], the member's earlier samples in the same block.
     """
     n_blocks = -(-size // BLOCK)
-    members, ranks = np.empty((n_blocks, BLOCK), np.int16), np.empty((n_blocks, BLOCK), np.uint16)
+    members = np.empty((n_blocks, BLOCK), np.int16)
+    ranks = np.empty((n_blocks, BLOCK), np.uint16)
     counts = np.zeros((n_blocks + 1, len(weights)))
     for first in range(0, n_blocks, _PARALLEL):
         stop = min(first + _PARALLEL, n_blocks)
         positions = np.arange(first, stop, dtype=np.float64) * BLOCK
-        before = np.maximum(positions - _WARM_UP, 0)
-        begins, _, _ = _draw_blocks(weights, _guess(weights, before), before, _WARM_UP)
+
+        # Guess the counts at the beginning of each block. Those of the first are known.
+        warm_up = np.maximum(positions - _WARM_UP, 0)
+        begins, _, _ = _draw_blocks(weights, _guess(weights, warm_up), warm_up, _WARM_UP)
         begins[0] = counts[first]
-        ends, todo = np.empty_like(begins), np.arange(stop - first)
-        while len(todo):
-            ends[todo], members[first + todo], ranks[first + todo] = _draw_blocks(
-                weights, begins[todo], positions[todo], BLOCK
-            )
-            wanted = np.concatenate((begins[:1], ends[:-1]))
-            todo = np.flatnonzero((begins != wanted).any(axis=1))
-            begins[todo] = wanted[todo]
-        counts[first:stop], counts[stop] = begins, ends[-1]
+
+        # Compute all blocks, then those again that did not begin where the previous one ended.
+        ends = np.empty_like(begins)
+        pending = np.arange(stop - first)
+        while len(pending):
+            drawn = _draw_blocks(weights, begins[pending], positions[pending], BLOCK)
+            ends[pending], members[first + pending], ranks[first + pending] = drawn
+            true_begins = np.concatenate((begins[:1], ends[:-1]))
+            pending = np.flatnonzero((begins != true_begins).any(axis=1))
+            begins[pending] = true_begins[pending]
+        counts[first:stop] = begins
+        counts[stop] = ends[-1]
     return {
         "members": members.reshape(-1)[:size],
         "counts": counts.astype(np.int64),
@@ -216,29 +230,33 @@ def _guess(weights: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Returns counts float64 [L, K] close to the shares at each position, rounded by largest
     remainder so that they sum to it.
     """
-    exact = weights * positions[:, None]
-    counts = np.floor(exact)
-    rank = np.argsort(np.argsort(counts - exact, axis=1, kind="stable"), axis=1)
-    return counts + (rank < (positions - counts.sum(axis=1))[:, None])
+    shares = weights * positions[:, None]
+    counts = np.floor(shares)
+    remaining = positions - counts.sum(axis=1)
+    remainder_rank = np.argsort(np.argsort(counts - shares, axis=1, kind="stable"), axis=1)
+    return counts + (remainder_rank < remaining[:, None])
 
 
 def _draw_blocks(
     weights: np.ndarray, begins: np.ndarray, positions: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draws the next `steps` samples after counts [L, K] at positions [L]. Returns the counts after
-    them, members and ranks [L, steps].
+    """Draws the next `steps` samples after counts [L, K] at positions [L].
+
+    Returns the counts after them, and their members and ranks, [L, steps].
     """
-    counts, lanes, n = begins.copy(), np.arange(len(begins)), positions.copy()
-    members, ranks = (
-        np.empty((steps, len(lanes)), np.int16),
-        np.empty((steps, len(lanes)), np.uint16),
-    )
+    counts = begins.copy()
+    n = positions.copy()
+    lanes = np.arange(len(begins))
+    members = np.empty((steps, len(lanes)), np.int16)
+    ranks = np.empty((steps, len(lanes)), np.uint16)
     lag = np.empty_like(counts)
     for step in range(steps):
+        # Two operations, because a fused multiply-add breaks ties differently.
         np.multiply(weights, np.maximum(n, 1.0)[:, None], out=lag)
         np.subtract(lag, counts, out=lag)
-        chosen = lag.argmax(axis=1)  # the first of the largest
-        members[step], ranks[step] = chosen, counts[lanes, chosen] - begins[lanes, chosen]
-        counts[lanes, chosen] += 1
+        member = lag.argmax(axis=1)  # the first of the largest
+        members[step] = member
+        ranks[step] = counts[lanes, member] - begins[lanes, member]
+        counts[lanes, member] += 1
         n += 1
     return counts, members.T, ranks.T

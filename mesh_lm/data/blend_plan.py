@@ -46,31 +46,27 @@ class BlendPlan:
 
     def state(self, consumed: Sequence[int]) -> dict[str, Any]:
         """Returns JSON for a checkpoint; consumed: samples drawn from each member so far."""
-        members = [
-            dataclasses.asdict(member) | {"consumed_now": n}
-            for member, n in zip(self.members, consumed, strict=True)
-        ]
+        members = []
+        for member, n in zip(self.members, consumed, strict=True):
+            members.append(dataclasses.asdict(member) | {"consumed_now": n})
         return {
             "start": self.start,
             "weights": self.weights,
             "members": members,
-            "left": [dataclasses.asdict(s) for s in self.left],
+            "left": [dataclasses.asdict(member) for member in self.left],
         }
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> BlendPlan:
         """Returns the plan that `state` describes."""
         weights = None if state["weights"] is None else tuple(state["weights"])
-        members, left = (
-            [_member(member) for member in state[name]] for name in ("members", "left")
-        )
-        return cls(state["start"], weights, tuple(members), tuple(left))
+        members = tuple(map(_member, state["members"]))
+        return cls(state["start"], weights, members, left=tuple(map(_member, state["left"])))
 
 
 def _member(state: dict[str, Any]) -> MemberProgress:
-    return MemberProgress(
-        state["prefix"], state["fingerprint"], state["consumed"], tuple(state["orders"])
-    )
+    orders = tuple(state["orders"])
+    return MemberProgress(state["prefix"], state["fingerprint"], state["consumed"], orders)
 
 
 def make_plan(
@@ -92,101 +88,76 @@ def make_plan(
       order_size: (member, requested samples) -> samples in that order.
       saved: `BlendPlan.state` of the run that is resumed, at `position`.
     """
-    now = None if weights is None else tuple(weights)
-    plan = BlendPlan(0, now, tuple(MemberProgress(*member) for member in members))
+    plan = BlendPlan(
+        start=0,
+        weights=None if weights is None else tuple(weights),
+        members=tuple(MemberProgress(*member) for member in members),
+    )
     if saved:
-        before = _as_known_now(
-            BlendPlan.restored(saved), [fingerprint for _, fingerprint in members]
-        )
-        if before.weights == now and [member.fingerprint for member in before.members] == [
-            fingerprint for _, fingerprint in members
-        ]:
-            plan = dataclasses.replace(
-                plan,
-                start=before.start,
-                left=before.left,
-                members=_renamed(before.members, members),
-            )
-        else:
-            consumed = [member["consumed_now"] for member in saved["members"]]
-            plan = _changed(before, consumed, members, now, position)
-    needed = blend.sizes(plan.weights, epoch_sizes, max(0, n_samples - plan.start))
+        plan = _continued(plan, saved, position)
+
+    # Append an order to each member that needs more samples than its orders have.
+    n_needed = blend.sizes(plan.weights, epoch_sizes, max(0, n_samples - plan.start))
     progress = []
-    for i, (member, n) in enumerate(zip(plan.members, needed, strict=True)):
-        lacking = member.consumed + n - sum(order_size(i, requested) for requested in member.orders)
-        progress.append(
-            dataclasses.replace(member, orders=(*member.orders, lacking))
-            if lacking > 0 or not member.orders
-            else member
-        )
+    for i, (member, n) in enumerate(zip(plan.members, n_needed, strict=True)):
+        n_ordered = sum(order_size(i, n_requested) for n_requested in member.orders)
+        n_lacking = member.consumed + n - n_ordered
+        if n_lacking > 0 or not member.orders:
+            member = dataclasses.replace(member, orders=(*member.orders, n_lacking))
+        progress.append(member)
     return dataclasses.replace(plan, members=tuple(progress))
 
 
-def _as_known_now(plan: BlendPlan, fingerprints: Sequence[str]) -> BlendPlan:
-    """Returns the plan with the present fingerprints of data that were sealed, or lost their seal,
-    since the plan was saved.
-    """
+def _continued(plan: BlendPlan, saved: dict[str, Any], position: int) -> BlendPlan:
+    """Returns the plan with the progress of the saved one."""
+    old = _with_present_seals(BlendPlan.restored(saved), plan)
+    is_same = old.weights == plan.weights and (
+        [member.fingerprint for member in old.members]
+        == [member.fingerprint for member in plan.members]
+    )
+    if is_same:
+        progress = []
+        for member, old_member in zip(plan.members, old.members, strict=True):
+            progress.append(dataclasses.replace(old_member, prefix=member.prefix))
+        return dataclasses.replace(old, members=tuple(progress))
 
-    def known(member: MemberProgress) -> MemberProgress:
+    old_members = []
+    for member, state in zip(old.members, saved["members"], strict=True):
+        old_members.append(dataclasses.replace(member, consumed=state["consumed_now"]))
+    known = {member.fingerprint: member for member in (*old.left, *old_members)}
+    progress = []
+    messages = [f"data.blend: a new blend from position {position}"]
+    for member in plan.members:
+        member = dataclasses.replace(known.get(member.fingerprint, member), prefix=member.prefix)
+        progress.append(member)
+        if member.consumed:
+            messages.append(f"{member.prefix} continues after {member.consumed:,} samples")
+        else:
+            messages.append(f"{member.prefix} is new")
+    current = {member.fingerprint for member in plan.members}
+    absent = tuple(member for member in known.values() if member.fingerprint not in current)
+    for member in old_members:
+        if member in absent:
+            messages.append(f"{member.prefix} left after {member.consumed:,} samples")
+    return BlendPlan(position, plan.weights, tuple(progress), absent, tuple(messages))
+
+
+def _with_present_seals(old: BlendPlan, plan: BlendPlan) -> BlendPlan:
+    """Returns the old plan with the present fingerprints of data that were sealed, or lost their
+    seal, since it was saved.
+    """
+    fingerprints = [member.fingerprint for member in plan.members]
+
+    def updated(member: MemberProgress) -> MemberProgress:
         if member.fingerprint in fingerprints:
             return member
-        sampled, _, sealed = member.fingerprint.partition("-")
-        others = (
-            found
-            for found in fingerprints
-            if found.partition("-")[0] == sampled and not (sealed and "-" in found)
-        )
-        return dataclasses.replace(member, fingerprint=next(others, member.fingerprint))
+        sampled, _, seal = member.fingerprint.partition("-")
+        for fingerprint in fingerprints:
+            new_sampled, _, new_seal = fingerprint.partition("-")
+            if new_sampled == sampled and not (seal and new_seal):
+                return dataclasses.replace(member, fingerprint=fingerprint)
+        return member
 
     return dataclasses.replace(
-        plan, members=tuple(map(known, plan.members)), left=tuple(map(known, plan.left))
-    )
-
-
-def _renamed(
-    progress: Sequence[MemberProgress], members: Sequence[tuple[str, str]]
-) -> tuple[MemberProgress, ...]:
-    return tuple(
-        dataclasses.replace(member, prefix=prefix)
-        for member, (prefix, _) in zip(progress, members, strict=True)
-    )
-
-
-def _changed(
-    before: BlendPlan,
-    consumed: Sequence[int],
-    members: Sequence[tuple[str, str]],
-    weights: tuple[float, ...] | None,
-    position: int,
-) -> BlendPlan:
-    previous = [
-        dataclasses.replace(member, consumed=n)
-        for member, n in zip(before.members, consumed, strict=True)
-    ]
-    known = {member.fingerprint: member for member in (*before.left, *previous)}
-    progress = [
-        dataclasses.replace(
-            known.get(fingerprint, MemberProgress(prefix, fingerprint)), prefix=prefix
-        )
-        for prefix, fingerprint in members
-    ]
-    current = {member.fingerprint for member in progress}
-    left = tuple(member for member in known.values() if member.fingerprint not in current)
-    messages = [
-        f"{member.prefix} continues after {member.consumed:,} samples"
-        if member.consumed
-        else f"{member.prefix} is new"
-        for member in progress
-    ]
-    messages += [
-        f"{member.prefix} left after {member.consumed:,} samples"
-        for member in previous
-        if member in left
-    ]
-    return BlendPlan(
-        position,
-        weights,
-        tuple(progress),
-        left,
-        (f"data.blend: a new blend from position {position}", *messages),
+        old, members=tuple(map(updated, old.members)), left=tuple(map(updated, old.left))
     )

@@ -8,14 +8,13 @@ learned more than repetition.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mesh_lm import distributed, strict_json
 from mesh_lm.checksums import file_digest
@@ -43,8 +42,8 @@ _FORMAT = 1
 """Incremented whenever the same text would be prepared differently; older caches are then
 ignored."""
 _ONE_HELD_OUT = " with one document held out"
-"""Added to the name of a corpus of several documents none of which falls in the held-out share;
-earlier versions then held out none."""
+"""Hashed into the name of a corpus of several documents none of which falls in the held-out share.
+Earlier versions held out none of them, and stored that corpus without this suffix."""
 _FACTS = "corpus.json"
 _UNCOUNTED = (
     "{} is of a version that did not count what the tokenizer loses, so that there are no bits per "
@@ -80,14 +79,12 @@ class TextCorpus:
     loss_of_bytes: str = ""
     """Implements `Dataset.loss_of_bytes`."""
     named: Tokenizer | None = dataclasses.field(default=None, compare=False)
-    """The tokenizer that data.tokenizer names: that of the corpus, with the companions that its
-    directory has now."""
+    """The tokenizer that data.tokenizer names. It has the ids of the corpus's own tokenizer, and
+    the companions that its directory has today."""
 
     @property
     def name(self) -> str:
-        """Identifies the text, vocabulary and format; data positions are only valid within one
-        name.
-        """
+        """Identifies the text, vocabulary and format. Data positions are valid within one name."""
         return self.directory.name
 
     def train(self) -> Documents:
@@ -137,25 +134,23 @@ class TextCorpus:
         self, config: TrainConfig, saved: dict[str, Any] | None, last: int
     ) -> SampleOrder:
         """Implements `Dataset.training_order`."""
-        documents, eod = self.train(), self.eod
+        documents = self.train()
         text = TokenStream(documents, vocab=config.model.vocab_size)
         if config.data.documents != "packed":
-            return Sequences(text, config.model.seq_len, eod=eod, seed=config.seed)
-        cache = IndexCache(config.data.cache, distributed.print_on_process0)
+            return Sequences(text, config.model.seq_len, eod=self.eod, seed=config.seed)
         return PackedSequences(
             text,
             config.model.seq_len,
-            eod=eod,
+            eod=self.eod,
             seed=config.seed,
-            cache=cache,
+            cache=IndexCache(config.data.cache, distributed.print_on_process0),
             fingerprint=documents.fingerprint(),
         )
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
         """Implements `Dataset.heldout_order`."""
-        return stored_order(
-            [TokenStream(self.heldout(), vocab=config.model.vocab_size)], config, self.eod
-        )
+        text = TokenStream(self.heldout(), vocab=config.model.vocab_size)
+        return stored_order([text], config, self.eod)
 
     def sources(self) -> Sources:
         """Implements `Dataset.sources`."""
@@ -184,7 +179,7 @@ def prepare(
 
     One document in 20 is held out, by a hash of its path (directory) or line number (.jsonl,
     .parquet), or the last twentieth of a .txt; see `sources`. If the hash holds out none of several
-    documents, one of them is (`reading.chosen_of`). The tokenizer is config.tokenizer, or a
+    documents, one of them is (`reading.heldout_choice`). The tokenizer is config.tokenizer, or a
     byte-level BPE trained on the training split only. Each document is stored as its tokens
     followed by EOD.
 
@@ -194,18 +189,17 @@ def prepare(
 
     Args:
       vocab: entries of the vocabulary to train, at least 257; ignored if config.tokenizer is set.
-      model_vocab: number of ids that the model has; None: no check. progress: called with a line of
-      text at each stage. outputs: directories that the run writes to, and which are no text even if
-      they are below config.path; config.cache always is one. trained_on: name of the corpus that
-      the run's checkpoint was trained on, if there is one. If an earlier version held out none of
-      its
-        documents, none is held out here.
+      model_vocab: number of ids that the model has; None: no check.
+      progress: called with a line of text at each stage.
+      outputs: directories that the run writes to, and which are no text even if they are below
+        config.path; config.cache always is one.
+      trained_on: name of the corpus that the run's checkpoint was trained on, if there is one. If
+        an earlier version held out none of its documents, none is held out here.
 
     Raises:
       ConfigError: the path is missing or not text, a split is empty, a .jsonl line is invalid,
-      vocab is too small, the tokenizer cannot be
-        read or has more ids than the model or loses too much of the text, or the cache is full or
-        not writable.
+        vocab is too small, the tokenizer cannot be read or has more ids than the model or loses
+        too much of the text, or the cache is full or not writable.
     """
     if config.blend:
         prefixes = MegatronCorpus(config, progress)
@@ -218,147 +212,68 @@ def prepare(
             f"{MIN_VOCAB}"
         )
     _require_ids(tokenizer, None, model_vocab, f"data.tokenizer={config.tokenizer}")
-    source, place = _source(config, tokenizer, vocab, outputs, progress, trained_on)
-    directory, made_by = place.directory, config.tokenizer or vocab
+
+    source = sources.find(config.path, config.text_field, [config.cache, *outputs])
+    location = _locate(config, source, tokenizer, vocab, progress, trained_on)
+    directory = location.directory
     settings = {
         "format": _FORMAT,
         "path": config.path,
         "kind": source.kind,
         "files": len(source.files),
-        "tokenizer": made_by,
+        "tokenizer": config.tokenizer or vocab,
     }
     try:
         if not directory.exists():
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = sibling(directory)
-            unfinished.mkdir()
-            try:
-                if _build(
-                    unfinished,
-                    source,
-                    tokenizer or vocab,
-                    settings,
-                    progress,
-                    choose=place.with_chosen is not None,
-                ):
-                    directory = place.with_chosen or directory
-                _rename(unfinished, directory)
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
+            directory = _build_at(location, source, tokenizer or vocab, settings, progress)
     except OSError as error:
         raise ConfigError(
             f"cannot prepare data.path={config.path} in data.cache={config.cache}: "
             f"{error.strerror} ({error.filename}); the path must be readable, and the cache "
             "writable with space left"
         ) from error
+
     corpus = dataclasses.replace(_load(directory), named=tokenizer)
     lost = corpus.lost_bytes or 0
     spelled = (corpus.train_bytes or 0) + (corpus.heldout_bytes or 0)
     lost_bytes.refuse(lost, spelled + lost, config.max_lost_bytes, "data.max_lost_bytes")
     if not corpus.train().is_sealed:
         progress(NOT_SEALED.format(prefix=f"{directory / 'train'} {directory / 'heldout'}"))
-    return corpus  # pyright: ignore[reportReturnType]  # frozen, but attributes of a dataset are never assigned
+    # It is frozen, but attributes of a dataset are never assigned.
+    return corpus  # pyright: ignore[reportReturnType]
 
 
 def known_sources(config: DataConfig, outputs: Collection[str] = ()) -> Sources:
-    """Returns `Dataset.sources` as far as they are known without preparing text; {} where it was
-    never prepared. Uses no device.
+    """Returns `Dataset.sources` as far as they are known without preparing text.
 
-    Of Megatron prefixes all tokens are counted, those of the held-out documents too. outputs: as
-    for `prepare`.
+    They are {} for text that was never prepared. Uses no device. Of Megatron prefixes all tokens
+    are counted, those of the held-out documents too. outputs: as for `prepare`.
     """
     if config.blend:
         return stored_sources(config)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
-    _, place = _source(config, tokenizer, config.tokenizer_vocab, outputs)
-    return _load(place.directory).sources() if place.directory.exists() else {}
+    source = sources.find(config.path, config.text_field, [config.cache, *outputs])
+    location = _locate(config, source, tokenizer, config.tokenizer_vocab)
+    if not location.directory.exists():
+        return {}
+    return _load(location.directory).sources()
 
 
 def vocabulary_problems(config: DataConfig, model_vocab: int) -> list[str]:
-    """Returns whether the tokenizer is missing, or has ids that the model lacks. Reads no text, and
-    uses no device.
+    """Returns a message if the tokenizer is missing, or has ids that the model lacks.
+
+    Reads no text, and uses no device.
     """
     try:
         if config.blend:
-            _require_ids(*stored_vocabulary(config), model_vocab, "the tokenizer of data.blend")
+            tokenizer, eod = stored_vocabulary(config)
+            _require_ids(tokenizer, eod, model_vocab, "the tokenizer of data.blend")
         elif config.tokenizer:
-            _require_ids(
-                load_tokenizer(config.tokenizer),
-                None,
-                model_vocab,
-                f"data.tokenizer={config.tokenizer}",
-            )
+            tokenizer = load_tokenizer(config.tokenizer)
+            _require_ids(tokenizer, None, model_vocab, f"data.tokenizer={config.tokenizer}")
     except ConfigError as error:
         return [str(error)]
     return []
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a corpus is stored."""
-
-    directory: Path
-    """The corpus if it is there; else where it belongs unless a held-out document had to be
-    chosen."""
-    with_chosen: Path | None
-    """Where it belongs if one had to be chosen; None: none is chosen."""
-
-
-def _source(
-    config: DataConfig,
-    tokenizer: Tokenizer | None,
-    vocab: int,
-    outputs: Collection[str],
-    progress: Callable[[str], None] = lambda message: None,
-    trained_on: str = "",
-) -> tuple[sources.Source, _Place]:
-    """Returns the text of config.path, and the place of its corpus, which may not exist yet.
-
-    A corpus that one of the tokenizer's former fingerprints names is used where there is no other,
-    and `progress` says so. One of several documents of which an earlier version held out none is
-    used by the runs that were trained on it (`trained_on`), and by no others.
-    """
-    source = sources.find(config.path, config.text_field, [config.cache, *outputs])
-    made_by, digest = (
-        [tokenizer.fingerprint, *tokenizer.former_fingerprints] if tokenizer else [vocab],
-        source.digest(),
-    )
-
-    def directories(rule: str) -> list[Path]:
-        keys = [
-            hashlib.sha256(f"{_FORMAT} {each} {digest}{rule}".encode()).hexdigest()[:16]
-            for each in made_by
-        ]
-        return [Path(config.cache).expanduser() / f"{source.name}-{key}" for key in keys]
-
-    plain, chosen = directories(""), directories(_ONE_HELD_OUT)
-    if trained_on in [directory.name for directory in plain]:
-        chosen = []
-    there = [directory for directory in (*chosen, *plain) if directory.exists()]
-    # where it exists, it is one that holds out too little
-    absent = chosen[0] if chosen and plain[0].exists() else plain[0]
-    found = next(
-        (
-            directory
-            for directory in there
-            if not chosen or directory in chosen or not _holds_out_too_little(directory)
-        ),
-        absent,
-    )
-    if found not in (plain[0], *chosen[:1]):
-        progress(FORMER.format(found))
-    return source, _Place(found, chosen[0] if chosen else None)
-
-
-def _holds_out_too_little(directory: Path) -> bool:
-    """Whether an earlier version held out none of several documents; False for a corpus that cannot
-    be read.
-    """
-    try:
-        facts = strict_json.read(directory / _FACTS)
-        return not facts["heldout_documents"] and facts["documents"] > 1
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
 
 
 def _require_ids(
@@ -367,46 +282,104 @@ def _require_ids(
     """Raises ConfigError if the model lacks an id of the tokenizer or, without a tokenizer, the
     end-of-document token.
     """
-    last = tokenizer.vocab_size - 1 if tokenizer else -1 if eod is None else eod
-    if model_vocab is not None and last >= model_vocab:
-        what = (
-            f"{name} has ids up to {last}"
-            if tokenizer
-            else f"the data's end-of-document token is {last}"
-        )
+    if model_vocab is None:
+        return
+    if tokenizer and tokenizer.vocab_size > model_vocab:
         raise ConfigError(
-            f"{what}, which model.vocab_size={model_vocab} does not have; set "
-            f"model.vocab_size={last + 1} or more"
+            f"{name} has ids up to {tokenizer.vocab_size - 1}, which "
+            f"model.vocab_size={model_vocab} does not have; set "
+            f"model.vocab_size={tokenizer.vocab_size} or more"
+        )
+    if not tokenizer and eod is not None and eod >= model_vocab:
+        raise ConfigError(
+            f"the data's end-of-document token is {eod}, which model.vocab_size={model_vocab} does "
+            f"not have; set model.vocab_size={eod + 1} or more"
         )
 
 
-def _rename(unfinished: Path, directory: Path) -> None:
+class _Location(NamedTuple):
+    """Where a corpus is stored."""
+
+    directory: Path
+    """The corpus, if it exists; else where it belongs unless a held-out document had to be
+    chosen."""
+    alternative: Path | None
+    """Where it belongs if one had to be chosen; None: none is to be chosen."""
+
+
+def _locate(
+    config: DataConfig,
+    source: sources.Source,
+    tokenizer: Tokenizer | None,
+    vocab: int,
+    progress: Callable[[str], None] = lambda message: None,
+    trained_on: str = "",
+) -> _Location:
+    """Returns the location of a text's corpus, which may not exist yet.
+
+    A corpus that one of the tokenizer's former fingerprints names is used if there is no other, and
+    `progress` says so. If an earlier version held out none of several documents, that corpus is
+    used by the runs that were trained on it (`trained_on`), and by no others.
+    """
+    if tokenizer:
+        vocabularies = [tokenizer.fingerprint, *tokenizer.former_fingerprints]
+    else:
+        vocabularies = [vocab]
+    text_digest = source.digest()
+
+    def directories(rule: str) -> list[Path]:
+        paths = []
+        for vocabulary in vocabularies:
+            key = hashlib.sha256(f"{_FORMAT} {vocabulary} {text_digest}{rule}".encode())
+            name = f"{source.name}-{key.hexdigest()[:16]}"
+            paths.append(Path(config.cache).expanduser() / name)
+        return paths
+
+    plain = directories("")
+    alternatives = directories(_ONE_HELD_OUT)
+    if trained_on in [directory.name for directory in plain]:
+        alternatives = []
+    usable = [path for path in alternatives if path.exists()]
+    for path in plain:
+        if path.exists() and not (alternatives and _holds_out_too_little(path)):
+            usable.append(path)
+    if usable:
+        directory = usable[0]
+    else:  # plain[0] may exist nevertheless: then it holds out too little
+        directory = alternatives[0] if alternatives and plain[0].exists() else plain[0]
+    if directory not in (plain[0], *alternatives[:1]):
+        progress(FORMER.format(directory))
+    return _Location(directory, alternatives[0] if alternatives else None)
+
+
+def _holds_out_too_little(directory: Path) -> bool:
+    """Whether none of several documents is held out; False for a corpus that cannot be read."""
     try:
-        os.rename(unfinished, directory)
-    except OSError:
-        if not directory.exists():
-            raise  # otherwise another process was faster, with the same contents
+        facts = strict_json.read(directory / _FACTS)
+        return not facts["heldout_documents"] and facts["documents"] > 1
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _load(directory: Path) -> TextCorpus:
+    """Returns the corpus in a directory. Raises ConfigError unless it is as it was written."""
     try:
         facts = strict_json.read(directory / _FACTS)
         sealed = facts.pop("sealed", {})  # earlier versions sealed nothing
-        for name in sealed:
-            if sealed[name] != _digest(directory / name, facts):
+        for name, digest in sealed.items():
+            if digest != _digest(directory / name, facts):
                 raise ValueError(f"{name} is not as it was written (SHA-256)")
-        lost, made_by = facts.get("lost_bytes"), facts["settings"]["tokenizer"]
-        # A vocabulary that was trained on the text loses nothing.
-        if lost is None and isinstance(made_by, str) and not load_tokenizer(directory).is_lossless:
-            facts |= {
-                "train_bytes": None,
-                "heldout_bytes": None,
-                "loss_of_bytes": _UNCOUNTED.format(directory),
-            }
+
+        lost = facts.get("lost_bytes")
+        # A vocabulary that was trained on the text loses nothing; its setting is its size.
+        is_named = isinstance(facts["settings"]["tokenizer"], str)
+        if lost is None and is_named and not load_tokenizer(directory).is_lossless:
+            facts["train_bytes"] = None
+            facts["heldout_bytes"] = None
+            facts["loss_of_bytes"] = _UNCOUNTED.format(directory)
         elif lost:
-            facts["loss_of_bytes"] = lost_bytes.described(
-                lost, facts["train_bytes"] + facts["heldout_bytes"] + lost
-            )
+            n_bytes = facts["train_bytes"] + facts["heldout_bytes"] + lost
+            facts["loss_of_bytes"] = lost_bytes.described(lost, n_bytes)
         return TextCorpus(directory=directory, **facts)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
@@ -416,11 +389,38 @@ def _load(directory: Path) -> TextCorpus:
 
 def _digest(path: Path, facts: dict[str, Any]) -> str:
     """Returns the SHA-256 of a file of the corpus; that of corpus.json is of its facts."""
-    return (
-        hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        if path.name == _FACTS
-        else file_digest(path)
-    )
+    if path.name == _FACTS:
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return file_digest(path)
+
+
+def _build_at(
+    location: _Location,
+    source: sources.Source,
+    tokenizer: Tokenizer | int,
+    settings: dict[str, Any],
+    progress: Callable[[str], None],
+) -> Path:
+    """Builds a corpus under a temporary name, renames it and returns its directory."""
+    location.directory.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = sibling(location.directory)
+    unfinished.mkdir()
+    try:
+        may_choose = location.alternative is not None
+        has_chosen = _build(
+            unfinished, source, tokenizer, settings, progress, may_choose=may_choose
+        )
+        directory = location.directory
+        if has_chosen and location.alternative:
+            directory = location.alternative
+        try:
+            os.rename(unfinished, directory)
+        except OSError:
+            if not directory.exists():
+                raise  # otherwise another process was faster, with the same contents
+        return directory
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _build(
@@ -430,78 +430,96 @@ def _build(
     settings: dict[str, Any],
     progress: Callable[[str], None],
     *,
-    choose: bool,
+    may_choose: bool,
 ) -> bool:
-    """Fills `directory`, corpus.json last. If `tokenizer` is a number, a vocabulary of that size is
-    trained.
+    """Fills `directory`, corpus.json last.
 
-    choose: hold out one of several documents where the hash holds out none. Returns whether that
-    was necessary.
+    tokenizer: a number is the size of a vocabulary to train on the text. may_choose: hold out one
+    of several documents if the hash holds out none.
+
+    Returns whether a document was chosen.
     """
+    # 1. Read all text once, or twice if a document had to be chosen.
     progress(f"reading {len(source.files)} files, {source.size / 1e6:.1f} MB")
-    sample, heldout, n_bytes, sizes = reading.read(source.documents(), settings["path"])
-    chosen = reading.chosen_of(sizes) if choose and not heldout and len(sizes) > 1 else None
-    if chosen is not None:
+    chosen = None
+    survey = reading.survey(source.documents(), settings["path"])
+    sizes = survey.sizes
+    if may_choose and not survey.heldout and len(sizes) > 1:
+        chosen = reading.heldout_choice(sizes)
         share = sizes[chosen] / sum(sizes)
         progress(
             f"held out one of {len(sizes)} documents, {share:.1%} of the text: the hash that holds "
             "out one in 20 held out none"
         )
         settings = {**settings, "held_out": chosen}
-        sample, heldout, n_bytes, _ = reading.read(
-            reading.documents(source, chosen), settings["path"]
-        )
-    with reading.threads(2) as pool:  # both release the GIL
-        compressed = [pool.submit(f, bytes(heldout)) for f in (reading.gzip_size, reading.xz_size)]
+        survey = reading.survey(reading.documents(source, chosen), settings["path"])
+
+    # 2. gzip and xz release the GIL and run beside the tokenizer.
+    with reading.threads(2) as pool:
+        gzip_size = pool.submit(reading.gzip_size, survey.heldout)
+        xz_size = pool.submit(reading.xz_size, survey.heldout)
         if isinstance(tokenizer, int):
-            progress(
-                f"training a byte-level BPE of {tokenizer} entries on "
-                f"{sum(map(len, sample)) / 1e6:.1f} M characters"
-            )
-            asked = tokenizer
-            tokenizer = Tokenizer.train(sample, asked)
-            if smaller := smaller_than_asked(tokenizer, asked):
-                progress(smaller)
+            tokenizer = _train_tokenizer(survey.sample, tokenizer, progress)
         tokenizer.save(directory)
-        del sample
+        survey.sample.clear()  # tens of millions of characters, which encoding does not need
+
         progress("encoding")
-        splits, lost = [], []
-        for name, is_heldout in (("train", False), ("heldout", True)):
-            texts = (
-                document.text
-                for document in reading.documents(source, chosen)
-                if document.heldout == is_heldout
-            )
-            lost.append(0)
-            tokens = encode(
-                tokenizer,
-                texts,
-                report=reading.Reporter(progress).done,
-                lost=functools.partial(reading.add, lost),
-            )
-            splits.append(write_documents(directory / name, tokens, vocab=tokenizer.vocab_size))
-        gzip, xz = (
-            8 * future.result() / len(heldout) if heldout else None for future in compressed
-        )
+        texts = (d.text for d in reading.documents(source, chosen) if not d.heldout)
+        train, train_lost = _write(directory / "train", texts, tokenizer, progress)
+        texts = (d.text for d in reading.documents(source, chosen) if d.heldout)
+        heldout, heldout_lost = _write(directory / "heldout", texts, tokenizer, progress)
+
+        gzip_bits = xz_bits = None
+        if survey.heldout:
+            gzip_bits = 8 * gzip_size.result() / len(survey.heldout)
+            xz_bits = 8 * xz_size.result() / len(survey.heldout)
+
+    # 3. The description and its digests.
     facts = {
-        "documents": len(splits[0]),
-        "train_tokens": len(splits[0].unverified),
-        "heldout_documents": len(splits[1]),
-        "heldout_tokens": len(splits[1].unverified),
-        "train_bytes": n_bytes["training"] - lost[0],
-        "heldout_bytes": n_bytes["held-out"] - lost[1],
-        "lost_bytes": sum(lost),
+        "documents": len(train),
+        "train_tokens": len(train.unverified),
+        "heldout_documents": len(heldout),
+        "heldout_tokens": len(heldout.unverified),
+        "train_bytes": survey.train_bytes - train_lost,
+        "heldout_bytes": survey.heldout_bytes - heldout_lost,
+        "lost_bytes": train_lost + heldout_lost,
         "vocab_size": tokenizer.vocab_size,
-        "gzip_bits_per_byte": gzip,
-        "xz_bits_per_byte": xz,
+        "gzip_bits_per_byte": gzip_bits,
+        "xz_bits_per_byte": xz_bits,
         "settings": settings,
     }
     # The tokens have digests of their own.
-    sealed = [
-        path for path in sorted(directory.iterdir()) if path.suffix not in (".bin", ".idx")
-    ] + [directory / _FACTS]
-    facts |= {"sealed": {path.name: _digest(path, facts) for path in sealed}}
+    files = [path for path in sorted(directory.iterdir()) if path.suffix not in (".bin", ".idx")]
+    files.append(directory / _FACTS)
+    facts["sealed"] = {path.name: _digest(path, facts) for path in files}
     with atomic_write(directory / _FACTS) as (file,):
         file.write(json.dumps(facts, indent=1).encode())
     progress(f"{facts['train_tokens']:,} training and {facts['heldout_tokens']:,} held-out tokens")
     return chosen is not None
+
+
+def _train_tokenizer(sample: list[str], size: int, progress: Callable[[str], None]) -> Tokenizer:
+    progress(
+        f"training a byte-level BPE of {size} entries on "
+        f"{sum(map(len, sample)) / 1e6:.1f} M characters"
+    )
+    tokenizer = Tokenizer.train(sample, size)
+    warning = smaller_than_asked(tokenizer, size)
+    if warning:
+        progress(warning)
+    return tokenizer
+
+
+def _write(
+    prefix: Path, texts: Iterable[str], tokenizer: Tokenizer, progress: Callable[[str], None]
+) -> tuple[Documents, int]:
+    """Writes the tokens of texts; returns them, and the bytes of text that they do not spell."""
+    n_lost = 0
+
+    def count_lost(n_bytes: int) -> None:
+        nonlocal n_lost
+        n_lost += n_bytes
+
+    report = reading.Reporter(progress).add
+    tokens = encode(tokenizer, texts, report=report, lost=count_lost)
+    return write_documents(prefix, tokens, vocab=tokenizer.vocab_size), n_lost

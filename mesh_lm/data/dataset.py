@@ -25,8 +25,9 @@ _HELD_OUT = 20
 
 
 class Dataset(Protocol):
-    """Training and held-out sequences by position. Derive from it; members with a value here are
-    optional.
+    """Training and held-out sequences by position.
+
+    Derive from it; members with a value here are optional.
     """
 
     name: str
@@ -54,14 +55,15 @@ class Dataset(Protocol):
     """For the log if `heldout_tokens` is 0: the reason, and what would change it."""
 
     def tokenizer(self) -> Tokenizer | None:
-        """Returns the tokenizer, for the final sample and `mesh_lm.load`; without one (None),
-        neither is possible.
+        """Returns the tokenizer, for the final sample and `mesh_lm.load`, which need one; or
+        None.
         """
         return None
 
     def sources(self) -> Sources:
-        """Returns the texts that are repeated each by itself, for `data.max_epochs`: one, unless
-        samples are drawn by weights.
+        """Returns the texts whose epochs `data.max_epochs` limits, each by itself.
+
+        That is one text, unless samples are drawn by weights.
         """
         return {f"corpus {self.name}": (self.train_tokens, 1.0)}
 
@@ -72,7 +74,7 @@ class Dataset(Protocol):
 
         Args:
           saved: the `state` in a checkpoint of this run, with its "position"; None: a new run.
-          last: the position at which the run will end.
+          last: the position at which the run ends.
         """
         ...
 
@@ -92,20 +94,22 @@ class Dataset(Protocol):
 
 
 def stored_order(texts: Sequence[TokenStream], config: TrainConfig, eod: int | None) -> SampleOrder:
-    """Returns the tokens of the texts as held-out sequences, in stored order; the last, partial one
-    of each text is padded, or left out (data.drop_last_partial).
+    """Returns the tokens of the texts as held-out sequences, in stored order.
 
-    Raises ConfigError if partial ones are left out, and there are no others.
+    The last, partial sequence of each text is padded, or left out (data.drop_last_partial). Raises
+    ConfigError if there are no others.
     """
-    seq_len, pad = config.model.seq_len, not config.data.drop_last_partial
-    long = [text for text in texts if text.n_tokens >= (1 if pad else seq_len)]
-    if not long:
+    seq_len = config.model.seq_len
+    pad = not config.data.drop_last_partial
+    shortest = 1 if pad else seq_len
+    long_texts = [text for text in texts if text.n_tokens >= shortest]
+    if not long_texts:
         longest = max(text.n_tokens for text in texts)
         raise ConfigError(
             "data.drop_last_partial=true leaves no held-out sequence: no text has "
             f"model.seq_len={seq_len} tokens, the longest {longest}; leave it out"
         )
-    return ConcatOrder([Sequences(text, seq_len, eod=eod, seed=None, pad=pad) for text in long])
+    return ConcatOrder([Sequences(t, seq_len, eod=eod, seed=None, pad=pad) for t in long_texts])
 
 
 class TokenArray(Dataset):
@@ -122,31 +126,37 @@ class TokenArray(Dataset):
         """Takes token ids.
 
         Args:
-          tokens: ids [n] to train on, integers of any type; arrays are not copied. heldout: ids to
-          evaluate on; None: the last twentieth of `tokens`, which is then not trained on. Empty: no
-          evaluation. eod: the id that ends each document; None: the tokenizer's, or unknown.
+          tokens: ids [n] to train on, integers of any type; arrays are not copied.
+          heldout: ids to evaluate on; None: the last twentieth of `tokens`, which is then not
+            trained on. Empty: no evaluation.
+          eod: the id that ends each document; None: the tokenizer's, or unknown.
 
         Raises:
           ConfigError: the ids are not a sequence of integers, or there are none.
         """
-        ids = _ids(tokens)
-        n_train = len(ids) - len(ids) // _HELD_OUT
+        ids = _require_ids(tokens)
         if heldout is None:
-            self._train, self._heldout = ids[:n_train], ids[n_train:]
+            n_train = len(ids) - len(ids) // _HELD_OUT
+            self._train = ids[:n_train]
+            self._heldout = ids[n_train:]
             if not len(self._heldout):
                 raise ConfigError(
                     f"data: {len(ids)} token ids are too few to hold out one in {_HELD_OUT}; give "
                     "more, or heldout"
                 )
         else:
-            self._train, self._heldout = ids, _ids(heldout) if len(heldout) else ids[:0]
-        self.train_tokens, self.heldout_tokens = len(self._train), len(self._heldout)
+            self._train = ids
+            self._heldout = _require_ids(heldout) if len(heldout) else ids[:0]
+        self.train_tokens = len(self._train)
+        self.heldout_tokens = len(self._heldout)
+
         self._tokenizer = tokenizer
-        self.eod, self.fingerprint = (
-            (eod, None)
-            if tokenizer is None
-            else (tokenizer.eod if eod is None else eod, tokenizer.fingerprint)
-        )
+        self.eod = eod
+        self.fingerprint = None
+        if tokenizer is not None:
+            self.fingerprint = tokenizer.fingerprint
+            if eod is None:
+                self.eod = tokenizer.eod
         digest = hashlib.sha256(f"{self.train_tokens} {self.heldout_tokens} {self.eod}".encode())
         for part in (self._train, self._heldout):
             for end in (part[:_SAMPLED], part[-_SAMPLED:]):
@@ -166,9 +176,8 @@ class TokenArray(Dataset):
                 "data.documents=packed: an array of token ids is one stream; write documents with "
                 "`mesh-lm prepare`"
             )
-        return Sequences(
-            self._stream(self._train, config), config.model.seq_len, eod=self.eod, seed=config.seed
-        )
+        stream = self._stream(self._train, config)
+        return Sequences(stream, config.model.seq_len, eod=self.eod, seed=config.seed)
 
     def heldout_order(self, config: TrainConfig) -> SampleOrder:
         """Implements `Dataset.heldout_order`."""
@@ -179,25 +188,24 @@ class TokenArray(Dataset):
 
 
 def dataset_of(data: Dataset | Sequence[int] | np.ndarray) -> Dataset:
-    """Returns a dataset unchanged, and token ids as a `TokenArray`. Raises ConfigError for anything
-    else.
+    """Returns a dataset unchanged, and token ids as a `TokenArray`.
+
+    Raises ConfigError for anything else.
     """
-    missing = [
-        name
-        for name in ("name", "train_tokens", "heldout_tokens", "training_order", "heldout_order")
-        if not hasattr(data, name)
-    ]
-    return data if not missing else TokenArray(data)  # pyright: ignore[reportReturnType, reportArgumentType]
+    members = ("name", "train_tokens", "heldout_tokens", "training_order", "heldout_order")
+    if all(hasattr(data, name) for name in members):
+        return data  # pyright: ignore[reportReturnType]
+    return TokenArray(data)  # pyright: ignore[reportArgumentType]
 
 
-def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+def _require_ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     try:
         ids = np.asarray(tokens)
     except ValueError:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
-        given = f"{ids.dtype} {list(ids.shape)}" if ids.size else type(tokens).__name__
+        form = f"{ids.dtype} {list(ids.shape)}" if ids.size else type(tokens).__name__
         raise ConfigError(
-            f"data: expected token ids, integers [n], or a mesh_lm.data.Dataset, not {given}"
+            f"data: expected token ids, integers [n], or a mesh_lm.data.Dataset, not {form}"
         )
     return ids

@@ -31,7 +31,7 @@ from mesh_lm.errors import ConfigError
 BLOCK_BITS = 15
 """log2 of the bytes per block."""
 _FORMAT = 2
-_OWN = hashlib.sha256().digest_size
+_SEAL_SIZE = hashlib.sha256().digest_size
 _HEADER_SIZE = 2**12
 _READ = 2**22
 """Bytes read at once."""
@@ -54,7 +54,7 @@ class Digests:
     sampled: str
     table: np.ndarray
     """XXH3-64 of each block, uint64 [blocks]."""
-    own: str
+    seal: str
     """SHA-256 of all of it, hexadecimal: it identifies the contents of the .bin and the .idx."""
 
     def check(self, path: Path, cure: str) -> None:
@@ -67,30 +67,35 @@ class Digests:
         try:
             if file_digest(path) == sealed:
                 return
-            what = "damaged: it is not as it was"
         except FileNotFoundError:
-            what = "missing: it was there"
+            raise ConfigError(
+                f"{path} is missing: it was there when {self.path} was written; {cure}"
+            ) from None
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        raise ConfigError(f"{path} is {what} when {self.path} was written; {cure}")
+        raise ConfigError(
+            f"{path} is damaged: it is not as it was when {self.path} was written; {cure}"
+        )
 
 
 def read(prefix: Path | str, cure: str) -> Digests | None:
-    """Returns the side file of a prefix, verified; None if there is none. Raises ConfigError with
-    the cure if it is damaged.
+    """Returns the side file of a prefix, verified; None if there is none.
+
+    Raises ConfigError with the cure if it is damaged.
     """
     path = digests_path(prefix)
     try:
         content = np.asarray(np.memmap(path, np.uint8, "r"))
         head = content[:_HEADER_SIZE].tobytes().partition(b"\n")[0]
-        own = hashlib.sha256(content[:-_OWN].data).digest()
-        if content[-_OWN:].tobytes() != own:
+        seal = hashlib.sha256(content[:-_SEAL_SIZE].data).digest()
+        if content[-_SEAL_SIZE:].tobytes() != seal:
             raise ValueError("its own SHA-256 is another")
         header = strict_json.loads(head)
         if header.pop("format") != _FORMAT:
             raise ValueError("it is of another format")
-        table = np.frombuffer(content, "<u8", -(-header["bytes"] // header["block"]), len(head) + 1)
-        return Digests(path=path, table=table, own=own.hex(), **header)
+        n_blocks = -(-header["bytes"] // header["block"])
+        table = np.frombuffer(content, "<u8", n_blocks, len(head) + 1)
+        return Digests(path=path, table=table, seal=seal.hex(), **header)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -100,28 +105,29 @@ def read(prefix: Path | str, cure: str) -> Digests | None:
 
 
 def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:
-    """Returns the contents of a side file for a .bin, an .idx and the contents of a .json, if there
-    is one. Raises OSError.
+    """Returns the contents of a side file. Raises OSError.
+
+    data, index: the .bin and the .idx. about: contents of the .json, if there is one. sampled: the
+    fingerprint without a side file.
     """
     block = 1 << BLOCK_BITS
-    sums: list[np.ndarray] = []
+    table = bytearray()
     with open(data, "rb") as file:
-        while part := memoryview(file.read(_READ)):
-            sums.append(
-                np.array(
-                    [
-                        xxhash.xxh3_64_intdigest(part[i : i + block])
-                        for i in range(0, len(part), block)
-                    ],
-                    "<u8",
-                )
-            )
+        while True:
+            part = memoryview(file.read(_READ))
+            if not part:
+                break
+            blocks = [part[i : i + block] for i in range(0, len(part), block)]
+            table += np.array([xxhash.xxh3_64_intdigest(b) for b in blocks], "<u8").tobytes()
     header = {
-        "format": _FORMAT, "block": block, "bytes": data.stat().st_size,
+        "format": _FORMAT,
+        "block": block,
+        "bytes": data.stat().st_size,
         "index": file_digest(index),
-        "about": None if about is None else hashlib.sha256(about).hexdigest(), "sampled": sampled,
-    }  # fmt: skip
-    content = json.dumps(header).encode() + b"\n" + b"".join(part.tobytes() for part in sums)
+        "about": None if about is None else hashlib.sha256(about).hexdigest(),
+        "sampled": sampled,
+    }
+    content = json.dumps(header).encode() + b"\n" + table
     return content + hashlib.sha256(content).digest()
 
 
@@ -134,30 +140,36 @@ class Blocks:
     """
 
     def __init__(self, path: Path, data: np.ndarray, digests: Digests, cure: str) -> None:
-        """Takes the .bin's bytes, uint8 [size], and what to do about a damaged block. Raises
-        ConfigError for another size.
+        """Takes the .bin's bytes, uint8 [size], and what to do about a damaged block.
+
+        Raises ConfigError for another size.
         """
         if len(data) != digests.bytes:
             raise ConfigError(
                 f"{path} is damaged: it has {len(data)} bytes, not the {digests.bytes} of "
                 f"{digests.path}; {cure}"
             )
-        self._path, self._data, self._digests, self._cure = path, data.data, digests, cure
+        self._path = path
+        self._data = data.data
+        self._digests = digests
+        self._cure = cure
         # A further element, for a range that is empty and starts where the data end.
         self._seen = np.zeros(len(digests.table) + 1, bool)
         self._seen[-1] = True
-        self._left, self._lock = len(digests.table), threading.Lock()
+        self._left = len(digests.table)
+        self._lock = threading.Lock()
         self.complete = not self._left
 
     def require(self, starts: np.ndarray, stops: np.ndarray) -> None:
-        """Verifies the blocks of the byte ranges starts[i] to stops[i] - 1, int64 [n]. Raises
-        ConfigError for a damaged one.
+        """Verifies the blocks of the byte ranges starts[i] to stops[i] - 1, int64 [n].
+
+        Raises ConfigError for a damaged one.
         """
         # Nearly always a range is in one block, or in two. This is called for every batch, so every
         # step of NumPy counts.
         blocks = np.concatenate([starts, np.maximum(stops - 1, starts)]) // self._digests.block
         if (stops - starts).max(initial=0) > self._digests.block:
-            blocks = ranges(blocks[: len(starts)], blocks[len(starts) :] + 1)[1]
+            _, blocks = ranges(blocks[: len(starts)], blocks[len(starts) :] + 1)
         unseen = blocks[~self._seen[blocks]]
         if not unseen.size:
             return
@@ -171,16 +183,18 @@ class Blocks:
 
     def require_all(self) -> None:
         """Verifies all blocks that have not been."""
-        # the numbers of a few blocks are in memory, not those of all
+        if self.complete:
+            return
+        # The numbers of a few blocks are in memory, not those of all.
         step = self._digests.block << 12
-        for start in range(0, 0 if self.complete else len(self._data), step):
+        for start in range(0, len(self._data), step):
             self.require(np.array([start]), np.array([min(start + step, len(self._data))]))
 
     def _compare(self, blocks: list[int]) -> None:
-        size, wanted = self._digests.block, self._digests.table[blocks].tolist()
-        for block, digest in zip(blocks, wanted, strict=True):
-            start = block * size
-            part = self._data[start : start + size]
+        digests = self._digests.table[blocks].tolist()
+        for block, digest in zip(blocks, digests, strict=True):
+            start = block * self._digests.block
+            part = self._data[start : start + self._digests.block]
             if xxhash.xxh3_64_intdigest(part) != digest:
                 raise ConfigError(
                     f"{self._path} is damaged: bytes {start:,} to {start + len(part) - 1:,} are "

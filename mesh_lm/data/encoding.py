@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,24 +33,27 @@ def encode(
     separately.
 
     Args:
-      batch: characters encoded at once, by all cores. piece: texts longer than this are split into
-      pieces of up to twice this length. 0: 65,536, or 2^20 if not `tokenizer.joins`. report: called
-      with the number of characters of each finished batch. lost: called with the bytes of each
-      piece that its tokens do not spell (`Tokenizer.lost_bytes`), if there are any.
+      batch: characters encoded at once, by all cores.
+      piece: texts longer than this are split into pieces of up to twice this length. 0: 65,536, or
+        2^20 if not `tokenizer.joins`.
+      report: called with the number of characters of each finished batch.
+      lost: called with the bytes of each piece that its tokens do not spell
+        (`Tokenizer.lost_bytes`), if there are any.
     """
+    if not piece:
+        piece = _PIECE if tokenizer.joins else _LONG_PIECE
     document: list[np.ndarray] = []
-    piece = piece or (_PIECE if tokenizer.joins else _LONG_PIECE)
-    for parts in _batches(texts, batch, piece):
-        for ids, (part, is_last) in zip(
-            tokenizer.encode_batch([part for part, _ in parts]), parts, strict=True
-        ):
+    for batch_pieces in _batches(texts, batch, piece):
+        encoded = tokenizer.encode_batch([text_piece.text for text_piece in batch_pieces])
+        for text_piece, ids in zip(batch_pieces, encoded, strict=True):
             document.append(ids)
-            if n := tokenizer.lost_bytes(part, ids):
-                lost(n)
-            if is_last:
+            n_lost = tokenizer.lost_bytes(text_piece.text, ids)
+            if n_lost:
+                lost(n_lost)
+            if text_piece.is_last:
                 yield np.concatenate([*document, np.array([tokenizer.eod], np.int32)])
                 document = []
-        report(sum(len(part) for part, _ in parts))
+        report(sum(len(text_piece.text) for text_piece in batch_pieces))
 
 
 def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
@@ -63,17 +67,24 @@ def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
         start = end
 
 
-def _batches(texts: Iterable[str], batch: int, piece: int) -> Iterator[list[tuple[str, bool]]]:
-    """Yields lists of about `batch` characters of (piece, whether it is the last of its text)."""
-    parts: list[tuple[str, bool]] = []
+class _Piece(NamedTuple):
+    text: str
+    is_last: bool
+    """Whether its document ends with it."""
+
+
+def _batches(texts: Iterable[str], batch: int, piece: int) -> Iterator[list[_Piece]]:
+    """Yields the pieces of all texts in lists of about `batch` characters."""
+    batch_pieces: list[_Piece] = []
     size = 0
     for text in texts:
         text_pieces = list(pieces(text, piece))
         for number, part in enumerate(text_pieces, 1):
-            parts.append((part, number == len(text_pieces)))
+            batch_pieces.append(_Piece(part, number == len(text_pieces)))
             size += len(part)
             if size >= batch:
-                yield parts
-                parts, size = [], 0
-    if parts:
-        yield parts
+                yield batch_pieces
+                batch_pieces = []
+                size = 0
+    if batch_pieces:
+        yield batch_pieces

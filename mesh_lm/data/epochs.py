@@ -17,35 +17,30 @@ def epochs_problems(config: TrainConfig, sources: Sources) -> list[str]:
     A weighted blend repeats a small prefix while a large one is not half read, so each source has
     the limit for itself.
     """
-    limit, train = config.data.max_epochs, config.train
+    limit = config.data.max_epochs
     if not limit:
         return []
-    wanted = train.steps * config.tokens_per_step
-    shown = f"train.steps={train.steps} x {config.tokens_per_step:,} tokens a step"
-    steps = min(
-        (
-            int(limit * tokens / (share * config.tokens_per_step))
-            for tokens, share in sources.values()
-        ),
-        default=0,
-    )
-    fix = (
-        "give it more text, "
-        + (f"set train.steps={steps} or fewer, " if steps else "")
-        + "or set data.max_epochs=0 for no limit"
-    )
-    lines = []
-    for name, (tokens, share) in sources.items():
-        if wanted * share > limit * tokens:
-            asked = f"{shown} are {wanted:,}" + (
-                "" if share == 1 else f", of which {round(share * wanted):,}"
-            )
-            epochs = (
-                f"{share * wanted / tokens:,.1f} epochs of its {tokens:,} tokens"
-                if tokens
-                else "it has no tokens"
-            )
-            lines.append(
-                f"{asked} from {name}: {epochs}, more than data.max_epochs={limit:g}; {fix}"
-            )
-    return lines
+    train_steps = config.train.steps
+    run_tokens = train_steps * config.tokens_per_step
+    allowed_steps = []
+    for source_tokens, share in sources.values():
+        allowed_steps.append(int(limit * source_tokens / (share * config.tokens_per_step)))
+    steps = min(allowed_steps, default=0)
+    fewer_steps = f"set train.steps={steps} or fewer, " if steps else ""
+
+    problems = []
+    for name, (source_tokens, share) in sources.items():
+        source_run_tokens = share * run_tokens
+        if source_run_tokens <= limit * source_tokens:
+            continue
+        part = "" if share == 1 else f", of which {round(source_run_tokens):,}"
+        epochs = "it has no tokens"
+        if source_tokens:
+            n_epochs = source_run_tokens / source_tokens
+            epochs = f"{n_epochs:,.1f} epochs of its {source_tokens:,} tokens"
+        problems.append(
+            f"train.steps={train_steps} x {config.tokens_per_step:,} tokens a step are "
+            f"{run_tokens:,}{part} from {name}: {epochs}, more than data.max_epochs={limit:g}; "
+            f"give it more text, {fewer_steps}or set data.max_epochs=0 for no limit"
+        )
+    return problems

@@ -46,11 +46,9 @@ class IndexCache:
 
     def __init__(self, cache: str, progress: Callable[[str], None] = lambda message: None) -> None:
         """progress: called with a line of text before a computation of at least `slow` items."""
-        self._directory, self._progress, self._damaged = (
-            Path(cache).expanduser() / "indices",
-            progress,
-            0,
-        )
+        self._directory = Path(cache).expanduser() / "indices"
+        self._progress = progress
+        self._n_damaged = 0
 
     def get(
         self,
@@ -65,7 +63,8 @@ class IndexCache:
         determines them.
 
         Raises:
-          ConfigError: the cache is full or not writable, or its disk does not keep what is written.
+          ConfigError: the cache is full or not writable, or its disk does not keep what is
+            written.
         """
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         directory = self._directory / f"{kind}-{name}"
@@ -91,39 +90,41 @@ class IndexCache:
                 "use another one"
             ) from error
         except OSError as error:
-            if error.errno in _NOT_OURS and (arrays := _unverified(directory)):
-                self._progress(
-                    f"{directory} has no digests (older version), and cannot be written "
-                    f"({error.strerror}): it is read unverified"
-                )
-                return arrays
+            if error.errno in _NOT_OURS:
+                arrays = _unverified(directory)
+                if arrays:
+                    self._progress(
+                        f"{directory} has no digests (older version), and cannot be written "
+                        f"({error.strerror}): it is read unverified"
+                    )
+                    return arrays
             raise ConfigError(
                 f"data.cache: cannot keep an index in {directory}: {error.strerror} "
                 f"({error.filename})"
             ) from error
 
     def _remove(self, directory: Path, error: _DamagedError) -> None:
-        """Removes a damaged index, if there is one, and says so; processes that have mapped it keep
-        its contents.
+        """Removes a damaged index, if there is one, and says so.
+
+        Processes that have mapped it keep its contents.
         """
-        doomed = sibling(directory)
+        removed = sibling(directory)
         try:
-            os.rename(directory, doomed)
+            os.rename(directory, removed)
         except FileNotFoundError:
             return
-        shutil.rmtree(doomed, ignore_errors=True)
-        self._damaged += 1
+        shutil.rmtree(removed, ignore_errors=True)
+        self._n_damaged += 1
         from mesh_lm.distributed.prefix import log_prefix  # imports JAX
 
-        what = (
-            "has no digests (older version)"
-            if isinstance(error, _NoDigestsError)
-            else f"is not as it was written ({error})"
-        )
+        damage = f"is not as it was written ({error})"
+        if isinstance(error, _NoDigestsError):
+            damage = "has no digests (older version)"
         print(
-            f"{log_prefix()}warning: index cache: {directory.name} in {directory.parent} {what}; "
-            f"it is computed again ({self._damaged} so far)", flush=True,
-        )  # fmt: skip
+            f"{log_prefix()}warning: index cache: {directory.name} in {directory.parent} {damage}; "
+            f"it is computed again ({self._n_damaged} so far)",
+            flush=True,
+        )
 
 
 class _DamagedError(ValueError):
@@ -135,21 +136,18 @@ class _NoDigestsError(_DamagedError):
 
 
 def _verified(directory: Path) -> Arrays:
-    """Returns the arrays of an index, mapped, after comparing them with their digests. Raises
-    _DamagedError, and OSError.
+    """Returns the arrays of an index, mapped, after comparing them with their digests.
+
+    Raises _DamagedError and OSError.
     """
     try:
         sums = strict_json.read(directory / _DIGESTS)
-        for name, found in (
-            (path.name, _sum(path, directory.name)) for path in directory.glob("*.npy")
-        ):
-            if sums.pop(name, None) != found:
-                raise _DamagedError(f"CRC-32 of {name}")
+        for path in directory.glob("*.npy"):
+            if sums.pop(path.name, None) != _sum(path, directory.name):
+                raise _DamagedError(f"CRC-32 of {path.name}")
         if sums:
             raise _DamagedError(f"{min(sums)} is missing")
-        return {
-            path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in directory.glob("*.npy")
-        }
+        return _mapped(directory)
     except (FileNotFoundError, NotADirectoryError):
         raise _NoDigestsError(f"{_DIGESTS} is missing") from None
     except _DamagedError:
@@ -165,17 +163,22 @@ def _unverified(directory: Path) -> Arrays:
     if (directory / _DIGESTS).exists():
         return {}
     try:
-        return {
-            path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in directory.glob("*.npy")
-        }
+        return _mapped(directory)
     except (OSError, ValueError, EOFError):
         return {}
 
 
+def _mapped(directory: Path) -> Arrays:
+    paths = directory.glob("*.npy")
+    return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in paths}
+
+
 def _sum(path: Path, index: str) -> int:
     """Returns the CRC-32 of an index's name, a file's name and its contents."""
-    start = zlib.crc32(f"{index}/{path.name}".encode())
-    return zlib.crc32(np.memmap(path, np.uint8, "r").data, start) if path.stat().st_size else start
+    names_sum = zlib.crc32(f"{index}/{path.name}".encode())
+    if path.stat().st_size == 0:  # mmap refuses empty files
+        return names_sum
+    return zlib.crc32(np.memmap(path, np.uint8, "r").data, names_sum)
 
 
 def _store(directory: Path, arrays: Arrays) -> None:
@@ -199,8 +202,9 @@ def _store(directory: Path, arrays: Arrays) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock, which the system releases if the process dies; does nothing on file
-    systems without locks.
+    """Holds an exclusive lock, which the system releases if the process dies.
+
+    Does nothing on file systems without locks.
     """
     if fcntl is None:
         yield

@@ -18,7 +18,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,12 @@ from mesh_lm.errors import ConfigError
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {
-    code: np.dtype(name)
-    for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _UINT16_VOCAB = 65500  # Megatron's threshold (`DType.optimal_dtype`)
@@ -62,100 +66,68 @@ class Documents:
       prefix: as given.
       sequences: int64 [sequences + 1], the offsets of the format's sequences.
       dtype: the type of a token in the file.
+      unverified: all tokens, a memory map in the file's integer type.
       is_sealed: whether there is a `<prefix>.digests`, so that the tokens are verified.
 
     Raises:
       ConfigError: a file is missing, truncated, damaged, or not of this format; the message names
-      the file.
+        the file.
     """
 
     def __init__(self, prefix: Path | str, *, cure: str = "") -> None:
         """Opens the files of a prefix; cure: what to do about damaged ones (default: for a prefix
         that a user has prepared).
         """
-        data, index = _map(bin_path(prefix)), _map(idx_path(prefix))
         cure = cure or (
             f"restore it from a copy, or remove {prefix}.bin, .idx, .json and .digests and prepare "
             f"the text again. If the tokens are as they should be, remove {digests_path(prefix)} "
             f"and run: mesh-lm prepare seal {prefix}"
         )
+        data = _map(bin_path(prefix))
+        index = _map(idx_path(prefix))
         self._digests = digests.read(prefix, cure)
         if self._digests:
             self._digests.check(idx_path(prefix), cure)
             self._digests.check(Path(f"{prefix}.json"), cure)
-        if len(index) < _HEADER.size:
-            raise _broken(
-                idx_path(prefix),
-                f"it has {len(index)} bytes, fewer than the header's {_HEADER.size}",
-            )
-        magic, version, code, n_sequences, n_indices = _HEADER.unpack(
-            index[: _HEADER.size].tobytes()
-        )
-        if magic != _MAGIC:
-            raise _broken(idx_path(prefix), f"it starts with {magic!r} instead of {_MAGIC!r}")
-        if version != 1 or code not in _DTYPES:
-            raise _broken(
-                idx_path(prefix),
-                (
-                    f"version {version} and dtype code {code}; readable are version 1 and codes "
-                    f"{sorted(_DTYPES)}"
-                ),
-            )
-        expected = _HEADER.size + 12 * n_sequences + 8 * n_indices
-        if len(index) != expected:
-            raise _broken(
-                idx_path(prefix), f"it has {len(index)} bytes, but its header implies {expected}"
-            )
-        lengths = np.frombuffer(index, "<i4", n_sequences, _HEADER.size)
-        pointers = np.frombuffer(index, "<i8", n_sequences, _HEADER.size + 4 * n_sequences)
-        indices = np.frombuffer(index, "<i8", n_indices, _HEADER.size + 12 * n_sequences)
+        parsed = _parse_index(idx_path(prefix), index)
 
-        dtype, end = _DTYPES[code], 0
-        for i in range(0, n_sequences, _BLOCK):
-            sizes = lengths[i : i + _BLOCK].astype(np.int64)
-            ends = end + np.cumsum(sizes)
-            if sizes.min() < 0 or not np.array_equal(
-                pointers[i : i + _BLOCK], (ends - sizes) * dtype.itemsize
-            ):
-                raise _broken(idx_path(prefix), "its sequences are not back to back in the .bin")
-            end = int(ends[-1])
-        if not n_indices or indices[0] != 0 or indices[-1] != n_sequences or not _ascends(indices):
-            raise _broken(
-                idx_path(prefix),
-                f"its document indices do not run from 0 to its {n_sequences} sequences",
-            )
-        self._blocks = (
-            digests.Blocks(bin_path(prefix), data, self._digests, cure) if self._digests else None
-        )
-        if len(data) != end * dtype.itemsize:
+        # The blocks come first: their error for a wrong size names the cure.
+        self._blocks = None
+        if self._digests:
+            self._blocks = digests.Blocks(bin_path(prefix), data, self._digests, cure)
+        if len(data) != parsed.n_tokens * parsed.dtype.itemsize:
             raise _broken(
                 bin_path(prefix),
-                f"it has {len(data)} bytes, but its .idx implies {end * dtype.itemsize}",
+                f"it has {len(data)} bytes, but its .idx implies "
+                f"{parsed.n_tokens * parsed.dtype.itemsize}",
             )
-        self.prefix, self.sequences, self.dtype = (
-            str(prefix),
-            Offsets(pointers, dtype.itemsize, end),
-            dtype,
+        self.prefix = str(prefix)
+        self.dtype = parsed.dtype
+        self.sequences = Offsets(parsed.pointers, parsed.dtype.itemsize, parsed.n_tokens)
+        self.unverified = data.view(parsed.dtype)
+        self.is_sealed = self._digests is not None
+        self._first_sequences = parsed.first_sequences
+        self._document_starts = Offsets(
+            parsed.first_sequences[:-1], 1, int(parsed.first_sequences[-1])
         )
-        self._first, self._starts = indices, Offsets(indices[:-1], 1, int(indices[-1]))
-        self.unverified, self.is_sealed = data.view(dtype), self._digests is not None
 
     def __len__(self) -> int:
         """Returns the number of documents."""
-        return len(self._first) - 1
+        return len(self._first_sequences) - 1
 
     @property
     def offsets(self) -> np.ndarray:
-        """Returns int64 [documents + 1] in memory; document i is tokens[offsets[i] : offsets[i +
-        1]].
+        """Where documents begin and end, int64 [documents + 1] in memory: document i is
+        tokens[offsets[i] : offsets[i + 1]].
         """
-        return self.sequences[self._first]
+        return self.sequences[self._first_sequences]
 
     def ends_document(self, sequences: np.ndarray) -> np.ndarray:
         """Returns whether each of the format's sequences, int64 [n], is the last one of its
         document, bool [n].
         """
-        return self._starts[self._starts.search(sequences + 1)] == sequences + 1
+        following = self._document_starts.search(sequences + 1)
+        return self._document_starts[following] == sequences + 1
 
     @property
     def source(self) -> str:
@@ -166,14 +138,15 @@ class Documents:
         """Returns the token ids of one document, [length]."""
         if not 0 <= document < len(self):
             raise IndexError(document)
-        start, stop = self.sequences[self._first[document : document + 2]]
+        start, stop = self.sequences[self._first_sequences[document : document + 2]]
         self.require(start[None], stop[None])
         return self.unverified[start:stop]
 
     @property
     def tokens(self) -> np.ndarray:
-        """All documents back to back, [total tokens], a read-only memory map in the file's integer
-        type; all of it is verified now.
+        """All documents back to back, [tokens], a read-only memory map in the file's integer type.
+
+        Reading this attribute verifies all of it.
         """
         if self._blocks:
             self._blocks.require_all()
@@ -184,9 +157,8 @@ class Documents:
         Raises ConfigError for damage.
         """
         if self._blocks and not self._blocks.complete:
-            self._blocks.require(
-                (starts + base) * self.dtype.itemsize, (stops + base) * self.dtype.itemsize
-            )
+            size = self.dtype.itemsize
+            self._blocks.require((starts + base) * size, (stops + base) * size)
 
     def fingerprint(self) -> str:
         """Identifies the data by its contents; paths do not count.
@@ -195,51 +167,111 @@ class Documents:
         tokens. If the prefix is sealed, they are from the time of sealing, and a hyphen and 16 hex
         digits of the seal follow, which covers all tokens.
         """
-        return (
-            f"{self._digests.sampled}-{self._digests.own[:16]}"
-            if self._digests
-            else _sampled(self.sequences, self.unverified)
-        )
+        if self._digests:
+            return f"{self._digests.sampled}-{self._digests.seal[:16]}"
+        return _sampled(self.sequences, self.unverified)
 
     def seal(self, about: bytes | None = None) -> None:
-        """Writes `<prefix>.digests` for the files as they are; about: contents of the
-        `<prefix>.json` to come, else that of now.
+        """Writes `<prefix>.digests` for the files as they are.
+
+        about: contents of the `<prefix>.json` that will be written; None: those of the present one.
 
         Raises:
           OSError: the disk is full or not writable.
         """
-        beside = Path(f"{self.prefix}.json")
-        about = beside.read_bytes() if about is None and beside.exists() else about
-        content = digests.of(
-            bin_path(self.prefix),
-            idx_path(self.prefix),
-            about,
-            _sampled(self.sequences, self.unverified),
-        )
+        about_path = Path(f"{self.prefix}.json")
+        if about is None and about_path.exists():
+            about = about_path.read_bytes()
+        sampled = _sampled(self.sequences, self.unverified)
+        content = digests.of(bin_path(self.prefix), idx_path(self.prefix), about, sampled)
         with atomic_write(digests_path(self.prefix)) as (file,):
             file.write(content)
 
 
+class _Index(NamedTuple):
+    """The contents of an .idx."""
+
+    dtype: np.dtype
+    n_tokens: int
+    pointers: np.ndarray
+    """Byte offset of each sequence in the .bin, int64 [sequences]."""
+    first_sequences: np.ndarray
+    """First sequence of each document, and the end, int64 [documents + 1]."""
+
+
+def _parse_index(path: Path, index: np.ndarray) -> _Index:
+    """Parses the bytes of an .idx, uint8 [size]. Raises ConfigError for invalid ones."""
+    if len(index) < _HEADER.size:
+        raise _broken(path, f"it has {len(index)} bytes, fewer than the header's {_HEADER.size}")
+    header = index[: _HEADER.size].tobytes()
+    magic, version, code, n_sequences, n_indices = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise _broken(path, f"it starts with {magic!r} instead of {_MAGIC!r}")
+    if version != 1 or code not in _DTYPES:
+        raise _broken(
+            path,
+            f"version {version} and dtype code {code}; readable are version 1 and codes "
+            f"{sorted(_DTYPES)}",
+        )
+    expected = _HEADER.size + 12 * n_sequences + 8 * n_indices
+    if len(index) != expected:
+        raise _broken(path, f"it has {len(index)} bytes, but its header implies {expected}")
+    lengths = np.frombuffer(index, "<i4", n_sequences, _HEADER.size)
+    pointers = np.frombuffer(index, "<i8", n_sequences, _HEADER.size + 4 * n_sequences)
+    first_sequences = np.frombuffer(index, "<i8", n_indices, _HEADER.size + 12 * n_sequences)
+
+    dtype = _DTYPES[code]
+    n_tokens = 0
+    for i in range(0, n_sequences, _BLOCK):
+        sizes = lengths[i : i + _BLOCK].astype(np.int64)
+        ends = n_tokens + np.cumsum(sizes)
+        starts = (ends - sizes) * dtype.itemsize
+        if sizes.min() < 0 or not np.array_equal(pointers[i : i + _BLOCK], starts):
+            raise _broken(path, "its sequences are not back to back in the .bin")
+        n_tokens = int(ends[-1])
+    runs_to_end = n_indices and first_sequences[0] == 0 and first_sequences[-1] == n_sequences
+    if not runs_to_end or not _ascends(first_sequences):
+        raise _broken(
+            path, f"its document indices do not run from 0 to its {n_sequences} sequences"
+        )
+    return _Index(dtype, n_tokens, pointers, first_sequences)
+
+
+def _ascends(indices: np.ndarray) -> bool:
+    for i in range(0, len(indices), _BLOCK):
+        if (np.diff(indices[i : i + _BLOCK + 1]) < 0).any():
+            return False
+    return True
+
+
 def stored_tokens(prefix: Path | str) -> int:
-    """Returns the number of tokens under a prefix, from the header and the file sizes alone. Raises
-    ConfigError as `Documents`.
+    """Returns the number of tokens under a prefix, from the header and the file sizes alone.
+
+    Raises ConfigError as `Documents`.
     """
-    data, index = _map(bin_path(prefix)), _map(idx_path(prefix))
-    _, _, code, *_ = _HEADER.unpack(index[: _HEADER.size].tobytes().ljust(_HEADER.size, b"\0"))
-    return len(data) // _DTYPES[code].itemsize if code in _DTYPES else len(Documents(prefix).tokens)
+    data = _map(bin_path(prefix))
+    index = _map(idx_path(prefix))
+    header = index[: _HEADER.size].tobytes().ljust(_HEADER.size, b"\0")
+    _, _, code, _, _ = _HEADER.unpack(header)
+    if code not in _DTYPES:
+        return len(Documents(prefix).tokens)  # raises the error of a broken index
+    return len(data) // _DTYPES[code].itemsize
 
 
 class InMemory:
-    """Documents in memory, for a `TokenStream`, with the attributes of `Documents`; sequences:
-    their offsets, default: of one document.
+    """Documents in memory, for a `TokenStream`, with the attributes of `Documents`.
+
+    sequences: their offsets, int64 [documents + 1]; default: those of one document.
     """
 
     prefix = source = "the given token ids"
 
     def __init__(self, tokens: np.ndarray, sequences: np.ndarray | None = None) -> None:
-        self.unverified, self.dtype = tokens, tokens.dtype
-        ends = np.array([0, len(tokens)]) if sequences is None else sequences
-        self.sequences = Offsets(ends[:-1], 1, int(ends[-1]))
+        self.unverified = tokens
+        self.dtype = tokens.dtype
+        if sequences is None:
+            sequences = np.array([0, len(tokens)])
+        self.sequences = Offsets(sequences[:-1], 1, int(sequences[-1]))
 
     def require(self, starts: np.ndarray, stops: np.ndarray, base: int = 0) -> None:
         """Does nothing, because memory is not verified."""
@@ -253,8 +285,10 @@ class TokenStream:
     """Consecutive sequences of a prefix as one stream of tokens.
 
     Attributes:
-      n_tokens: tokens of the stream. offsets: like int64 [documents + 1]; document i is the tokens
-      offsets[i] to offsets[i + 1] - 1. first: number of the first sequence in the file.
+      n_tokens: tokens of the stream.
+      offsets: like int64 [documents + 1]; document i is the tokens offsets[i] to
+        offsets[i + 1] - 1.
+      first: number of the first sequence in the file.
     """
 
     def __init__(
@@ -269,29 +303,28 @@ class TokenStream:
         has (None: no check).
         """
         stop = len(documents.sequences) - 1 if stop is None else stop
+        self.prefix = documents.prefix
+        self.first = first
         self.offsets = documents.sequences.part(first, stop)
-        self._documents, self._base, end = (
-            documents,
-            int(documents.sequences[first]),
-            int(documents.sequences[stop]),
-        )
-        self.prefix, self.first = documents.prefix, first
-        self._tokens, self._vocab = documents.unverified[self._base : end], vocab
+        self._documents = documents
+        self._base = int(documents.sequences[first])
+        self._tokens = documents.unverified[self._base : int(documents.sequences[stop])]
         self.n_tokens = len(self._tokens)
-        self._is_always_valid = vocab is None or (
-            documents.dtype.kind == "u" and np.iinfo(documents.dtype).max < vocab
-        )
+        # No id that the dtype can hold needs a check.
+        unsigned = documents.dtype.kind == "u"
+        if vocab is not None and unsigned and np.iinfo(documents.dtype).max < vocab:
+            vocab = None
+        self._vocab = vocab
 
     def __len__(self) -> int:
         """Returns the number of documents."""
         return len(self.offsets) - 1
 
     def verified(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Returns the tokens of the stream, [n_tokens], a view of the memory map of which the given
-        ranges are verified.
+        """Returns all tokens of the stream, [n_tokens], of which some ranges are verified.
 
-        starts, stops: int64 [n], where the ranges begin and end. Raises ConfigError if they are
-        damaged.
+        They are a view of the memory map. starts, stops: int64 [n], where the ranges begin and end.
+        Raises ConfigError if they are damaged.
         """
         self._documents.require(starts, stops, self._base)
         return self._tokens
@@ -306,25 +339,17 @@ class TokenStream:
         """Raises ConfigError if tokens [B, n] hold an id that the model lacks; `offset_of` maps
         (row, column) to a stream offset.
         """
-        if (
-            self._is_always_valid
-            or not tokens.size
-            or (tokens.min() >= 0 and tokens.max() < (self._vocab or 0))
-        ):
+        if self._vocab is None or not tokens.size:
             return
-        row, column = np.argwhere((tokens < 0) | (tokens >= (self._vocab or 0)))[0]
-        document = (
-            self.first
-            + int(
-                np.searchsorted(
-                    np.asarray(self.offsets), offset_of(int(row), int(column)), side="right"
-                )
-            )
-            - 1
-        )
+        if tokens.min() >= 0 and tokens.max() < self._vocab:
+            return
+        row, column = np.argwhere((tokens < 0) | (tokens >= self._vocab))[0]
+        offset = offset_of(int(row), int(column))
+        document = int(np.searchsorted(np.asarray(self.offsets), offset, side="right")) - 1
         raise ConfigError(
-            f"{self._documents.source}, document {document}: token id {tokens[row, column]}, but "
-            f"model.vocab_size={self._vocab} has ids 0 to {(self._vocab or 0) - 1}; set the "
+            f"{self._documents.source}, document {self.first + document}: token id "
+            f"{tokens[row, column]}, but model.vocab_size={self._vocab} has ids 0 to "
+            f"{self._vocab - 1}; set the "
             "vocab_size of this data's tokenizer, or give data of that tokenizer"
         )
 
@@ -332,11 +357,12 @@ class TokenStream:
 def write_documents(
     prefix: Path | str, documents: Iterable[np.ndarray], *, vocab: int
 ) -> Documents:
-    """Writes documents (integer ids, [length] each), sealed, atomically under `prefix` and returns
-    them opened; one is in memory at a time.
+    """Writes documents (integer ids, [length] each), sealed, atomically under `prefix`, and returns
+    them opened.
 
-    Ids are stored as uint16 if vocab < 65500, as in Megatron, else as int32. The .idx is renamed
-    last. An exception, also one raised by `documents`, leaves existing files untouched.
+    One document is in memory at a time. Ids are stored as uint16 if vocab < 65500, as in Megatron,
+    else as int32. The .idx is renamed last. An exception, also one raised by `documents`, leaves
+    existing files untouched.
 
     Raises:
       ValueError: an id outside 0..vocab - 1.
@@ -345,11 +371,8 @@ def write_documents(
     """
     dtype = dtype_of(vocab)
     lengths: list[int] = []
-    with atomic_write(bin_path(prefix), digests_path(prefix), idx_path(prefix)) as (
-        data,
-        sums,
-        index,
-    ):
+    paths = (bin_path(prefix), digests_path(prefix), idx_path(prefix))
+    with atomic_write(*paths) as (data, side_file, index):
         for ids in documents:
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocab:
                 raise ValueError(
@@ -364,24 +387,19 @@ def write_documents(
             data.write(ids.astype(dtype).data)
             lengths.append(len(ids))
         write_index(index, np.array(lengths, np.int32), dtype)
-        for file in (data, index):
-            file.flush()
-        starts = np.cumsum([0, *lengths])
-        ends = Offsets(starts[:-1], 1, int(starts[-1]))
-        sums.write(
-            digests.of(
-                Path(data.name),
-                Path(index.name),
-                None,
-                _sampled(ends, _map(Path(data.name)).view(dtype)),
-            )
-        )
+        data.flush()
+        index.flush()
+        offsets = np.cumsum([0, *lengths])
+        sequences = Offsets(offsets[:-1], 1, int(offsets[-1]))
+        sampled = _sampled(sequences, _map(Path(data.name)).view(dtype))
+        side_file.write(digests.of(Path(data.name), Path(index.name), None, sampled))
     return Documents(prefix)
 
 
 def seal(prefix: str) -> str:
-    """Seals the files of a prefix, or verifies all of them if they are sealed. Returns a line about
-    it; raises ConfigError.
+    """Seals the files of a prefix, or verifies all of them if they are sealed.
+
+    Returns a line about it. Raises ConfigError.
     """
     documents = Documents(Path(prefix).expanduser())
     size = f"{len(documents):,} documents, {len(documents.tokens):,} tokens"
@@ -409,31 +427,24 @@ def write_index(index: BinaryIO, lengths: np.ndarray, dtype: np.dtype) -> None:
         index.write(lengths[i : i + _BLOCK].astype("<i4").data)
     offset = 0
     for i in blocks:
-        ends = offset + np.cumsum(
-            sizes := lengths[i : i + _BLOCK].astype(np.int64) * dtype.itemsize
-        )
+        sizes = lengths[i : i + _BLOCK].astype(np.int64) * dtype.itemsize
+        ends = offset + np.cumsum(sizes)
         index.write((ends - sizes).astype("<i8").data)
         offset = int(ends[-1]) if len(ends) else offset
     for i in blocks:
         index.write(np.arange(i, min(i + _BLOCK, len(lengths) + 1), dtype="<i8").data)
 
 
-def _ascends(indices: np.ndarray) -> bool:
-    return all(
-        (np.diff(indices[i : i + _BLOCK + 1]) >= 0).all() for i in range(0, len(indices), _BLOCK)
-    )
-
-
 def _sampled(sequences: Offsets, tokens: np.ndarray) -> str:
-    """Returns 16 hex digits: of a SHA-256 of the offsets, the dtype, and the first and last MiB of
+    """Returns 16 hex digits of a SHA-256 of the dtype, the offsets, and the first and last MiB of
     the tokens.
     """
     digest = hashlib.sha256(tokens.dtype.str.encode())
     for offsets in sequences.blocks():
         digest.update(np.ascontiguousarray(offsets, "<i8").data)
     data = tokens.view(np.uint8)
-    for part in (data[:_SAMPLED], data[-_SAMPLED:]):
-        digest.update(part.tobytes())
+    digest.update(data[:_SAMPLED].tobytes())
+    digest.update(data[-_SAMPLED:].tobytes())
     return digest.hexdigest()[:16]
 
 

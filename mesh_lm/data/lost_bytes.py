@@ -18,14 +18,13 @@ differences of some per cent."""
 
 
 def described(lost: int, n_bytes: int) -> str:
-    """Returns words for a log, such as "the tokenizer loses 3 of 400 bytes of text (0.75%)"; "" if
-    nothing is lost.
+    """Returns words for a log, such as "the tokenizer loses 3 of 400 bytes of text (0.75%)".
+
+    They are "" if nothing is lost.
     """
-    return (
-        f"the tokenizer loses {lost:,} of {n_bytes:,} bytes of text ({lost / n_bytes:.2%})"
-        if lost
-        else ""
-    )
+    if not lost:
+        return ""
+    return f"the tokenizer loses {lost:,} of {n_bytes:,} bytes of text ({lost / n_bytes:.2%})"
 
 
 def require_fraction(limit: float, setting: str) -> None:
@@ -38,17 +37,17 @@ def require_fraction(limit: float, setting: str) -> None:
 
 
 def refuse(lost: int, n_bytes: int, limit: float, setting: str = "") -> None:
-    """Raises ConfigError if more than the fraction `limit` of the text is lost; setting: the option
-    that has the limit, if there is one.
+    """Raises ConfigError if more than the fraction `limit` of the text is lost.
+
+    setting: the option that has the limit, if there is one.
     """
     if lost > limit * n_bytes:
-        accept = (
-            f"; or accept the loss with {setting}={math.ceil(100 * lost / n_bytes) / 100:g}"
-            if setting
-            else ""
-        )
+        alternative = ""
+        if setting:
+            fraction = math.ceil(100 * lost / n_bytes) / 100
+            alternative = f"; or accept the loss with {setting}={fraction:g}"
         raise ConfigError(
             f"{described(lost, n_bytes)}, and at most {100 * limit:.3g}% of them may be lost: it "
             "has no tokens for some characters, or rewrites them. Use a byte-level tokenizer with "
-            f"the whole alphabet, or one with byte fallback, which lose nothing{accept}"
+            f"the whole alphabet, or one with byte fallback, which lose nothing{alternative}"
         )

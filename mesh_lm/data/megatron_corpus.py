@@ -12,11 +12,11 @@ import numpy as np
 from mesh_lm import strict_json
 from mesh_lm.config import DataConfig, TrainConfig
 from mesh_lm.data.blend import Blend, normalized, parse
-from mesh_lm.data.blend_plan import make_plan
+from mesh_lm.data.blend_plan import BlendPlan, make_plan
 from mesh_lm.data.dataset import Dataset, stored_order
 from mesh_lm.data.epochs import Sources
 from mesh_lm.data.gpt_dataset import SPLITS, EpochCount, GPTDataset, samples_in, split_ranges
-from mesh_lm.data.index_cache import IndexCache
+from mesh_lm.data.index_cache import Arrays, IndexCache
 from mesh_lm.data.indexed import Documents, TokenStream, stored_tokens
 from mesh_lm.data.lost_bytes import described
 from mesh_lm.data.packing import PackedSequences
@@ -33,6 +33,8 @@ _COUNTED = 10**7
 """Approximate number of tokens that are decoded to estimate the bytes of held-out text."""
 _LONGEST = 10**6
 """Most tokens of one document that are decoded."""
+_SLOW = 10**6
+"""Tokens from which on a message says that they are counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +58,15 @@ class MegatronCorpus(Dataset):
     numbers.
 
     Attributes:
-      members, weights: in the config's order; weights are normalized, or None. fingerprint:
-      fingerprint of the tokenizer that encoded the data, if known. eod: id of the end-of-document
-      token: from the tokenizer, else from <prefix>.json if all of them agree, else None.
+      members: the prefixes in the config's order.
+      weights: of the members, normalized; None if the config gives none.
+      fingerprint: of the tokenizer that encoded the data, if known.
+      eod: id of the end-of-document token: from the tokenizer, else from <prefix>.json if all of
+        them agree, else None.
       train_bytes, heldout_bytes: UTF-8 bytes of the text that its tokens spell; None without a
-      tokenizer and <prefix>.json. loss_of_bytes: how much of the text its tokenizer lost, by
-      <prefix>.json. why_no_heldout: why the split gives no document to validation, and one that
-      does.
+        tokenizer and <prefix>.json.
+      loss_of_bytes: how much of the text its tokenizer lost, by <prefix>.json.
+      why_no_heldout: why the split gives no document to validation, and one that does.
     """
 
     def __init__(
@@ -72,53 +76,58 @@ class MegatronCorpus(Dataset):
         different tokenizers.
         """
         prefixes, weights = parse(config.blend)
+        self.weights = normalized(weights) if weights else None
         self.members = [_prefix(prefix) for prefix in prefixes]
-        # As in Megatron, whose blends per split are of complete prefixes. Evaluation reads each
-        # token once, so weights do not matter.
-        self._held = (
-            [_prefix(prefix) for prefix in parse(config.valid_blend, "data.valid_blend")[0]]
-            if config.valid_blend
-            else self.members
-        )
-        self._all = [*self.members, *([] if self._held is self.members else self._held)]
-        for member in self._all:
+        if config.valid_blend:
+            # As in Megatron, whose blends per split are of complete prefixes. Evaluation reads each
+            # token once, so weights do not matter.
+            heldout_prefixes, _ = parse(config.valid_blend, "data.valid_blend")
+            self._heldout_members = [_prefix(prefix) for prefix in heldout_prefixes]
+            self._all_members = [*self.members, *self._heldout_members]
+            self._split = None
+            self.name = "Megatron prefixes, all documents"
+        else:
+            self._heldout_members = self.members
+            self._all_members = self.members
+            self._split = config.split
+            self.name = f"Megatron prefixes, split {config.split}"
+        if not config.add_extra_token:
+            self.name += ", no extra token"
+
+        for member in self._all_members:
             if "bytes" not in member.about and Path(f"{member.prefix}.tokenizer").exists():
                 progress(
                     f"warning: {member.prefix}.json is not there, or not what `prepare` wrote with "
                     "the tokenizer: the bytes are estimated"
                 )
-        self.weights = normalized(weights) if weights else None
-        self._split, self._tokenizer = config.split, _tokenizer(config, self.members[0].prefix)
-        self.fingerprint, self.eod = self._tokenizer_of_all(progress)
+        self._tokenizer = _tokenizer(config, self.members[0].prefix)
+        self.fingerprint = self._common_fingerprint(progress)
+        self.eod = self._common_eod()
         self.cache = IndexCache(config.cache, progress)
-        if unsealed := [member.prefix for member in self._all if not member.documents.is_sealed]:
+        unsealed = [m.prefix for m in self._all_members if not m.documents.is_sealed]
+        if unsealed:
             progress(NOT_SEALED.format(prefix=" ".join(unsealed)))
-        self.name = f"Megatron prefixes, {'all documents' if config.valid_blend else f'split {config.split}'}"
-        self.name += "" if config.add_extra_token else ", no extra token"
-        training, heldout = self.train(), self.heldout()
-        self._of_members = [text.n_tokens for text in training]
-        self.train_tokens, self.heldout_tokens = (
-            sum(self._of_members),
-            sum(text.n_tokens for text in heldout),
-        )
+
+        train = self.train()
+        heldout = self.heldout()
+        self._member_tokens = [text.n_tokens for text in train]
+        self.train_tokens = sum(self._member_tokens)
+        self.heldout_tokens = sum(text.n_tokens for text in heldout)
         if self.heldout_tokens:
-            self.heldout_bytes = self._bytes(self._held, heldout)
-        # text of the same kind, which is much shorter to count
-        if self.heldout_tokens and not config.valid_blend:
-            self.train_bytes = self.heldout_bytes and round(
-                self.heldout_bytes * self.train_tokens / self.heldout_tokens
-            )
-        else:
-            self.train_bytes = self._bytes(self.members, training)
-        lost, n_bytes = (
-            sum(member.about.get(key) or 0 for member in self._all)
-            for key in ("lost_bytes", "bytes")
-        )
+            self.heldout_bytes = self._bytes(self._heldout_members, heldout)
+        if config.valid_blend or not self.heldout_tokens:
+            self.train_bytes = self._bytes(self.members, train)
+        elif self.heldout_bytes is not None:
+            # The held-out text is of the same kind, and much shorter to count.
+            estimate = self.heldout_bytes * self.train_tokens / self.heldout_tokens
+            self.train_bytes = round(estimate)
+
+        lost = sum(member.about.get("lost_bytes") or 0 for member in self._all_members)
+        n_bytes = sum(member.about.get("bytes") or 0 for member in self._all_members)
         self.loss_of_bytes = described(lost, n_bytes)
         if not self.heldout_tokens and not config.valid_blend:
-            self.why_no_heldout = _no_validation(
-                config.split, max(len(member.documents.sequences) - 1 for member in self.members)
-            )
+            most = max(len(member.documents.sequences) - 1 for member in self.members)
+            self.why_no_heldout = _no_validation(config.split, most)
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns data.tokenizer, else the one that `mesh_lm.data.prepare` stored next to the first
@@ -132,11 +141,12 @@ class MegatronCorpus(Dataset):
 
     def heldout(self, vocab: int | None = None) -> list[TokenStream]:
         """Returns the validation split of each member, or data.valid_blend."""
-        return [self._text(member, "valid", vocab) for member in self._held]
+        return [self._text(member, "valid", vocab) for member in self._heldout_members]
 
     def sources(self) -> Sources:
         """Returns each prefix of a weighted blend; without weights they are one text."""
-        return _sources([member.prefix for member in self.members], self._of_members, self.weights)
+        prefixes = [member.prefix for member in self.members]
+        return _sources(prefixes, self._member_tokens, self.weights)
 
     def training_order(
         self, config: TrainConfig, saved: dict[str, Any] | None, last: int
@@ -157,120 +167,119 @@ class MegatronCorpus(Dataset):
         return list(order.plan.changed)
 
     def _text(self, member: MegatronPrefix, split: str, vocab: int | None) -> TokenStream:
-        if self._held is not self.members:
+        if self._split is None:
             return TokenStream(member.documents, vocab=vocab)
-        numbers = split_ranges(self._split, len(member.documents.sequences) - 1)[
-            SPLITS.index(split)
-        ]
+        splits = split_ranges(self._split, len(member.documents.sequences) - 1)
+        numbers = splits[SPLITS.index(split)]
         return TokenStream(member.documents, numbers.start, numbers.stop, vocab=vocab)
 
-    def _tokenizer_of_all(self, progress: Callable[[str], None]) -> tuple[str | None, int | None]:
-        """Returns the tokenizer's fingerprint and EOD; raises ConfigError if the members'
-        tokenizers differ.
+    def _common_fingerprint(self, progress: Callable[[str], None]) -> str | None:
+        """Returns the fingerprint of the members' tokenizer, if it is known.
+
+        Raises ConfigError if their tokenizers differ.
         """
-        known = {
-            member.prefix: member.about["tokenizer_fingerprint"]
-            for member in self._all
-            if "tokenizer_fingerprint" in member.about
-        }
+        fingerprints: dict[str, str] = {}
+        for member in self._all_members:
+            if "tokenizer_fingerprint" in member.about:
+                fingerprints[member.prefix] = member.about["tokenizer_fingerprint"]
         if self._tokenizer:
-            former = [
-                name
-                for name, fingerprint in known.items()
-                if fingerprint in self._tokenizer.former_fingerprints
-            ]
-            known |= dict.fromkeys([*former, "data.tokenizer"], self._tokenizer.fingerprint)
+            former = []
+            for prefix, fingerprint in fingerprints.items():
+                if fingerprint in self._tokenizer.former_fingerprints:
+                    former.append(prefix)
+            for name in (*former, "data.tokenizer"):
+                fingerprints[name] = self._tokenizer.fingerprint
             if former:
                 progress(FORMER.format(", ".join(former)))
-        if len(set(known.values())) > 1:
-            listed = "\n".join(
-                f"  - {name}: {fingerprint[:16]}" for name, fingerprint in known.items()
+        if len(set(fingerprints.values())) > 1:
+            listed = "\n".join(f"  - {name}: {f[:16]}" for name, f in fingerprints.items())
+            raise ConfigError(
+                f"the data was encoded with different tokenizers\n{listed}\nprepare all of it with "
+                "one tokenizer, and set data.tokenizer to that or leave it empty"
             )
-            fix = (
-                "prepare all of it with one tokenizer, and set data.tokenizer to that or leave it "
-                "empty"
-            )
-            raise ConfigError(f"the data was encoded with different tokenizers\n{listed}\n{fix}")
-        fingerprint = next(iter(known.values()), None)
+        return next(iter(fingerprints.values()), None)
+
+    def _common_eod(self) -> int | None:
         if self._tokenizer:
-            return fingerprint, self._tokenizer.eod
-        eods = {member.about.get("eod") for member in self._all}
-        return fingerprint, eods.pop() if len(eods) == 1 else None
+            return self._tokenizer.eod
+        eods = {member.about.get("eod") for member in self._all_members}
+        return eods.pop() if len(eods) == 1 else None
 
     def _bytes(self, members: list[MegatronPrefix], texts: list[TokenStream]) -> int | None:
-        """Estimates the bytes of the members' texts from bytes per token, by <prefix>.json or else
-        by decoding (`_count`).
-        """
+        """Estimates the bytes of the members' texts; None if those of one are not known."""
         total = 0
         for member, text in zip(members, texts, strict=True):
-            about = member.about
-            # files of older versions do not know what was lost
-            if about.get("bytes") and about.get("tokens") and "lost_bytes" in about:
-                total += round(
-                    (about["bytes"] - about["lost_bytes"]) * text.n_tokens / about["tokens"]
-                )
-            elif self._tokenizer:
-                key = {
-                    "data": member.fingerprint,
-                    "documents": [text.first, len(text)],
-                    "tokenizer": self._tokenizer.fingerprint,
-                }
-                key["counted"] = [_COUNTED, _LONGEST]
-                counted = self.cache.get(
-                    "bytes",
-                    key,
-                    lambda text=text: {"n": self._count(text)},
-                    size=text.n_tokens,
-                    slow=10**6,
-                )
-                total += int(counted["n"])
-            else:
+            n_bytes = self._member_bytes(member, text)
+            if n_bytes is None:
                 return None
+            total += n_bytes
         return total
+
+    def _member_bytes(self, member: MegatronPrefix, text: TokenStream) -> int | None:
+        """Estimates the bytes of a text from bytes per token, by <prefix>.json or else by
+        decoding.
+        """
+        about = member.about
+        # Files of older versions do not know what was lost.
+        if about.get("bytes") and about.get("tokens") and "lost_bytes" in about:
+            spelled = about["bytes"] - about["lost_bytes"]
+            return round(spelled * text.n_tokens / about["tokens"])
+        if not self._tokenizer:
+            return None
+        key = {
+            "data": member.fingerprint,
+            "documents": [text.first, len(text)],
+            "tokenizer": self._tokenizer.fingerprint,
+            "counted": [_COUNTED, _LONGEST],
+        }
+
+        def count() -> Arrays:
+            return {"n": self._count(text)}
+
+        return int(self.cache.get("bytes", key, count, size=text.n_tokens, slow=_SLOW)["n"])
 
     def _count(self, text: TokenStream) -> np.ndarray:
         """Counts bytes by decoding: exact up to _COUNTED tokens; longer text is estimated from
         evenly spaced documents.
         """
-        tokenizer, total = self._tokenizer, text.n_tokens
+        tokenizer = self._tokenizer
         assert tokenizer is not None
-        every = max(1, -(-total // _COUNTED))
+        textless = [tokenizer.eod]
+        if tokenizer.unknown is not None:
+            textless.append(tokenizer.unknown)
+
+        every = max(1, -(-text.n_tokens // _COUNTED))
         n_bytes = n_tokens = 0
         for start, stop in zip(text.offsets[:-1:every], text.offsets[1::every], strict=True):
             stop = min(stop, start + _LONGEST)
             ids = text.verified(start[None], stop[None])[start:stop]
             n_tokens += len(ids)
-            ids = (
-                ids[(ids != tokenizer.eod) & (ids != tokenizer.unknown)]
-                if tokenizer.unknown is not None
-                else ids[ids != tokenizer.eod]
-            )
+            ids = ids[~np.isin(ids, textless)]
             n_bytes += len(tokenizer.decode(ids).encode())
-        return np.array(n_bytes * total // n_tokens if n_tokens else 0)
+        return np.array(n_bytes * text.n_tokens // n_tokens if n_tokens else 0)
 
 
 def _no_validation(split: str, most: int) -> str:
-    """Returns why a split gives nothing to validation, and one that does; most: documents of the
-    largest prefix.
+    """Returns why a split gives nothing to validation, and one that does.
+
+    most: documents of the largest prefix.
     """
-    own = "name held-out text in data.valid_blend"
-    fix = f"set data.split={min(most, HELDOUT) - 1},1,0, or {own}" if most > 1 else own
+    advice = "name held-out text in data.valid_blend"
+    if most > 1:
+        advice = f"set data.split={min(most, HELDOUT) - 1},1,0, or {advice}"
     return (
         f"data.split={split} gives validation none of the documents (the largest prefix has "
-        f"{most:,}); in a run with a new output, {fix}"
+        f"{most:,}); in a run with a new output, {advice}"
     )
 
 
 def stored_sources(config: DataConfig) -> Sources:
-    """Returns as `MegatronCorpus.sources`, from the sizes of the files alone, with the held-out
+    """Returns `MegatronCorpus.sources` from the sizes of the files alone, with the held-out
     documents counted too.
     """
     prefixes, weights = parse(config.blend)
-    return _sources(
-        prefixes,
-        [stored_tokens(Path(prefix).expanduser()) for prefix in prefixes],
-        normalized(weights) if weights else None,
-    )
+    tokens = [stored_tokens(Path(prefix).expanduser()) for prefix in prefixes]
+    return _sources(prefixes, tokens, normalized(weights) if weights else None)
 
 
 def stored_vocabulary(config: DataConfig) -> tuple[Tokenizer | None, int | None]:
@@ -319,8 +328,11 @@ def _about(prefix: str | Path) -> dict[str, Any]:
 
 
 class BlendedOrder:
-    """The training order of Megatron prefixes and the plan that it follows; n_samples: expected
-    last position.
+    """The training order of Megatron prefixes, and the plan that it follows.
+
+    Args:
+      saved: the data's state in a checkpoint; None: a new run.
+      n_samples: the expected last position.
     """
 
     def __init__(
@@ -330,45 +342,36 @@ class BlendedOrder:
         saved: dict[str, Any] | None,
         n_samples: int,
     ) -> None:
-        self._config, self._corpus = config, corpus
-        self._texts = corpus.train(config.model.vocab_size)
-        packed, extra = (
-            self._packed() if config.data.documents == "packed" else None,
-            config.data.add_extra_token,
-        )
-        seq_len, tokens = config.model.seq_len, [text.n_tokens for text in self._texts]
-        epoch_sizes = (
-            [len(order) for order in packed]
-            if packed
-            else [samples_in(n, seq_len, extra) for n in tokens]
-        )
+        self.seq_len = config.model.seq_len
+        texts = corpus.train(config.model.vocab_size)
+        extra_token = config.data.add_extra_token
+
+        def gpt_order_size(member: int, n_requested: int) -> int:
+            """Returns the samples of a GPTDataset, which has full epochs."""
+            n_tokens = texts[member].n_tokens
+            epochs = EpochCount.of(n_requested, n_tokens, self.seq_len, extra_token)
+            return samples_in(epochs.n * n_tokens, self.seq_len, extra_token)
+
+        packed = _packed_orders(config, corpus, texts) if config.data.documents == "packed" else []
+        if packed:
+            epoch_sizes = [len(order) for order in packed]
+        else:
+            epoch_sizes = [samples_in(text.n_tokens, self.seq_len, extra_token) for text in texts]
         self.plan = make_plan(
             [(member.prefix, member.fingerprint) for member in corpus.members],
             corpus.weights,
             n_samples=n_samples,
             epoch_sizes=epoch_sizes,
-            order_size=lambda i, n: (
-                n
-                if packed
-                else samples_in(
-                    EpochCount.of(n, tokens[i], seq_len, extra).n * tokens[i], seq_len, extra
-                )
-            ),
+            order_size=(lambda member, n_requested: n_requested) if packed else gpt_order_size,
             saved=saved["blend"] if saved else None,
             position=saved["position"] if saved else 0,
         )
-        orders = packed or [self._appended(i) for i in range(len(tokens))]
-        weights = list(self.plan.weights or normalized(epoch_sizes))
-        consumed = [member.consumed for member in self.plan.members]
-        size = max(1, n_samples - self.plan.start)
-        ahead = (config.data.prefetch + 2) * config.train.global_batch
-        self.seq_len = seq_len
         self._order = Blend(
-            orders,
-            weights,
-            size,
-            ahead=ahead,
-            consumed=consumed,
+            packed or _gpt_orders(config, corpus, texts, self.plan),
+            list(self.plan.weights or normalized(epoch_sizes)),
+            max(1, n_samples - self.plan.start),
+            ahead=(config.data.prefetch + 2) * config.train.global_batch,
+            consumed=[member.consumed for member in self.plan.members],
             start=self.plan.start,
             cache=corpus.cache,
         )
@@ -385,36 +388,47 @@ class BlendedOrder:
         """Returns the samples drawn from each member before the position."""
         return self._order.consumed(position)
 
-    def _packed(self) -> list[PackedSequences]:
-        config, corpus = self._config, self._corpus
-        if corpus.eod is None:
-            raise ConfigError(
-                "data.documents=packed: the end-of-document token of this data is not known; set "
-                "data.tokenizer"
-            )
-        return [
-            PackedSequences(
+
+def _packed_orders(
+    config: TrainConfig, corpus: MegatronCorpus, texts: list[TokenStream]
+) -> list[PackedSequences]:
+    if corpus.eod is None:
+        raise ConfigError(
+            "data.documents=packed: the end-of-document token of this data is not known; set "
+            "data.tokenizer"
+        )
+    orders = []
+    for member, text in zip(corpus.members, texts, strict=True):
+        order = PackedSequences(
+            text,
+            config.model.seq_len,
+            eod=corpus.eod,
+            seed=config.seed,
+            cache=corpus.cache,
+            fingerprint=member.fingerprint,
+        )
+        orders.append(order)
+    return orders
+
+
+def _gpt_orders(
+    config: TrainConfig, corpus: MegatronCorpus, texts: list[TokenStream], plan: BlendPlan
+) -> list[ConcatOrder]:
+    """Returns each member's orders in sequence; its order number k has seed + k."""
+    orders = []
+    for member, text, progress in zip(corpus.members, texts, plan.members, strict=True):
+        parts = []
+        for k, n_samples in enumerate(progress.orders):
+            part = GPTDataset(
                 text,
                 config.model.seq_len,
-                eod=corpus.eod,
-                seed=config.seed,
+                n_samples=n_samples,
+                seed=config.seed + k,
                 cache=corpus.cache,
                 fingerprint=member.fingerprint,
+                extra_token=config.data.add_extra_token,
+                eod=corpus.eod,
             )
-            for member, text in zip(corpus.members, self._texts, strict=True)
-        ]
-
-    def _appended(self, i: int) -> ConcatOrder:
-        """Returns a member's orders in sequence; order k has seed + k."""
-        progress, text, member = self.plan.members[i], self._texts[i], self._corpus.members[i]
-        return ConcatOrder(
-            [
-                GPTDataset(
-                    text, self._config.model.seq_len, n_samples=n, seed=self._config.seed + k,
-                    cache=self._corpus.cache, fingerprint=member.fingerprint,
-                    extra_token=self._config.data.add_extra_token,
-                    eod=self._corpus.eod,
-                )
-                for k, n in enumerate(progress.orders)
-            ]
-        )  # fmt: skip
+            parts.append(part)
+        orders.append(ConcatOrder(parts))
+    return orders

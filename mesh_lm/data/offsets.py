@@ -13,19 +13,27 @@ _BLOCK = 2**20
 
 
 class Offsets:
-    """Like an int64 array [n + 1] of token offsets, of which sequence i has offsets[i] to offsets[i
-    + 1] - 1. Thread-safe.
+    """An array of token offsets, int64 [n + 1]: sequence i is the tokens offsets[i] to
+    offsets[i + 1] - 1. Thread-safe.
 
-    It is indexed by a number, a slice or an integer array, with the results of an array;
-    `np.asarray` makes one of all of it. An index must not be negative.
+    It is indexed as an array by a number, a slice or an integer array, but not by negative ones.
+    `np.asarray` reads all of it.
     """
 
     def __init__(self, pointers: np.ndarray, itemsize: int, end: int, base: int = 0) -> None:
-        """Takes byte offsets, int64 [n] (not aligned, as they are in the file), bytes per token,
-        and the last offset; base: subtracted.
+        """Takes byte offsets in a file.
+
+        Args:
+          pointers: int64 [n], not aligned, as they are in the file.
+          itemsize: bytes per token.
+          end: the last offset.
+          base: is subtracted from all offsets.
         """
-        self._pointers, self._itemsize, self._end, self._base = pointers, itemsize, end, base
-        # sizes are powers of 2, and a division takes much longer
+        self._pointers = pointers
+        self._itemsize = itemsize
+        self._end = end
+        self._base = base
+        # Sizes are powers of 2, and a division takes much longer.
         self._shift = itemsize.bit_length() - 1
 
     def __len__(self) -> int:
@@ -34,23 +42,24 @@ class Offsets:
 
     def __getitem__(self, index: int | slice | np.ndarray) -> np.ndarray:
         """Returns offsets, int64 with the shape of the index."""
-        numbers = (
-            np.arange(*index.indices(len(self))) if isinstance(index, slice) else np.asarray(index)
-        )
+        if isinstance(index, slice):
+            index = np.arange(*index.indices(len(self)))
+        numbers = np.asarray(index)
         n = len(self._pointers)
         if n == 0:
             return np.full(numbers.shape, self._end - self._base)
         # Not `take`, which would first copy all of an unaligned array.
-        found = self._pointers[np.minimum(numbers, n - 1)] >> self._shift
+        offsets = self._pointers[np.minimum(numbers, n - 1)] >> self._shift
         if self._base:
-            found -= self._base
+            offsets -= self._base
         if numbers.max(initial=0) < n:
-            return found
-        return np.where(numbers == n, self._end - self._base, found)
+            return offsets
+        return np.where(numbers == n, self._end - self._base, offsets)
 
     def search(self, values: np.ndarray) -> np.ndarray:
-        """Returns how many offsets are below each value, int64 [n], as `np.searchsorted`, which
-        would read all of the file.
+        """Returns how many offsets are below each value, int64 [n].
+
+        It is `np.searchsorted`, which would read all of the file.
         """
         low = np.zeros(values.shape, np.int64)
         high = np.full(values.shape, len(self), np.int64)
@@ -63,10 +72,9 @@ class Offsets:
         return low
 
     def part(self, first: int, stop: int) -> Offsets:
-        """Returns the offsets of the sequences first to stop - 1, from the first of them on."""
-        return Offsets(
-            self._pointers[first:stop], self._itemsize, int(self[stop]), int(self[first])
-        )
+        """Returns the offsets of the sequences first to stop - 1, relative to the first."""
+        pointers = self._pointers[first:stop]
+        return Offsets(pointers, self._itemsize, int(self[stop]), int(self[first]))
 
     def blocks(self) -> Iterator[np.ndarray]:
         """Yields all offsets in order, int64 [at most 2^20] at a time."""

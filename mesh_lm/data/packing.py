@@ -21,6 +21,9 @@ from mesh_lm.data.rows import TokenWindows, ranges
 from mesh_lm.data.sequences import EpochPermutations
 from mesh_lm.errors import ConfigError
 
+_SLOW = 10**6
+"""Documents from which on a message says that they are packed."""
+
 
 class PackedSequences:
     """The packed sequences of one split. Thread-safe; holds only memory maps.
@@ -50,23 +53,25 @@ class PackedSequences:
                 f"{text.prefix} has no tokens in this split ({len(text)} documents from document "
                 f"{text.first} on)"
             )
-        self.seq_len, self._text, self._eod = seq_len, text, eod
+        self.seq_len = seq_len
+        self._text = text
+        self._eod = eod
+
         key = {
             "data": fingerprint,
             "documents": [text.first, len(text)],
             "seq_len": seq_len,
             "seed": seed,
         }
-        arrays = cache.get(
-            "packed",
-            key,
-            lambda: pack(np.asarray(text.offsets), seq_len, seed),
-            size=len(text),
-            slow=10**6,
-        )
-        self._bounds, self._starts, self._sizes, self._heads = (
-            arrays[name] for name in ("bounds", "starts", "sizes", "heads")
-        )
+
+        def pack_documents() -> Arrays:
+            return pack(np.asarray(text.offsets), seq_len, seed)
+
+        arrays = cache.get("packed", key, pack_documents, size=len(text), slow=_SLOW)
+        self._bounds = arrays["bounds"]
+        self._starts = arrays["starts"]
+        self._sizes = arrays["sizes"]
+        self._heads = arrays["heads"]
         self._epochs = EpochPermutations(len(self), seed)
 
     def __len__(self) -> int:
@@ -79,46 +84,48 @@ class PackedSequences:
         return self._text.n_tokens / (len(self) * self.seq_len)
 
     def read(self, indices: np.ndarray) -> TokenWindows:
-        """Returns the windows at positions int64 [B]; raises ConfigError for a token id that the
-        model lacks.
+        """Returns the windows at positions int64 [B].
+
+        Raises ConfigError for a token id that the model lacks.
         """
-        numbers = self._epochs(indices)
-        row, piece = ranges(self._bounds[numbers], self._bounds[numbers + 1])
-        starts, sizes, heads = (
-            self._starts[piece],
-            self._sizes[piece].astype(np.int64),
-            self._heads[piece],
-        )
+        # The pieces of all windows in order, [P]; `row` is the window of each.
+        sequences = self._epochs(indices)
+        row, piece = ranges(self._bounds[sequences], self._bounds[sequences + 1])
+        starts = self._starts[piece]
+        sizes = self._sizes[piece].astype(np.int64)
+        heads = self._heads[piece]
+
+        # Where each piece begins among the B S slots, and where its tokens are in the stream.
+        n_rows = len(indices)
         ends = np.cumsum(sizes)
-        # tokens in the rows before
-        before = np.concatenate(([0], ends))[np.searchsorted(row, np.arange(len(indices)))]
-        begins = ends - sizes - before[row] + row * self.seq_len  # slots among the B S
+        first_pieces = np.searchsorted(row, np.arange(n_rows))
+        tokens_before_row = np.concatenate(([0], ends))[first_pieces]
+        begins = ends - sizes - tokens_before_row[row] + row * self.seq_len
         _, slots = ranges(begins, begins + sizes)
-        _, source = ranges(starts, starts + sizes)
-        flat = {
-            name: np.full(len(indices) * self.seq_len, self._eod, np.int32)
-            for name in ("tokens", "labels")
-        }
-        tokens = self._text.verified(np.maximum(starts - 1, 0), starts + sizes)
-        flat["labels"][slots] = tokens.take(source)
-        flat["tokens"][slots] = tokens.take(np.maximum(source - 1, 0))
-        flat["tokens"][begins[heads]] = self._eod
-        weights, is_start = (
-            np.zeros(flat["labels"].shape, np.float32),
-            np.zeros(flat["labels"].shape, bool),
-        )
+        _, offsets = ranges(starts, starts + sizes)
+
+        stream = self._text.verified(np.maximum(starts - 1, 0), starts + sizes)
+        n_slots = n_rows * self.seq_len
+        labels = np.full(n_slots, self._eod, np.int32)
+        labels[slots] = stream.take(offsets)
+        tokens = np.full(n_slots, self._eod, np.int32)
+        tokens[slots] = stream.take(np.maximum(offsets - 1, 0))
+        tokens[begins[heads]] = self._eod
+
+        weights = np.zeros(n_slots, np.float32)
         weights[slots] = 1.0
+        is_start = np.zeros(n_slots, bool)
         is_start[begins] = True
         is_start[1:] |= (weights[1:] == 0) & (weights[:-1] == 1)  # padding is a separate segment
-        shape = (len(indices), self.seq_len)
-        labels = flat["labels"].reshape(shape)
 
-        def source_of(row: int, column: int) -> int:
-            return int(source[np.searchsorted(slots, row * self.seq_len + column)])
+        def offset_of(row: int, column: int) -> int:
+            return int(offsets[np.searchsorted(slots, row * self.seq_len + column)])
 
-        self._text.check(labels, source_of)
+        shape = (n_rows, self.seq_len)
+        labels = labels.reshape(shape)
+        self._text.check(labels, offset_of)
         return TokenWindows(
-            flat["tokens"].reshape(shape), labels, weights.reshape(shape), is_start.reshape(shape)
+            tokens.reshape(shape), labels, weights.reshape(shape), is_start.reshape(shape)
         )
 
 
@@ -127,48 +134,57 @@ def pack(offsets: np.ndarray, seq_len: int, seed: int) -> Arrays:
 
     offsets: int64 [documents + 1], the documents' offsets in the stream.
 
-    Returns bounds int64 [N + 1]: sequence i holds the pieces bounds[i] to bounds[i + 1] - 1; starts
-    int64 [P] and sizes int32 [P]: the piece's labels are tokens[start : start + size]; heads bool
-    [P]: whether it begins its document.
+    Returns:
+      bounds: int64 [N + 1]; sequence i holds the pieces bounds[i] to bounds[i + 1] - 1.
+      starts, sizes: int64 [P], int32 [P]; the labels of a piece are tokens[start : start + size].
+      heads: bool [P], whether a piece begins its document.
     """
+    # Split the documents into pieces.
     lengths = np.diff(offsets)
-    counts = -(-lengths // seq_len)
-    document, number = ranges(np.zeros_like(counts), counts)
-    within = number * seq_len
-    starts, sizes = offsets[document] + within, np.minimum(lengths[document] - within, seq_len)
-    bits = np.random.PCG64(np.random.SeedSequence((seed % 2**64, 2**64 - 1))).random_raw(
-        len(starts)
-    )
+    n_pieces = -(-lengths // seq_len)
+    document, number = ranges(np.zeros_like(n_pieces), n_pieces)
+    position = number * seq_len
+    starts = offsets[document] + position
+    sizes = np.minimum(lengths[document] - position, seq_len)
+
+    # Place them in a shuffled order. Raw bits are sorted because NumPy guarantees the same bits in
+    # every version.
+    seeds = np.random.SeedSequence((seed % 2**64, 2**64 - 1))
+    bits = np.random.PCG64(seeds).random_raw(len(starts))
     order = np.argsort(bits, kind="stable")
     bins = np.array(best_fit(sizes[order].tolist(), seq_len), np.int64)
     order = order[np.argsort(bins, kind="stable")]
-    bounds = np.concatenate(([0], np.cumsum(np.bincount(bins))))
     return {
-        "bounds": bounds,
+        "bounds": np.concatenate(([0], np.cumsum(np.bincount(bins)))),
         "starts": starts[order],
         "sizes": sizes[order].astype(np.int32),
-        "heads": within[order] == 0,
+        "heads": position[order] == 0,
     }
 
 
 def best_fit(sizes: list[int], capacity: int) -> list[int]:
-    """Returns each item's bin: the fullest one with room for it, else a new one. Sizes are 1 to
-    capacity.
+    """Returns each item's bin: the fullest one with room for it, else a new one.
+
+    Sizes are 1 to capacity.
     """
     open_bins: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the room left
-    rooms = 0  # bit r: a bin with room r is open
-    numbers, n_bins = [], 0
+    open_rooms = 0  # bit r: a bin with room r is open
+    bins = []
+    n_bins = 0
     for size in sizes:
-        if fitting := rooms >> size:
-            room = size + (fitting & -fitting).bit_length() - 1
+        fitting = open_rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1  # of the lowest bit
             number = open_bins[room].pop()
             if not open_bins[room]:
-                rooms ^= 1 << room
+                open_rooms ^= 1 << room
         else:
-            room, number = capacity, n_bins
+            room = capacity
+            number = n_bins
             n_bins += 1
-        numbers.append(number)
-        if room := room - size:
+        bins.append(number)
+        room -= size
+        if room:
             open_bins[room].append(number)
-            rooms |= 1 << room
-    return numbers
+            open_rooms |= 1 << room
+    return bins

@@ -9,8 +9,9 @@ import dataclasses
 import hashlib
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from mesh_lm.data import sources
 from mesh_lm.data.encoding import pieces
@@ -27,20 +28,109 @@ _BASELINE_BYTES = 64 * 2**20
 
 
 def documents(source: sources.Source, chosen: int | None) -> Iterator[sources.Document]:
-    """Yields the documents of a source, the one with the number `chosen`, from 0, as held out."""
-    for number, document in enumerate(source.documents()):
-        yield dataclasses.replace(document, heldout=True) if number == chosen else document
+    """Yields the documents of a source.
 
-
-def chosen_of(sizes: list[int]) -> int:
-    """Returns the number of the document to hold out: by its size nearest to a twentieth of the
-    text, by a factor, and not the largest.
+    chosen: number, from 0, of a document that is held out as well.
     """
-    share, largest = sum(sizes) / sources.HELDOUT, sizes.index(max(sizes))
-    return min(
-        (n for n in range(len(sizes)) if n != largest),
-        key=lambda n: max(sizes[n] / share, share / sizes[n]),
-    )
+    for number, document in enumerate(source.documents()):
+        if number == chosen:
+            document = dataclasses.replace(document, heldout=True)
+        yield document
+
+
+def heldout_choice(sizes: list[int]) -> int:
+    """Returns the number of the document to hold out.
+
+    Its size is nearest, by a factor, to a twentieth of the text, and it is not the largest.
+    """
+    target = sum(sizes) / sources.HELDOUT
+    candidates = list(range(len(sizes)))
+    candidates.remove(sizes.index(max(sizes)))
+    return min(candidates, key=lambda n: max(sizes[n] / target, target / sizes[n]))
+
+
+class Survey(NamedTuple):
+    """What one pass over a text finds out about it."""
+
+    sample: list[str]
+    """Training text for the vocabulary."""
+    heldout: bytes
+    """The first 64 MiB of the held-out text, in UTF-8."""
+    train_bytes: int
+    heldout_bytes: int
+    sizes: list[int]
+    """UTF-8 bytes of each document before the first that is held out."""
+
+
+def survey(documents: Iterable[sources.Document], path: str) -> Survey:
+    """Reads all documents of data.path once.
+
+    Raises ConfigError if there are none, or none to train on.
+    """
+    sample = _Sample()
+    heldout = bytearray()
+    sizes: list[int] = []
+    n_train = n_heldout = 0
+    train_bytes = heldout_bytes = 0
+    for document in documents:
+        encoded = document.text.encode()
+        if document.heldout:
+            n_heldout += 1
+            heldout_bytes += len(encoded)
+            heldout += encoded[: _BASELINE_BYTES - len(heldout)]
+            continue
+        n_train += 1
+        train_bytes += len(encoded)
+        if not heldout:
+            sizes.append(len(encoded))
+        sample.add(document.text)
+    if not n_train and not n_heldout:
+        raise ConfigError(
+            f"data.path={path} has no text: all its files are empty or not UTF-8; give .txt, .md, "
+            ".py or similar files"
+        )
+    if not n_train:
+        raise ConfigError(
+            f"data.path={path} has too few documents ({n_heldout}): one in 20 is held out by a "
+            "hash, and none fell in the training split; give more of them, or join them into one "
+            ".txt"
+        )
+    return Survey(sample.pieces(), bytes(heldout), train_bytes, heldout_bytes, sizes)
+
+
+class _Sample:
+    """A random sample of the pieces of a text, of up to _BPE_CHARACTERS.
+
+    Each piece draws a number in [0, 1) and is in the sample while that is below a threshold, which
+    falls as the sample fills.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: list[tuple[float, str]] = []
+        self._n_characters = 0
+        self._n_pieces = 0
+        self._threshold = 1.0
+
+    def add(self, text: str) -> None:
+        for piece in pieces(text):
+            self._n_pieces += 1
+            number = _fraction(self._n_pieces)
+            if number < self._threshold:
+                self._drawn.append((number, piece))
+                self._n_characters += len(piece)
+        while self._n_characters > _BPE_CHARACTERS:
+            self._threshold *= 0.8
+            self._drawn = [draw for draw in self._drawn if draw[0] < self._threshold]
+            self._n_characters = sum(len(piece) for _, piece in self._drawn)
+
+    def pieces(self) -> list[str]:
+        return [piece for _, piece in self._drawn]
+
+
+def _fraction(number: int) -> float:
+    """Returns a pseudo-random number in [0, 1) that depends only on `number`."""
+    digest = hashlib.sha256(str(number).encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
 
 
 @contextlib.contextmanager
@@ -57,76 +147,26 @@ def threads(n: int) -> Iterator[ThreadPoolExecutor]:
     pool.shutdown()
 
 
-def add(sums: list[int], n: int) -> None:
-    """Adds to the last of some sums."""
-    sums[-1] += n
-
-
-def read(
-    given: Iterator[sources.Document], path: str
-) -> tuple[list[str], bytearray, dict[str, int], list[int]]:
-    """Reads all documents once. Returns text to train the BPE on, the first 64 MiB of held-out
-    bytes, all bytes per split, and the bytes of each document before the first that is held out.
-    """
-    sample: list[tuple[float, str]] = []
-    sample_size, threshold, n_pieces = 0, 1.0, 0
-    heldout, sizes = bytearray(), []
-    counts, n_bytes = {"training": 0, "held-out": 0}, {"training": 0, "held-out": 0}
-    for document in given:
-        split, encoded = "held-out" if document.heldout else "training", document.text.encode()
-        counts[split] += 1
-        n_bytes[split] += len(encoded)
-        if document.heldout:
-            heldout += encoded[: _BASELINE_BYTES - len(heldout)]
-            continue
-        if not heldout:
-            sizes.append(len(encoded))
-        for piece in pieces(document.text):
-            n_pieces += 1
-            if (mark := _fraction(n_pieces)) < threshold:
-                sample.append((mark, piece))
-                sample_size += len(piece)
-        while sample_size > _BPE_CHARACTERS:
-            threshold *= 0.8
-            sample = [(mark, piece) for mark, piece in sample if mark < threshold]
-            sample_size = sum(len(piece) for _, piece in sample)
-    if not any(counts.values()):
-        raise ConfigError(
-            f"data.path={path} has no text: all its files are empty or not UTF-8; give .txt, .md, "
-            ".py or similar files"
-        )
-    if not counts["training"]:
-        raise ConfigError(
-            f"data.path={path} has too few documents ({sum(counts.values())}): one in 20 is held "
-            "out by a hash, and none fell in the training split; give more of them, or join them "
-            "into one .txt"
-        )
-    return [piece for _, piece in sample], heldout, n_bytes, sizes
-
-
-def _fraction(number: int) -> float:
-    """Returns a pseudo-random number in [0, 1) that depends only on `number`."""
-    return int.from_bytes(hashlib.sha256(str(number).encode()).digest()[:6], "big") / 2**48
-
-
 class Reporter:
     """Reports progress every _REPORT characters."""
 
     def __init__(self, progress: Callable[[str], None]) -> None:
-        self._progress, self._done = progress, 0
+        self._progress = progress
+        self._n_characters = 0
 
-    def done(self, characters: int) -> None:
+    def add(self, characters: int) -> None:
         """Counts characters that were encoded."""
-        before, self._done = self._done, self._done + characters
-        if self._done // _REPORT > before // _REPORT:
-            self._progress(f"encoded {self._done / 1e6:.0f} M characters")
+        n_reports = self._n_characters // _REPORT
+        self._n_characters += characters
+        if self._n_characters // _REPORT > n_reports:
+            self._progress(f"encoded {self._n_characters / 1e6:.0f} M characters")
 
 
 def gzip_size(data: bytes) -> int:
-    """Returns the bytes that gzip -9 makes of these."""
+    """Returns the size in bytes of the data after gzip -9."""
     return len(zlib.compress(data, 9, wbits=31))
 
 
 def xz_size(data: bytes) -> int:
-    """Returns the bytes that xz -9 makes of these."""
+    """Returns the size in bytes of the data after xz -9."""
     return len(lzma.compress(data, preset=9))

@@ -22,12 +22,14 @@ from mesh_lm.errors import ConfigError
 
 
 class EpochPermutations:
-    """Maps positions to sequence numbers 0..n - 1; each epoch has its own permutation, a function
-    of (seed, epoch). Thread-safe.
+    """Maps positions to sequence numbers 0..n - 1. Thread-safe.
+
+    Each epoch has its own permutation, a function of (seed, epoch).
     """
 
     def __init__(self, n: int, seed: int) -> None:
-        self._n, self._seed = n, seed
+        self._n = n
+        self._seed = seed
         self._orders: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
 
@@ -35,24 +37,22 @@ class EpochPermutations:
         """Returns the sequence numbers, int64 [B], of positions int64 [B]."""
         epochs, numbers = np.divmod(indices, self._n)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            numbers[here] = self._order(int(epoch))[numbers[here]]
+            in_epoch = epochs == epoch
+            numbers[in_epoch] = self._order(int(epoch))[numbers[in_epoch]]
         return numbers
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Returns the epoch's permutation, int64 [n]. Two are cached, because a batch may span two
-        epochs.
-        """
+        """Returns the epoch's permutation, int64 [n]."""
         with self._lock:
             if epoch not in self._orders:
+                # Two are cached, because a batch may span two epochs.
                 if len(self._orders) == 2:
                     del self._orders[next(iter(self._orders))]
                 # Raw bits are sorted because NumPy guarantees the same bits in every version, but
                 # not the same permutations from its Generator. SeedSequence refuses negative
                 # numbers.
-                bits = np.random.PCG64(
-                    np.random.SeedSequence((self._seed % 2**64, epoch))
-                ).random_raw(self._n)
+                seeds = np.random.SeedSequence((self._seed % 2**64, epoch))
+                bits = np.random.PCG64(seeds).random_raw(self._n)
                 self._orders[epoch] = np.argsort(bits, kind="stable")
             return self._orders[epoch]
 
@@ -63,10 +63,12 @@ class Sequences:
 
     Args:
       text: the tokens of the split; each document ends with `eod`, or where the next one begins.
-      seq_len: S, tokens in a sequence. eod: id of the end-of-document token; None: unknown, so that
-      the first token of the split is never a label. seed: of the permutations; None: each epoch in
-      stored order. pad: whether the last, partial sequence is padded with `eod` at weight 0
-      (held-out text) or dropped (training).
+      seq_len: S, tokens in a sequence.
+      eod: id of the end-of-document token; None: unknown, so that the first token of the split is
+        never a label.
+      seed: of the permutations; None: each epoch in stored order.
+      pad: whether the last, partial sequence is padded with `eod` at weight 0 (held-out text) or
+        dropped (training).
 
     Raises:
       ConfigError: the split has fewer tokens than one sequence needs.
@@ -81,7 +83,8 @@ class Sequences:
         seed: int | None,
         pad: bool = False,
     ) -> None:
-        self.seq_len, self._eod = seq_len, eod
+        self.seq_len = seq_len
+        self._eod = eod
         self._text = text
         self._n_full, n_tail = divmod(text.n_tokens, seq_len)
         self._n = self._n_full + (pad and n_tail > 0)
@@ -97,50 +100,52 @@ class Sequences:
         return self._n
 
     def read(self, indices: np.ndarray) -> TokenWindows:
-        """Returns the windows at positions int64 [B] >= 0; raises ConfigError for a token id that
-        the model lacks.
+        """Returns the windows at positions int64 [B] >= 0.
+
+        Raises ConfigError for a token id that the model lacks.
         """
         numbers = self._epochs(indices) if self._epochs else indices % self._n
+        starts = numbers * self.seq_len
+        stops = np.minimum(starts + self.seq_len, self._text.n_tokens)
+        tokens = self._text.verified(np.maximum(starts - 1, 0), stops)
+
+        # The labels. Only the last sequence may be partial.
         labels = np.full((len(numbers), self.seq_len), self._eod or 0, np.int32)
         weights = np.ones(labels.shape, np.float32)
-        starts, end = numbers * self.seq_len, self._n_full * self.seq_len
-        tokens = self._text.verified(
-            np.maximum(starts - 1, 0), np.minimum(starts + self.seq_len, self._text.n_tokens)
-        )
-        full, tail = tokens[:end].reshape(self._n_full, self.seq_len), tokens[end:]  # views: labels
         is_full = numbers < self._n_full
+        full = tokens[: self._n_full * self.seq_len].reshape(self._n_full, self.seq_len)
         labels[is_full] = full[numbers[is_full]]
         if not is_full.all():
+            tail = tokens[self._n_full * self.seq_len :]
             labels[~is_full, : len(tail)] = tail
             weights[~is_full, len(tail) :] = 0.0
-        self._text.check(labels, lambda row, column: int(numbers[row]) * self.seq_len + column)
-        # The stream's leading EOD is not stored.
-        before = np.where(numbers == 0, self._eod or 0, tokens[np.maximum(starts - 1, 0)]).astype(
-            np.int32
-        )
+        self._text.check(labels, lambda row, column: int(starts[row]) + column)
+
+        # The inputs are the labels and the token before them; the stream's leading EOD is not
+        # stored.
+        stored = tokens[np.maximum(starts - 1, 0)]
+        first_inputs = np.where(numbers == 0, self._eod or 0, stored).astype(np.int32)
+        inputs = np.concatenate([first_inputs[:, None], labels[:, :-1]], axis=1)
         if self._eod is None:
             weights[numbers == 0, 0] = 0.0
-        inputs = np.concatenate([before[:, None], labels[:, :-1]], axis=1)
-        return TokenWindows(
-            inputs,
-            labels,
-            weights,
-            unmarked=None if self._eod is None else self._unmarked(starts, tokens),
-        )
+            return TokenWindows(inputs, labels, weights)
+        return TokenWindows(inputs, labels, weights, unmarked=self._unmarked(starts, tokens))
 
     def _unmarked(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Returns `TokenWindows.unmarked` for windows whose labels begin at the offsets int64 [B].
-        tokens: those of the stream.
+        """Returns `TokenWindows.unmarked`, bool [B, S + 1].
+
+        starts: where the labels of each window begin, int64 [B]. tokens: of the stream.
         """
         unmarked = np.zeros((len(starts), self.seq_len + 1), bool)
         # Documents that begin among the labels. The first of the stream follows the stream's
         # leading EOD.
-        first = self._text.offsets.search(np.maximum(starts, 1))
-        stop = self._text.offsets.search(np.minimum(starts + self.seq_len, self._text.n_tokens))
-        row, document = ranges(first, stop)
+        stops = np.minimum(starts + self.seq_len, self._text.n_tokens)
+        first_document = self._text.offsets.search(np.maximum(starts, 1))
+        stop_document = self._text.offsets.search(stops)
+        row, document = ranges(first_document, stop_document)
         begins = self._text.offsets[document]
         is_unmarked = tokens.take(begins - 1) != self._eod
         is_unmarked[is_unmarked] = self._text.ends_document(document[is_unmarked] - 1)
-        # Column 0 is the token before the first label.
-        unmarked[row[is_unmarked], (begins - starts[row] + 1)[is_unmarked]] = True
+        column = begins - starts[row] + 1  # column 0 is the token before the first label
+        unmarked[row[is_unmarked], column[is_unmarked]] = True
         return unmarked

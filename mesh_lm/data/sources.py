@@ -1,6 +1,4 @@
-"""Text sources: their files, a digest of them, their documents, and which documents are held
-out.
-"""
+"""Text sources: their files, digests and documents, and which documents are held out."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import re
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
 from mesh_lm.data import formats, written
 from mesh_lm.errors import ConfigError, hub_hint
@@ -22,7 +19,12 @@ HELDOUT = 20
 _STDLIB_SKIPPED = frozenset(
     {"test", "tests", "idle_test", "encodings", "lib2to3", "site-packages", "dist-packages"}
 )
+_DIRECTORY = "directory"
+"""The kind of a source of many files."""
 _DIGEST_CONTENTS = 256 * 2**20
+"""Bytes up to which the contents of a text are part of its digest."""
+_TEXT_START = 4096
+"""Bytes of a file in which most binary ones are found out, without reading the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Source:
 
     name: str
     """A name that is safe in a file name."""
-    kind: Literal["directory", "jsonl", "json", "parquet", "txt"]
+    kind: str
+    """`_DIRECTORY`, or the name of the file's format."""
     root: Path
     files: tuple[str, ...]
     """Posix paths relative to root, sorted."""
@@ -56,19 +59,20 @@ class Source:
         instead.
         """
         digest = hashlib.sha256(self.kind.encode())
-        if {formats.kind_of(name) for name in self.files} & {"jsonl", "json", "parquet"}:
+        # Only where it matters: corpora of earlier versions keep their names.
+        if any(map(formats.has_records, self.files)):
             digest.update(f"\0{self.field}".encode())
-        if self.kind == "directory" and any(map(formats.newly_read, self.files)):
+        if self.kind == _DIRECTORY and any(map(formats.newly_read, self.files)):
             digest.update(b"\0as what they are")
         if any(formats.has_mark(self.root / name) for name in self.files):
             digest.update(b"\0without byte order marks")
         for name in self.files:
+            path = self.root / name
             try:
                 if self.size <= _DIGEST_CONTENTS:
-                    mark = hashlib.sha256((self.root / name).read_bytes()).hexdigest()
+                    mark = hashlib.sha256(path.read_bytes()).hexdigest()
                 else:
-                    stat = (self.root / name).stat()
-                    mark = f"{stat.st_size} {stat.st_mtime_ns}"
+                    mark = f"{path.stat().st_size} {path.stat().st_mtime_ns}"
             except OSError as error:
                 mark = f"unreadable: {error.errno}"
             digest.update(os.fsencode(f"\0{name}\0{mark}"))
@@ -79,29 +83,23 @@ class Source:
 
         Raises:
           ConfigError: a file cannot be read, or a line has no text; the message names the file and
-          line.
+            line.
         """
-        if self.kind == "txt":
-            yield from _txt(self.root / self.files[0])
+        if self.kind == formats.PlainText.name:
+            yield from _split_text(self.root / self.files[0])
             return
         for name in self.files:
-            path, key = self.root / name, f"{name}:" if self.kind == "directory" else ""
-            match formats.kind_of(name):
-                case "jsonl":
-                    yield from _jsonl(path, self.field, key)
-                case "json" if formats.json_kind(path) == "list":
-                    for number, item in enumerate(formats.list_of(path), 1):
-                        if text := formats.text_in(item, self.field, f"{path}, item {number}"):
-                            yield Document(text, is_heldout(f"{key}{number}"))
-                case "json":
-                    yield from _jsonl(path, self.field, key)
-                case "parquet":
-                    for number, text in enumerate(formats.rows(path, self.field), 1):
-                        if text:
-                            yield Document(text, is_heldout(f"{key}{number}"))
-                case _:
-                    if text := _text(path):
-                        yield Document(text, is_heldout(name))
+            path = self.root / name
+            format = formats.detect(name)
+            if isinstance(format, formats.Records):
+                key = f"{name}:" if self.kind == _DIRECTORY else ""
+                for number, text in format.documents(path, self.field):
+                    if text:
+                        yield Document(text, is_heldout(f"{key}{number}"))
+            else:
+                text = _text(path)
+                if text:
+                    yield Document(text, is_heldout(name))
 
 
 def find(path: str, field: str = "text", outputs: Collection[str] = ()) -> Source:
@@ -124,13 +122,8 @@ def find(path: str, field: str = "text", outputs: Collection[str] = ()) -> Sourc
       directory is (`require_readable`).
     """
     if path == "stdlib":
-        return _directory(
-            "stdlib",
-            Path(sysconfig.get_paths()["stdlib"]),
-            field,
-            suffix=".py",
-            skip=_STDLIB_SKIPPED,
-        )
+        stdlib = Path(sysconfig.get_paths()["stdlib"])
+        return _directory(path, stdlib, field, suffix=".py", skip=_STDLIB_SKIPPED)
     location = Path(path or os.devnull).expanduser()  # an empty path would be the working directory
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", location.resolve().name.split(".")[0]) or "corpus"
     if location.is_dir():
@@ -146,23 +139,26 @@ def find(path: str, field: str = "text", outputs: Collection[str] = ()) -> Sourc
     if size == 0:
         raise ConfigError(f"data.path={path} is empty; give {kinds}")
     formats.require_readable(location)
-    if kind := formats.kind_of(location):
-        return Source(name, kind, location.parent, (location.name,), size, field)
-    raise ConfigError(
-        f"data.path={path}: files of type {location.suffix or '(none)'} are not read; give {kinds}"
-    )
+    format = formats.detect(location)
+    if format is None:
+        raise ConfigError(
+            f"data.path={path}: files of type {location.suffix or '(none)'} are not read; give "
+            f"{kinds}"
+        )
+    return Source(name, format.name, location.parent, (location.name,), size, field)
 
 
 def is_heldout(key: str) -> bool:
     """Whether a key is held out: one in 20 by SHA-256, so that a document keeps its split when
     others are added or removed.
     """
-    return int.from_bytes(hashlib.sha256(os.fsencode(key)).digest(), "big") % HELDOUT == 0
+    digest = hashlib.sha256(os.fsencode(key)).digest()
+    return int.from_bytes(digest, "big") % HELDOUT == 0
 
 
 def require_apart(path: str, outputs: Mapping[str, str]) -> None:
-    """Raises ConfigError if a directory of text is one that the run writes to, or has such a one
-    with text below it.
+    """Raises ConfigError if a directory of text is one that the run writes to, or has one with text
+    below it.
 
     outputs: field -> directory.
     """
@@ -177,28 +173,30 @@ def require_apart(path: str, outputs: Mapping[str, str]) -> None:
                 f"there would become text to train on; set {field} to another directory, which may "
                 "be one below it"
             )
-        if root.resolve() in folder.resolve().parents and (left_out := _texts(folder)):
+        if root.resolve() not in folder.resolve().parents:
+            continue
+        text = _first_text(folder)
+        if text:
             raise ConfigError(
-                f"{field}={output} has text ({left_out[0]}), which data.path={path} would leave "
-                "out, because a directory that the run writes to is not text to train on; set "
+                f"{field}={output} has text ({text}), which data.path={path} would leave out, "
+                "because a directory that the run writes to is not text to train on; set "
                 f"{field} to another directory"
             )
 
 
-def _texts(folder: Path) -> list[str]:
-    """Returns the files of a directory, which may be missing, that have the suffix of text, and
+def _first_text(folder: Path) -> str | None:
+    """Returns the first file of a directory, which may be missing, that has the suffix of text, and
     which no run has written.
     """
     if not folder.is_dir():
-        return []
+        return None
     _, folders, names = next(os.walk(folder))
     if written.is_output(folder, folders, names):
-        return []
-    return [
-        name
-        for name in below(folder)
-        if formats.kind_of(name) and name.split("/")[0] not in written.OF_A_RUN
-    ]
+        return None
+    for name in below(folder):
+        if formats.detect(name) and name.split("/")[0] not in written.OF_A_RUN:
+            return name
+    return None
 
 
 def below(
@@ -213,37 +211,35 @@ def below(
     Raises ConfigError if a directory cannot be read, or if `root` itself is the output of a run.
     """
     files: list[str] = []
-    seen: set[written.Identity] = set()
+    visited: set[written.Identity] = set()
     excluded = written.identities([Path(output).expanduser() for output in outputs if output])
     logs = written.logs()
     for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=True):
-        here = written.identity(folder)
-        is_root = not seen
+        identity = written.identity(folder)
+        is_root = not visited
         is_output = written.is_output(Path(folder), folders, names)
         if is_output and is_root:
             raise ConfigError(
                 f"{root} is what a run of mesh_lm has written, not text; name the directory or the "
                 "file that has the text"
             )
-        # seen: by a link, perhaps to a parent directory
-        if is_output or here in seen or (here in excluded and not is_root):
+        # A link, perhaps to a parent directory, leads to visited ones.
+        if is_output or identity in visited or (identity in excluded and not is_root):
             folders.clear()
             continue
-        seen.add(here)
+        visited.add(identity)
+
         prepared = written.prepared(Path(folder), names)
-        folders[:] = sorted(
-            f for f in folders if f not in skip and f not in prepared and not f.startswith(".")
-        )
+        left_out = skip | prepared
+        # In place: os.walk continues with these, in this order.
+        folders[:] = sorted(f for f in folders if f not in left_out and not f.startswith("."))
         for name in names:
-            if (
-                name.startswith(".")
-                or not name.endswith(suffix)
-                or name in prepared
-                or written.SLURM_LOG.fullmatch(name)
-            ):
+            if name.startswith(".") or not name.endswith(suffix):
+                continue
+            if name in prepared or written.SLURM_LOG.fullmatch(name):
                 continue
             path = Path(folder, name)
-            # neither a pipe nor a dangling link
+            # Neither a pipe nor a dangling link is a file.
             if path.is_file() and written.identity(path) not in logs:
                 files.append(path.relative_to(root).as_posix())
     return sorted(files)
@@ -269,38 +265,27 @@ def _directory(
             f"data.path={name if suffix else root}: {root} has no files, or only hidden or empty "
             "ones; give one with text"
         )
-    return Source(name, "directory", root, tuple(files), size, field)
+    return Source(name, _DIRECTORY, root, tuple(files), size, field)
 
 
 def _text(path: Path) -> str | None:
-    """Returns the file as text with its line ends; None if it is not UTF-8. Raises ConfigError
-    instead if its name is that of text.
+    """Returns the file as text with its line ends; None if it is not UTF-8.
+
+    Raises ConfigError instead if its name is that of text.
     """
     try:
         with formats.opened(path) as (file, _):
-            start = file.read(4096)
-            # avoids reading all of a large binary file
+            start = file.read(_TEXT_START)
+            # It may end within a character.
             codecs.getincrementaldecoder("utf-8")().decode(start)
             return formats.text(start + file.read())
     except UnicodeDecodeError as error:
-        if formats.kind_of(path):
+        if formats.detect(path):
             raise ConfigError(f"{path} is not UTF-8; convert it, or leave it out") from error
         return None
 
 
-def _jsonl(path: Path, field: str, key: str) -> Iterator[Document]:
-    """Yields the documents of a .jsonl file, skipping blank lines; lines are numbered from 1, for
-    splits and messages.
-    """
-    with formats.opened(path) as (file, _):
-        for number, line in enumerate(file, 1):
-            if not formats.is_blank(line) and (
-                text := formats.text_of(line, field, f"{path}, line {number}")
-            ):
-                yield Document(text, is_heldout(f"{key}{number}"))
-
-
-def _txt(path: Path) -> Iterator[Document]:
+def _split_text(path: Path) -> Iterator[Document]:
     """Yields the first 19/20 of the file, up to a line end, and the held-out rest."""
     try:
         with formats.opened(path) as (file, _):
@@ -308,7 +293,8 @@ def _txt(path: Path) -> Iterator[Document]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); convert it first") from error
     split = text.find("\n", len(text) - len(text) // HELDOUT - 1) + 1
-    if split in (0, len(text)):  # no line ends in the last twentieth but at its end
+    # No line ends in the last twentieth but at its end: the last line is held out.
+    if split in (0, len(text)):
         split = text.rfind("\n", 0, len(text) - 1) + 1
     if split == 0:
         raise ConfigError(

@@ -80,7 +80,7 @@ def read_texts(path: str, field: str = "text") -> Iterator[str]:
     file = Path(path).expanduser()
     if path != "stdlib" and not file.exists():
         raise ConfigError(f"--text={path}: no such file or directory")
-    if not file.is_file() or formats.kind_of(file) in ("jsonl", "json", "parquet"):
+    if not file.is_file() or formats.has_records(file):
         yield from (document.text for document in sources.find(path, field).documents())
         return
     formats.require_readable(file)

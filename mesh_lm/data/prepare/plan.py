@@ -8,7 +8,7 @@ import codecs
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mesh_lm.data import formats, sources, written
 from mesh_lm.errors import ConfigError
@@ -16,8 +16,7 @@ from mesh_lm.errors import ConfigError
 SHARD = 2 * 2**20
 """Approximate bytes of text in a shard: a few seconds of work."""
 _SHARDS_PER_PART = 16
-"""A larger row group of a .parquet file is read in parts, each of which decodes the earlier ones
-again."""
+"""A larger row group of a table is read in parts, each of which decodes the earlier ones again."""
 _MAX_CHUNKS = 2**10
 """Assumed bound on the chunks of a compressed file, whose text has an unknown size."""
 _SNIFFED_BYTES = 4096
@@ -38,15 +37,14 @@ class FileRange:
     """A range of one file."""
 
     path: str
-    kind: Literal["jsonl", "list", "txt", "parquet", "other"]
-    """list: a .json with one list. other: a file of a directory with an unknown suffix; it is one
-    document if it is UTF-8."""
+    format: formats.Format | None
+    """None: a file of a directory with an unknown suffix; it is one document if it is UTF-8."""
     start: int = 0
     stop: int = 0
-    """The lines that start at the bytes [start, stop) belong to the range; of a .parquet file, the
-    rows [start, stop)."""
+    """The lines that start at the bytes [start, stop) belong to the range; of a table, the rows
+    [start, stop)."""
     group: int = 0
-    """Row group of a .parquet file."""
+    """Row group of a table."""
     entire_file: bool = True
     """Whether the range is the entire file."""
 
@@ -164,7 +162,7 @@ def _require_file(path: Path, argument: str) -> None:
         )
     if path.stat().st_size == 0:
         raise ConfigError(f"--input={argument} is empty; leave it out")
-    if formats.kind_of(path) is None:
+    if formats.detect(path) is None:
         formats.require_readable(path)
         raise ConfigError(
             f"--input={argument}: files of type {path.suffix or '(none)'} are not read; give "
@@ -192,29 +190,29 @@ class _Planner:
         stat = file.stat()
         size = stat.st_size
         compressed = formats.is_compressed(file)
-        kind = formats.kind_of(file) or "other"
-        if kind == "other" and not _is_text(file, size):
+        format = formats.detect(file)
+        if format is None and not _is_text(file, size):
             self._n_not_text += 1
             return
-        if kind == "json":
-            kind = "list" if formats.json_kind(file) == "list" else "jsonl"
-        elif kind == "other" and compressed:
-            kind = "txt"  # its start is text, so the rest has to be
+        if format is not None:
+            format = format.resolve(file)
+        elif compressed:
+            format = formats.PlainText()  # its start is text, so the rest has to be
 
         self._files.append(InputFile(path, size, stat.st_mtime_ns))
-        if compressed or kind == "list":
+        if compressed or isinstance(format, formats.Items):
             self._flush()
-            self._units.append(ReadUnit((FileRange(path, kind),), size))
-        elif kind == "parquet":
-            self._add_parquet(file, path, size)
+            self._units.append(ReadUnit((FileRange(path, format),), size))
+        elif isinstance(format, formats.Table):
+            self._add_table(format, file, path, size)
         elif size <= SHARD:
-            self._add_small(FileRange(path, kind, 0, size), size, size)
+            self._add_small(FileRange(path, format, 0, size), size, size)
         else:
             self._flush()
             for start in range(0, size, SHARD):
                 stop = min(start + SHARD, size)
-                segment = FileRange(path, kind, start, stop, entire_file=False)
-                ends = kind == "jsonl" or stop == size
+                segment = FileRange(path, format, start, stop, entire_file=False)
+                ends = isinstance(format, formats.Lines) or stop == size
                 self._units.append(ReadUnit((segment,), stop - start, ends))
 
     def plan(self) -> ReadPlan:
@@ -222,8 +220,8 @@ class _Planner:
         self._flush()
         return ReadPlan(tuple(self._units), tuple(self._files), self._n_not_text)
 
-    def _add_parquet(self, file: Path, path: str, disk_size: int) -> None:
-        groups = formats.row_groups(file, self._field)
+    def _add_table(self, table: formats.Table, file: Path, path: str, disk_size: int) -> None:
+        groups = table.row_groups(file, self._field)
         text_size = sum(size for _, size in groups) or 1
         for group, (n_rows, size) in enumerate(groups):
             n_parts = -(-size // (_SHARDS_PER_PART * SHARD))
@@ -231,7 +229,7 @@ class _Planner:
             for part in range(n_parts):
                 start = n_rows * part // n_parts
                 stop = n_rows * (part + 1) // n_parts
-                segment = FileRange(path, "parquet", start, stop, group)
+                segment = FileRange(path, table, start, stop, group)
                 self._add_small(segment, size // n_parts, disk_size * size // text_size // n_parts)
 
     def _add_small(self, segment: FileRange, text_size: int, disk_size: int) -> None:
@@ -274,7 +272,7 @@ def _is_text(file: Path, size: int) -> bool:
 def _shards(number: int, unit: ReadUnit, first_chunk: int) -> Iterator[TextShard]:
     """Yields the shards of a unit from `first_chunk` on."""
     segment = unit.segments[0]
-    if segment.kind == "list" or not formats.is_compressed(segment.path):
+    if isinstance(segment.format, formats.Items) or not formats.is_compressed(segment.path):
         yield TextShard(number, 0, unit.segments, unit.size, unit.ends)
         return
     with formats.opened(Path(segment.path)) as (file, raw):
@@ -295,7 +293,7 @@ def _shards(number: int, unit: ReadUnit, first_chunk: int) -> Iterator[TextShard
                     chunk=chunk,
                     segments=unit.segments,
                     size=disk_end - disk_start,
-                    ends=last or segment.kind == "jsonl",
+                    ends=last or isinstance(segment.format, formats.Lines),
                     last=last,
                     data=data,
                     first_line=first_line,

@@ -139,13 +139,14 @@ class Encoder:
 
     def _read(self, shard: TextShard, segment: FileRange, counts: Encoded) -> Iterator[str]:
         path = Path(segment.path)
-        if segment.kind == "parquet":
-            yield from formats.rows(
+        format = segment.format
+        if isinstance(format, formats.Table):
+            yield from format.rows(
                 path, self._settings.text_field, segment.group, segment.start, segment.stop
             )
             return
-        if segment.kind == "list":
-            yield from self._list_items(path, counts)
+        if isinstance(format, formats.Items):
+            yield from self._items(format, path, counts)
             return
         try:
             with open(path, "rb") if shard.data is None else io.BytesIO(shard.data) as file:
@@ -153,8 +154,8 @@ class Encoder:
                     lines = _lines(file, segment)
                 else:
                     lines = (_Line(None, line) for line in file)
-                if segment.kind == "jsonl":
-                    yield from self._json_lines(lines, path, shard.first_line, counts)
+                if isinstance(format, formats.Lines):
+                    yield from self._records(format, lines, path, shard.first_line, counts)
                     return
                 text = self._plain_text(list(lines), segment, counts)
                 if segment.start == 0 and shard.chunk == 0:
@@ -163,26 +164,31 @@ class Encoder:
         except OSError as error:
             raise formats.unreadable(path, error) from error
 
-    def _json_lines(
-        self, lines: Iterable[_Line], path: Path, first_line: int, counts: Encoded
+    def _records(
+        self,
+        format: formats.Lines,
+        lines: Iterable[_Line],
+        path: Path,
+        first_line: int,
+        counts: Encoded,
     ) -> Iterator[str]:
         for number, line in enumerate(lines, first_line):
             if formats.is_blank(line.data):
                 continue
             try:
-                yield formats.text_of(line.data, self._settings.text_field, str(path))
+                yield format.text(line.data, self._settings.text_field, str(path))
             except ConfigError:
                 if not self._settings.skip_bad_lines:
                     # Raises again, with the line number, which takes reading the file.
                     if line.offset is not None:
                         number = _line_number(path, line.offset)
-                    formats.text_of(line.data, self._settings.text_field, f"{path}, line {number}")
+                    format.text(line.data, self._settings.text_field, f"{path}, line {number}")
                 counts.bad_lines += 1
 
-    def _list_items(self, path: Path, counts: Encoded) -> Iterator[str]:
-        for number, item in enumerate(formats.list_of(path), 1):
+    def _items(self, format: formats.Items, path: Path, counts: Encoded) -> Iterator[str]:
+        for number, item in enumerate(format.items(path), 1):
             try:
-                yield formats.text_in(item, self._settings.text_field, f"{path}, item {number}")
+                yield format.text(item, self._settings.text_field, f"{path}, item {number}")
             except ConfigError:
                 if not self._settings.skip_bad_lines:
                     raise
@@ -193,7 +199,7 @@ class Encoder:
         try:
             return b"".join(line.data for line in lines).decode()
         except UnicodeDecodeError as error:
-            if segment.kind == "other" and segment.entire_file:
+            if segment.format is None and segment.entire_file:
                 counts.bad_files += 1
                 return ""
             offset = lines[0].offset
@@ -204,7 +210,7 @@ class Encoder:
 
 
 def _is_part_of_document(segment: FileRange) -> bool:
-    return segment.kind in ("txt", "other") and not segment.entire_file
+    return not isinstance(segment.format, formats.Records) and not segment.entire_file
 
 
 def _lines(file: BinaryIO, segment: FileRange) -> Iterator[_Line]:

@@ -22,13 +22,16 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
 from mesh_lm.training.check import check
 
-SEQ, BATCH, VOCAB = 8, 4, 1000
+SEQ = 8
+BATCH = 4
+VOCAB = 1000
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefixes a, b, c with 100 to 130 samples per epoch; 1% of a split is a document or two."""
-    directory, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    directory = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
     for name, n in (("a", 90), ("b", 110), ("c", 100)):
         documents = [
             np.append(random.integers(1, VOCAB, length), 0) for length in random.integers(4, 14, n)
@@ -50,23 +53,36 @@ def config(
     )
 
 
-def batches(of: TrainConfig, saved: dict | None = None, done: int | None = None) -> Batches:
+def batches(
+    train_config: TrainConfig, saved: dict | None = None, done: int | None = None
+) -> Batches:
     sharding = jax.NamedSharding(
         jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data")
     )
     saved = json.loads(json.dumps(saved))  # as from a checkpoint
-    done = saved["position"] // of.train.global_batch if saved and done is None else done or 0
-    return Batches(of, prepare(of.data, vocab=of.data.tokenizer_vocab), sharding, saved, done)
+    done = (
+        saved["position"] // train_config.train.global_batch
+        if saved and done is None
+        else done or 0
+    )
+    return Batches(
+        train_config,
+        prepare(train_config.data, vocab=train_config.data.tokenizer_vocab),
+        sharding,
+        saved,
+        done,
+    )
 
 
-def read(of: Batches, steps: int) -> list[bytes]:
+def read(run: Batches, steps: int) -> list[bytes]:
     """Returns the samples of the next steps, each as the bytes of its tokens and last label, which
     are unique."""
     samples = []
-    with closing(of.train()) as loader:
+    with closing(run.train()) as loader:
         for _ in range(steps):
             position, batch = next(loader)
-            tokens, labels = np.asarray(batch["tokens"])[0], np.asarray(batch["labels"])[0]
+            tokens = np.asarray(batch["tokens"])[0]
+            labels = np.asarray(batch["labels"])[0]
             samples += [row.tobytes() for row in np.concatenate([tokens, labels[:, -1:]], 1)]
             ids = np.asarray(batch["sample_ids"])[0]
             assert ids.tolist() == list(range(position - BATCH, position))
@@ -77,27 +93,27 @@ def owner(data: Path, samples: list[bytes]) -> list[str]:
     """Returns the prefix that each sample comes from."""
     streams = {name: Documents(data / name).tokens.astype(np.int32).tobytes() for name in "abc"}
     pieces = [bytes(sample) for sample in samples]
-    found = []
+    owners = []
     for piece in pieces:
         tokens = np.frombuffer(piece, np.int32)
         # within one document
         middle = max(np.split(tokens, np.flatnonzero(tokens == 0) + 1), key=len)
         (name,) = [name for name, stream in streams.items() if middle.tobytes() in stream]
-        found.append(name)
-    return found
+        owners.append(name)
+    return owners
 
 
 def test_the_same_config_gives_the_same_order_and_a_resume_continues_it(data: Path):
-    of = config(data, 0.5, "a", 0.3, "b", 0.2, "c")
-    whole = read(batches(of), 10)
-    assert whole == read(batches(of), 10) and len(set(whole)) == 40
-    assert Counter(owner(data, whole)) == {"a": 20, "b": 12, "c": 8}
-    state = batches(of).state(16)
-    resumed = batches(of, state)
+    mixed = config(data, 0.5, "a", 0.3, "b", 0.2, "c")
+    samples = read(batches(mixed), 10)
+    assert samples == read(batches(mixed), 10) and len(set(samples)) == 40
+    assert Counter(owner(data, samples)) == {"a": 20, "b": 12, "c": 8}
+    state = batches(mixed).state(16)
+    resumed = batches(mixed, state)
     assert resumed.position == 16 and resumed.changed == []
-    assert read(resumed, 6) == whole[16:]
+    assert read(resumed, 6) == samples[16:]
     assert [member["consumed_now"] for member in state["blend"]["members"]] == [8, 5, 3]
-    assert read(batches(dataclasses.replace(of, seed=2)), 2) != whole[:8]
+    assert read(batches(dataclasses.replace(mixed, seed=2)), 2) != samples[:8]
 
 
 def test_each_member_goes_on_across_changes_of_the_blend(data: Path):
@@ -129,7 +145,9 @@ def test_each_member_goes_on_across_changes_of_the_blend(data: Path):
     assert len(samples) == len(set(samples)) == 80
     owners = owner(data, samples)
     for name, order in alone.items():
-        mine = [sample for sample, of in zip(samples, owners, strict=True) if of == name]
+        mine = [
+            sample for sample, owner_name in zip(samples, owners, strict=True) if owner_name == name
+        ]
         assert mine == order[: len(mine)] and len(mine) > 15
     assert sum(member["consumed_now"] for member in third.state(80)["blend"]["members"]) == 80
 
@@ -157,14 +175,16 @@ def test_a_longer_run_finishes_its_order_before_it_appends_another(data: Path):
 @pytest.mark.parametrize("blend", [("a",), (0.5, "a", 0.3, "b", 0.2, "c")])
 def test_a_run_that_skips_batches_reads_on_after_its_blend(data: Path, blend: tuple):
     """Eight steps are 32 samples; two rewinds of three steps leave 24 more to read."""
-    of = config(data, *blend, steps=8)
-    first = batches(of)
-    whole = read(first, 14)
-    assert len(set(whole)) == 56
+    short_run = config(data, *blend, steps=8)
+    first = batches(short_run)
+    samples = read(first, 14)
+    assert len(set(samples)) == 56
     for position, done in ((28, 4), (44, 5), (52, 7)):
         state = first.state(position)
-        resumed = batches(of, state, done)
-        assert resumed.changed == [] and read(resumed, (56 - position) // BATCH) == whole[position:]
+        resumed = batches(short_run, state, done)
+        assert (
+            resumed.changed == [] and read(resumed, (56 - position) // BATCH) == samples[position:]
+        )
         assert sum(member["consumed_now"] for member in state["blend"]["members"]) == position
         assert (
             resumed.state(56)["blend"]["members"][0]["consumed_now"]
@@ -175,9 +195,11 @@ def test_a_run_that_skips_batches_reads_on_after_its_blend(data: Path, blend: tu
 def test_reading_ahead_of_the_last_batch_makes_no_longer_index(data: Path):
     """The last batch of a run of 10^9 samples must not wait for the order of 10^9 more."""
     for threads in (0, 2):
-        of = config(data, 0.5, "a", 0.3, "b", 0.2, "c")
-        of = dataclasses.replace(of, data=dataclasses.replace(of.data, threads=threads, prefetch=3))
-        made = batches(of)
+        settings = config(data, 0.5, "a", 0.3, "b", 0.2, "c")
+        settings = dataclasses.replace(
+            settings, data=dataclasses.replace(settings.data, threads=threads, prefetch=3)
+        )
+        made = batches(settings)
         index = made._order._order._index
         read(made, 10)
         assert made._order._order._index is index
@@ -187,23 +209,25 @@ def test_reading_ahead_of_the_last_batch_makes_no_longer_index(data: Path):
 def test_what_is_left_is_of_the_batch_as_it_is_now(data: Path):
     """Four steps of 2 samples, then four of 4: the blend is 24 samples long, not 8 steps of either
     size."""
-    of = config(data, 0.5, "a", 0.3, "b", 0.2, "c", steps=8)
-    small = dataclasses.replace(of, train=dataclasses.replace(of.train, global_batch=BATCH // 2))
+    settings = config(data, 0.5, "a", 0.3, "b", 0.2, "c", steps=8)
+    small = dataclasses.replace(
+        settings, train=dataclasses.replace(settings.train, global_batch=BATCH // 2)
+    )
     state = batches(small).state(4 * BATCH // 2)
-    index = batches(of, state, 4)._order
+    index = batches(settings, state, 4)._order
     assert len(index) == 4 * BATCH // 2 + 4 * BATCH
 
 
 def test_moved_files_are_the_same_data_without_and_with_digests(data: Path, tmp_path: Path):
-    of = config(data, 0.5, "a", 0.5, "b")
+    settings = config(data, 0.5, "a", 0.5, "b")
     for name in ("a.bin", "a.idx", "b.bin", "b.idx"):
         (tmp_path / name).write_bytes((data / name).read_bytes())
-    moved = batches(config(tmp_path, 0.5, "a", 0.5, "b"), batches(of).state(16))
-    assert moved.changed == [] and read(moved, 6) == read(batches(of), 10)[16:]
+    moved = batches(config(tmp_path, 0.5, "a", 0.5, "b"), batches(settings).state(16))
+    assert moved.changed == [] and read(moved, 6) == read(batches(settings), 10)[16:]
     for name in "ab":
         assert seal(str(tmp_path / name)).startswith(f"{tmp_path}/{name}: sealed")
     sealed = batches(config(tmp_path, 0.5, "a", 0.5, "b"), moved.state(24))
-    assert sealed.changed == [] and read(sealed, 4) == read(batches(of), 10)[24:]
+    assert sealed.changed == [] and read(sealed, 4) == read(batches(settings), 10)[24:]
     other = Documents(tmp_path / "a").tokens.copy()
     other[len(other) // 2] ^= 1
     bin_path(tmp_path / "a").write_bytes(other.tobytes())
@@ -223,14 +247,14 @@ def test_moved_files_are_the_same_data_without_and_with_digests(data: Path, tmp_
 )
 def test_a_place_in_other_data_is_refused(data: Path, change: dict, tmp_path: Path):
     write_about(data, eod=0)
-    saved, now = (
-        batches(config(data, "a")).state(8),
-        config(data, "a", **{k: v for k, v in change.items() if k != "split"}),
-    )
+    saved = batches(config(data, "a")).state(8)
+    changed = config(data, "a", **{k: v for k, v in change.items() if k != "split"})
     if "split" in change:
-        now = dataclasses.replace(now, data=dataclasses.replace(now.data, split=change["split"]))
+        changed = dataclasses.replace(
+            changed, data=dataclasses.replace(changed.data, split=change["split"])
+        )
     with pytest.raises(ConfigError) as error:
-        batches(now, saved)
+        batches(changed, saved)
     name = "Megatron prefixes, split 90,10 in sequences of 8, seed 1"
     assert str(error.value).startswith(
         f"{data}/run was trained on corpus {name}, this config reads Megatron prefixes, split "
@@ -258,24 +282,24 @@ def text(tmp_path: Path) -> Path:
 
 
 def text_config(directory: Path, **fields: object) -> TrainConfig:
-    of = config(directory)
+    settings = config(directory)
     data = dataclasses.replace(
-        of.data, path=str(directory / "text.txt"), tokenizer_vocab=300, blend=(), **fields
+        settings.data, path=str(directory / "text.txt"), tokenizer_vocab=300, blend=(), **fields
     )
-    return dataclasses.replace(of, data=data)
+    return dataclasses.replace(settings, data=data)
 
 
 def test_text_keeps_its_order_and_its_old_checkpoints(text: Path):
-    of = text_config(text)
-    made = batches(of)
+    settings = text_config(text)
+    made = batches(settings)
     assert made.state(12).items() >= {
         "position": 12,
         "corpus": made.name,
     }.items() and "blend" not in made.state(12)
-    longer = dataclasses.replace(of, train=TrainLoop(steps=500, global_batch=BATCH))
-    whole = read(made, 6)
+    longer = dataclasses.replace(settings, train=TrainLoop(steps=500, global_batch=BATCH))
+    samples = read(made, 6)
     # whatever the length of the run
-    assert read(batches(longer, {"position": 12, "corpus": made.name}), 3) == whole[12:]
+    assert read(batches(longer, {"position": 12, "corpus": made.name}), 3) == samples[12:]
     with pytest.raises(
         ConfigError,
         match=(
@@ -283,7 +307,7 @@ def test_text_keeps_its_order_and_its_old_checkpoints(text: Path):
             r"or restore the original data"
         ),
     ):
-        batches(of, {"position": 12, "corpus": "another"})
+        batches(settings, {"position": 12, "corpus": "another"})
 
 
 def test_packed_text_and_packed_blends(data: Path, text: Path):
@@ -293,18 +317,18 @@ def test_packed_text_and_packed_blends(data: Path, text: Path):
         _, batch = next(loader)
     assert {"segment_ids", "positions"} <= set(batch)
     write_about(data, eod=0)
-    of = config(data, 0.5, "a", 0.5, "b", documents="packed")
-    whole = read(batches(of), 10)
-    state = batches(of).state(16)
-    assert read(batches(of, state), 6) == whole[16:]
+    settings = config(data, 0.5, "a", 0.5, "b", documents="packed")
+    samples = read(batches(settings), 10)
+    state = batches(settings).state(16)
+    assert read(batches(settings, state), 6) == samples[16:]
     changed = batches(config(data, 0.25, "a", 0.75, "b", documents="packed"), state)
-    assert len(set(whole[:16] + read(changed, 6))) == 40  # no sample repeats
+    assert len(set(samples[:16] + read(changed, 6))) == 40  # no sample repeats
     remove_about(data)
     with pytest.raises(
         ConfigError,
         match=r"data\.documents=packed: the end-of-document token .* set data\.tokenizer",
     ):
-        batches(of)
+        batches(settings)
 
 
 def test_heldout_is_the_validation_split_in_stored_order(data: Path):
@@ -337,11 +361,11 @@ def test_what_is_known_about_prefixes(data: Path):
     assert decoded.eod == decoded.tokenizer().eod == 256
     write_about(data, "a", eod=0, tokens=sizes[0][0], bytes=4 * sizes[0][0], lost_bytes=0)
     write_about(data, "b", eod=0, tokens=sizes[1][0], bytes=4 * sizes[1][0], lost_bytes=0)
-    told = prepare(config(data, "a", "b").data, vocab=300)
-    assert (told.eod, told.heldout_bytes, told.train_bytes) == (
+    corpus = prepare(config(data, "a", "b").data, vocab=300)
+    assert (corpus.eod, corpus.heldout_bytes, corpus.train_bytes) == (
         0,
-        4 * told.heldout_tokens,
-        4 * told.train_tokens,
+        4 * corpus.heldout_tokens,
+        4 * corpus.train_tokens,
     )
     write_about(data, "b", eod=5)
     assert prepare(config(data, "a", "b").data, vocab=300).eod is None
@@ -351,8 +375,8 @@ def test_what_is_known_about_prefixes(data: Path):
 def test_heldout_bytes_by_decoding(tmp_path: Path):
     texts = ["höhe", "ein Text", "", "noch einer"] * 5
     write_documents(tmp_path / "x", [np.array([*text.encode(), 256]) for text in texts], vocab=257)
-    of = dataclasses.replace(config(tmp_path, "x", tokenizer="bytes").data, split="50,50")
-    assert prepare(of, vocab=300).heldout_bytes == len("".join(texts[10:]).encode())
+    settings = dataclasses.replace(config(tmp_path, "x", tokenizer="bytes").data, split="50,50")
+    assert prepare(settings, vocab=300).heldout_bytes == len("".join(texts[10:]).encode())
 
 
 def test_heldout_bytes_of_much_text_by_decoding_some(
@@ -364,19 +388,21 @@ def test_heldout_bytes_of_much_text_by_decoding_some(
     monkeypatch.setattr(megatron_corpus, "_LONGEST", 50)
     documents = [np.array([*b"nine byte", 256])] * 1000
     write_documents(tmp_path / "x", documents, vocab=257)
-    of = dataclasses.replace(config(tmp_path, "x", tokenizer="bytes").data, split="50,50")
+    settings = dataclasses.replace(config(tmp_path, "x", tokenizer="bytes").data, split="50,50")
     decoded = []
     decode = Tokenizer.decode
     monkeypatch.setattr(
         Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or decode(self, ids)
     )
-    assert prepare(of, vocab=300).heldout_bytes == 500 * 9
+    assert prepare(settings, vocab=300).heldout_bytes == 500 * 9
     assert sum(decoded) <= 100
     write_documents(
         tmp_path / "y", [np.array([*b"nine byte", 256]), np.array([*b"x" * 999, 256])], vocab=257
     )
     assert (
-        prepare(dataclasses.replace(of, blend=(str(tmp_path / "y"),)), vocab=300).heldout_bytes
+        prepare(
+            dataclasses.replace(settings, blend=(str(tmp_path / "y"),)), vocab=300
+        ).heldout_bytes
         == 1000
     )
 
@@ -384,13 +410,13 @@ def test_heldout_bytes_of_much_text_by_decoding_some(
 def test_a_model_without_all_ids_of_the_tokenizer(data: Path):
     """Otherwise the run would fail at its last step, when it writes a sample, or train on missing
     ids."""
-    of = config(data, "a", tokenizer="bytes").data
+    settings = config(data, "a", tokenizer="bytes").data
     with pytest.raises(
         ConfigError,
         match=r"the tokenizer of data\.blend has ids up to 256, which model\.vocab_size=256 does not",
     ):
-        prepare(of, vocab=0, model_vocab=256)
-    assert prepare(of, vocab=0, model_vocab=257).eod == 256
+        prepare(settings, vocab=0, model_vocab=256)
+    assert prepare(settings, vocab=0, model_vocab=257).eod == 256
     write_about(data, "a", eod=7)
     with pytest.raises(
         ConfigError,
@@ -450,12 +476,14 @@ def test_errors(data: Path, tmp_path: Path):
 
 
 def test_the_check_lists_every_problem_of_the_data(data: Path):
-    of = config(data, 0.5, "a", "b", fim_rate=1.5, fim_spm_rate=-1.0, documents="packed")
-    of = dataclasses.replace(
-        of, data=dataclasses.replace(of.data, split="all"), train=TrainLoop(steps=1, global_batch=1)
+    settings = config(data, 0.5, "a", "b", fim_rate=1.5, fim_spm_rate=-1.0, documents="packed")
+    settings = dataclasses.replace(
+        settings,
+        data=dataclasses.replace(settings.data, split="all"),
+        train=TrainLoop(steps=1, global_batch=1),
     )
     with pytest.raises(ConfigError) as error:
-        check(of, 1)
+        check(settings, 1)
     assert str(error.value).splitlines()[1:] == [
         f"  - data.blend=0.5 {data}/a {data}/b: give prefixes only, or a weight before each prefix",
         (

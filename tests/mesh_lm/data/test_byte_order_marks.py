@@ -46,8 +46,9 @@ def by_source(path: Path) -> list[str]:
 def by_prepare(path: Path) -> list[str]:
     out = path.parent / "prepared"
     run.prepare((str(path),), str(out), "bytes", workers=1, output=io.StringIO())
-    tokenizer, found = load_tokenizer("bytes"), Documents(out)
-    return [tokenizer.decode(found[i][:-1]) for i in range(len(found))]
+    tokenizer = load_tokenizer("bytes")
+    documents = Documents(out)
+    return [tokenizer.decode(documents[i][:-1]) for i in range(len(documents))]
 
 
 def by_evaluation(path: Path) -> list[str]:

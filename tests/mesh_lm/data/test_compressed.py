@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_lm.data import formats, sources
+from mesh_lm.data import compression, sources
 from mesh_lm.errors import ConfigError
 
 
@@ -19,9 +19,8 @@ def zstd(data: bytes) -> bytes:
 def test_a_file_that_grows_beyond_what_text_does(
     tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes], kind: str
 ) -> None:
-    (path := tmp_path / f"a.{kind}.{suffix}").write_bytes(
-        compress(bytes(formats._PLAUSIBLE + 2 * formats._BUFFER))
-    )
+    path = tmp_path / f"a.{kind}.{suffix}"
+    path.write_bytes(compress(bytes(compression._PLAUSIBLE + 2 * compression._BUFFER)))
     assert path.stat().st_size < 100_000
     with pytest.raises(
         ConfigError,
@@ -35,18 +34,20 @@ def test_a_file_that_repeats_itself_is_read(
     tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
 ) -> None:
     text = b"the same line\n" * 100_000
-    (path := tmp_path / f"a.txt.{suffix}").write_bytes(compress(text))
+    path = tmp_path / f"a.txt.{suffix}"
+    path.write_bytes(compress(text))
     assert (
         "".join(document.text for document in sources.find(str(path)).documents()).encode() == text
     )
 
 
 def test_what_does_not_fit_into_memory(tmp_path: Path) -> None:
-    (path := tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    path = tmp_path / "a.txt"
+    path.write_text("text", encoding="utf-8")
     with (
         pytest.raises(
             ConfigError, match="has a document or a line that does not fit into memory; split it"
         ),
-        formats.opened(path),
+        compression.opened(path),
     ):
         raise MemoryError

@@ -102,16 +102,16 @@ def test_large_sources_are_known_by_size_and_date(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sources, "_DIGEST_CONTENTS", 10)
-    before = sources.find(str(folder)).digest()
-    assert sources.find(str(folder)).digest() == before
+    digest = sources.find(str(folder)).digest()
+    assert sources.find(str(folder)).digest() == digest
     os.utime(folder / "0.txt", (1, 1))
-    assert sources.find(str(folder)).digest() != before
+    assert sources.find(str(folder)).digest() != digest
 
 
 def test_pieces_batches_and_samples_change_nothing_else(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = prepare(config(folder, tmp_path / "a"), vocab=280)
+    uncut = prepare(config(folder, tmp_path / "a"), vocab=280)
     lines: list[str] = []
     sampled: list[int] = []
     train = corpus.Tokenizer.train
@@ -127,9 +127,9 @@ def test_pieces_batches_and_samples_change_nothing_else(
     monkeypatch.setattr(reading, "_BPE_CHARACTERS", 1000)
     monkeypatch.setattr(reading, "_BASELINE_BYTES", 100)
     cut = prepare(config(folder, tmp_path / "b"), vocab=280, progress=lines.append)
-    assert decoded(cut.train(), cut.tokenizer()) == decoded(whole.train(), whole.tokenizer())
-    assert decoded(cut.heldout(), cut.tokenizer()) == decoded(whole.heldout(), whole.tokenizer())
-    assert cut.heldout_bytes == whole.heldout_bytes
+    assert decoded(cut.train(), cut.tokenizer()) == decoded(uncut.train(), uncut.tokenizer())
+    assert decoded(cut.heldout(), cut.tokenizer()) == decoded(uncut.heldout(), uncut.tokenizer())
+    assert cut.heldout_bytes == uncut.heldout_bytes
     assert any("encoded" in line for line in lines)
     assert 750 < sampled[0] <= 1000
 
@@ -171,13 +171,13 @@ def test_txt(tmp_path: Path, text: str, share: float):
 
 
 def test_stdlib_is_found_without_its_tests():
-    found = sources.find("stdlib")
-    assert len(found.files) > 300
-    assert "argparse.py" in found.files
+    source = sources.find("stdlib")
+    assert len(source.files) > 300
+    assert "argparse.py" in source.files
     assert not any(
-        "test" in name.split("/")[:-1] or "site-packages" in name for name in found.files
+        "test" in name.split("/")[:-1] or "site-packages" in name for name in source.files
     )
-    assert any(is_heldout(name) for name in found.files)
+    assert any(is_heldout(name) for name in source.files)
 
 
 def test_several_processes_at_once_use_the_first_result(folder: Path, tmp_path: Path):
@@ -240,11 +240,12 @@ def test_incomplete_corpus_is_named(folder: Path, tmp_path: Path):
 def test_every_file_of_a_cached_corpus_is_verified(folder: Path, tmp_path: Path):
     """Each is flipped, truncated and removed; an earlier version's corpus is read, with a
     notice."""
-    made, said = prepare(config(folder, tmp_path), vocab=280), []
+    made = prepare(config(folder, tmp_path), vocab=280)
+    messages = []
 
     def read() -> None:
-        found = prepare(config(folder, tmp_path), vocab=280, progress=said.append)
-        assert found.train().tokens.any() and found.heldout().tokens.any()
+        reread = prepare(config(folder, tmp_path), vocab=280, progress=messages.append)
+        assert reread.train().tokens.any() and reread.heldout().tokens.any()
 
     paths = sorted(made.directory.iterdir())
     assert len(paths) >= 8
@@ -263,7 +264,7 @@ def test_every_file_of_a_cached_corpus_is_verified(folder: Path, tmp_path: Path)
                 read()
         path.write_bytes(intact)
     read()
-    assert not said
+    assert not messages
     facts = json.loads((made.directory / "corpus.json").read_text(encoding="utf-8"))
     del facts["sealed"]
     (made.directory / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
@@ -271,7 +272,7 @@ def test_every_file_of_a_cached_corpus_is_verified(folder: Path, tmp_path: Path)
     read()
     assert [
         f"mesh-lm prepare seal {made.directory}/train {made.directory}/heldout" in line
-        for line in said
+        for line in messages
     ] == [True]
 
 
@@ -396,14 +397,14 @@ def test_damaged_files_are_named(tmp_path: Path, suffix: str):
         pyarrow.parquet.write_table(
             pyarrow.table({"text": [str(i) for i in range(200)], "n": range(200)}), path
         )
-        good = path.read_bytes()
+        intact = path.read_bytes()
     else:
-        good = gzip.compress(text) if suffix == "jsonl.gz" else zstandard.compress(text)
-    for bad in (good[: len(good) // 2], good[:-5], b"hello" * 9):
+        intact = gzip.compress(text) if suffix == "jsonl.gz" else zstandard.compress(text)
+    for bad in (intact[: len(intact) // 2], intact[:-5], b"hello" * 9):
         path.write_bytes(bad)
         with pytest.raises(ConfigError, match=rf"x\.{suffix} is damaged"):
             list(sources.find(str(path)).documents())
-    path.write_bytes(good)
+    path.write_bytes(intact)
     assert len(list(sources.find(str(path)).documents())) == 200
     with pytest.raises(ConfigError, match='"body"'):
         list(sources.find(str(path), "body").documents())

@@ -18,7 +18,9 @@ from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.errors import ConfigError
 
-SEQ, VOCAB, EOD = 512, 1000, 0
+SEQ = 512
+VOCAB = 1000
+EOD = 0
 BLOCK = 1 << digests.BLOCK_BITS
 
 
@@ -55,19 +57,23 @@ def tokens_of(order) -> bytes:
     return order.read(np.arange(len(order))).labels.tobytes()
 
 
-def flipped(path: Path, at: int) -> None:
+def flipped(path: Path, position: int) -> None:
     content = bytearray(path.read_bytes())
-    content[at] ^= 4
+    content[position] ^= 4
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("which", range(3), ids=["sequences", "gpt", "packed"])
-def test_a_damaged_block_is_refused_when_it_is_first_read(prefix: Path, tmp_path: Path, which: int):
-    intact = tokens_of([*orders(prefix, tmp_path)][which])
+@pytest.mark.parametrize("number", range(3), ids=["sequences", "gpt", "packed"])
+def test_a_damaged_block_is_refused_when_it_is_first_read(
+    prefix: Path, tmp_path: Path, number: int
+):
+    intact = tokens_of([*orders(prefix, tmp_path)][number])
     flipped(bin_path(prefix), 5 * BLOCK + 77)
-    order = [*orders(prefix, tmp_path)][which]
-    before, blocks, refused = order.read(np.arange(0)), set(), 0
-    assert not len(before.labels)
+    order = [*orders(prefix, tmp_path)][number]
+    empty = order.read(np.arange(0))
+    blocks = set()
+    refused = 0
+    assert not len(empty.labels)
     for i in range(len(order)):
         try:
             order.read(np.array([i]))
@@ -85,7 +91,7 @@ def test_a_damaged_block_is_refused_when_it_is_first_read(prefix: Path, tmp_path
         and "prepare seal" in message
     )
     flipped(bin_path(prefix), 5 * BLOCK + 77)
-    assert tokens_of([*orders(prefix, tmp_path)][which]) == intact
+    assert tokens_of([*orders(prefix, tmp_path)][number]) == intact
 
 
 def test_a_block_is_compared_once(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -116,16 +122,17 @@ def test_a_block_is_compared_once(prefix: Path, tmp_path: Path, monkeypatch: pyt
     for thread in threads:
         thread.join()
     assert documents.tokens.any() and documents._blocks is not None and documents._blocks.complete
-    before = len(compared)
+    n_compared = len(compared)
     assert {*compared} == {*range(9)}
-    assert 9 <= before <= 4 * 9, "threads that meet at a block may both compare it"
+    assert 9 <= n_compared <= 4 * 9, "threads that meet at a block may both compare it"
     tokens_of(order)
-    assert len(compared) == before
+    assert len(compared) == n_compared
 
 
 def test_ranges_of_any_length_verify_the_blocks_that_they_touch(tmp_path: Path):
     """Blocks of 8 bytes, more of them than `require_all` takes at once."""
-    block, n = 8, 5000
+    block = 8
+    n = 5000
     data = np.random.default_rng(0).integers(0, 256, block * n - 3, np.uint8)
     table = np.array(
         [xxhash.xxh3_64_intdigest(data[i : i + block].data) for i in range(0, len(data), block)],
@@ -140,7 +147,8 @@ def test_ranges_of_any_length_verify_the_blocks_that_they_touch(tmp_path: Path):
     for longest in (0, 1, block, block + 1, 2 * block, 50 * block):
         starts = chance.integers(0, len(data) + 1, 20)
         stops = np.minimum(starts + chance.integers(0, longest + 1, 20), len(data))
-        (read := blocks(data)).require(starts, stops)
+        read = blocks(data)
+        read.require(starts, stops)
         touched = {
             i // block
             for start, stop in zip(starts, stops, strict=True)
@@ -148,12 +156,14 @@ def test_ranges_of_any_length_verify_the_blocks_that_they_touch(tmp_path: Path):
         }
         assert touched <= {*np.flatnonzero(read._seen).tolist()}
         assert read._left == n - read._seen[:-1].sum() and not read.complete
-    (whole := blocks(data)).require_all()
-    assert whole.complete and whole._seen.all()
-    for at in (0, 4096 * block, len(data) - 1):
-        (damaged := data.copy())[at] ^= 1
+    verified = blocks(data)
+    verified.require_all()
+    assert verified.complete and verified._seen.all()
+    for position in (0, 4096 * block, len(data) - 1):
+        damaged = data.copy()
+        damaged[position] ^= 1
         with pytest.raises(
-            ConfigError, match=f"x.bin is damaged: bytes {at // block * block:,} to "
+            ConfigError, match=f"x.bin is damaged: bytes {position // block * block:,} to "
         ):
             blocks(damaged).require_all()
 
@@ -164,14 +174,18 @@ def test_each_random_corruption_is_refused(pristine: dict[str, bytes], tmp_path:
     for seed in range(45):
         chance = random.Random(seed)
         damaged = {name: bytearray(content) for name, content in pristine.items()}
-        content = damaged[name := chance.choice(["x.bin", "x.idx", "x.digests"])]
-        at = chance.randrange(len(content))
-        if (how := seed % 3) == 0:
-            content[at] ^= 1 << chance.randrange(8)
-        elif how == 1:
-            content[at : at + 512] = chance.randbytes(len(content[at : at + 512]))
+        name = chance.choice(["x.bin", "x.idx", "x.digests"])
+        content = damaged[name]
+        position = chance.randrange(len(content))
+        damage = seed % 3
+        if damage == 0:
+            content[position] ^= 1 << chance.randrange(8)
+        elif damage == 1:
+            content[position : position + 512] = chance.randbytes(
+                len(content[position : position + 512])
+            )
         else:
-            del content[at:]
+            del content[position:]
         with pytest.raises(ConfigError, match=rf"{name} is (damaged|truncated)"):
             assert tokens_of(next(_written(damaged, tmp_path / str(seed)))) == intact, "silent"
 

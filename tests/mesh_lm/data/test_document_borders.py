@@ -71,7 +71,9 @@ def text_of(documents: list[Sentences], order: list[int]) -> list[Token]:
 def expected(window: list[Token], kind: str) -> tuple[list[int], list[int], list[float]]:
     """Segments, positions and weights of the inputs, all but the last token, by their
     definition."""
-    segments, positions, weights = [], [], []
+    segments = []
+    positions = []
+    weights = []
     segment = position = 0
     for i, token in enumerate(window[:-1]):
         after_eod = i > 0 and window[i - 1].id == EOD
@@ -91,8 +93,8 @@ def assert_rows_are(rows: RowReader, windows: list[list[Token]], kind: str) -> N
         assert batch["tokens"][i].tolist() == [token.id for token in window[:-1]]
         # Only equality of segment ids means something: the first input may begin a segment or
         # continue one.
-        found = batch["segment_ids"][i] - batch["segment_ids"][i, 0]
-        assert found.tolist() == [segment - segments[0] for segment in segments]
+        segment_ids = batch["segment_ids"][i] - batch["segment_ids"][i, 0]
+        assert segment_ids.tolist() == [segment - segments[0] for segment in segments]
         assert batch["positions"][i].tolist() == positions
         assert batch["weights"][i].tolist() == weights
 
@@ -126,8 +128,8 @@ def test_training_and_held_out_rows_are_those_of_their_definition(
         fingerprint=name,
         eod=EOD,
     )
-    whole = text_of(documents, order._documents.tolist())
-    windows = [whole[k * seq_len : k * seq_len + seq_len + 1] for k in order._shuffle.tolist()]
+    tokens = text_of(documents, order._documents.tolist())
+    windows = [tokens[k * seq_len : k * seq_len + seq_len + 1] for k in order._shuffle.tolist()]
     assert_rows_are(
         RowReader(order, eod=EOD, documents=kind, mask_document_start=True), windows, kind
     )
@@ -184,7 +186,8 @@ def test_fill_in_the_middle_stays_within_documents(tmp_path: Path) -> None:
     """The parts of a rearranged document are its own, and its border moves with it."""
 
     class Codec:
-        eod, joins = EOD, True
+        eod = EOD
+        joins = True
 
         def decode(self, ids: np.ndarray) -> str:
             return "".join(map(chr, ids))

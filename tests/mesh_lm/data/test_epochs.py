@@ -18,7 +18,7 @@ from mesh_lm.training.ready import require_ready
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def text_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with 900 training tokens under `a` and 9,000 under `b`; a tenth of
     each is held out."""
     monkeypatch.chdir(tmp_path)
@@ -38,12 +38,14 @@ def config(steps: int, **data: object) -> TrainConfig:
     )
 
 
-def refused(config: TrainConfig, known: bool = False) -> list[str]:
-    found = known_sources(config.data) if known else prepare(config.data, vocab=300).sources()
-    return epochs_problems(config, found)
+def refused(config: TrainConfig, is_stored: bool = False) -> list[str]:
+    text_sources = (
+        known_sources(config.data) if is_stored else prepare(config.data, vocab=300).sources()
+    )
+    return epochs_problems(config, text_sources)
 
 
-def test_the_limit_is_exact(here: Path) -> None:
+def test_the_limit_is_exact(text_directory: Path) -> None:
     """Four epochs of 900 tokens are 45 steps."""
     assert refused(config(45, blend=("a",))) == []
     assert refused(config(46, blend=("a",))) == [
@@ -55,7 +57,7 @@ def test_the_limit_is_exact(here: Path) -> None:
     assert len(refused(config(12, blend=("a",), max_epochs=1))) == 1
 
 
-def test_of_a_weighted_blend_each_prefix_has_the_limit(here: Path) -> None:
+def test_of_a_weighted_blend_each_prefix_has_the_limit(text_directory: Path) -> None:
     """Half of the samples are of `a`, which ends long before `b` was read once; without weights
     both are one text."""
     assert refused(config(400, blend=("a", "b"))) == []
@@ -68,15 +70,15 @@ def test_of_a_weighted_blend_each_prefix_has_the_limit(here: Path) -> None:
     assert len(refused(config(10**4, blend=("1", "a", "1", "b")))) == 2
 
 
-def test_what_is_known_before_anything_is_prepared(here: Path) -> None:
+def test_what_is_known_before_anything_is_prepared(text_directory: Path) -> None:
     """Of prefixes the sizes of the files; of text nothing until it was prepared once."""
     assert known_sources(config(1, blend=("1", "a", "3", "b")).data) == {
         "a": (1000, 0.25),
         "b": (10_000, 0.75),
     }
-    (here / "text.txt").write_text("one two three four\n" * 50, encoding="utf-8")
+    (text_directory / "text.txt").write_text("one two three four\n" * 50, encoding="utf-8")
     text = config(1000, path="text.txt")
-    assert known_sources(text.data) == {} and refused(text, known=True) == []
+    assert known_sources(text.data) == {} and refused(text, is_stored=True) == []
     require_ready(text, thorough=True)
     prepare(text.data, vocab=text.data.tokenizer_vocab)
     with pytest.raises(
@@ -97,7 +99,7 @@ def test_what_is_known_before_anything_is_prepared(here: Path) -> None:
         require_ready(config(1000, blend=("a",)), thorough=True)
 
 
-def test_tokens_that_a_run_is_given(here: Path) -> None:
+def test_tokens_that_a_run_is_given(text_directory: Path) -> None:
     require_ready(config(5), dataset_of([1] * 106), thorough=True)
     with pytest.raises(
         ConfigError,
@@ -106,7 +108,7 @@ def test_tokens_that_a_run_is_given(here: Path) -> None:
         require_ready(config(6), dataset_of([1] * 106), thorough=True)
 
 
-def test_text_of_less_than_a_step(here: Path) -> None:
+def test_text_of_less_than_a_step(text_directory: Path) -> None:
     """There is no number of steps to suggest."""
     write_documents("tiny", [np.arange(1)] * 10, vocab=1000)
     (problem,) = refused(config(1, blend=("tiny",)))

@@ -11,13 +11,17 @@ from mesh_lm.data.rows import RowReader
 from mesh_lm.data.sequences import Sequences
 from mesh_lm.errors import ConfigError
 
-EOD, PREFIX, MIDDLE, SUFFIX = 256, 257, 258, 259
+EOD = 256
+PREFIX = 257
+MIDDLE = 258
+SUFFIX = 259
 
 
 class Codec:
     """A byte tokenizer with the three special tokens in one spelling."""
 
-    eod, joins = EOD, True
+    eod = EOD
+    joins = True
 
     def __init__(self, spelling: str = "<|fim_{}|>") -> None:
         self._ids = {
@@ -45,7 +49,8 @@ def restored(document: list[int]) -> list[int]:
     """Returns the original document."""
     if PREFIX not in document:
         return document
-    m, s = document.index(MIDDLE), document.index(SUFFIX)
+    m = document.index(MIDDLE)
+    s = document.index(SUFFIX)
     assert document[0] == PREFIX
     if s == 1:  # <prefix> <suffix> suffix <middle> prefix middle
         return document[m + 1 :] + document[2:m]
@@ -72,11 +77,11 @@ def test_documents_come_back_from_their_parts(texts: list[str], g: int):
     room[: len(window)] = window  # empty documents follow
     arranged = room.copy()
     assert make()(arranged, g) == len(room)
-    found = split(arranged.tolist())[: len(texts)]
+    documents = split(arranged.tolist())[: len(texts)]
     expected = [list(text.encode()) for text in texts]
-    assert [restored(document) for document in found][:-1] == expected[:-1]
+    assert [restored(document) for document in documents][:-1] == expected[:-1]
     assert all(
-        (PREFIX in document) == bool(text) for document, text in zip(found, texts, strict=True)
+        (PREFIX in document) == bool(text) for document, text in zip(documents, texts, strict=True)
     )
 
 
@@ -125,14 +130,16 @@ def test_rows_depend_on_seed_and_position_alone():
         Tokens([*b"some text ", EOD, *b"more of it", EOD] * 9), 24, eod=EOD, seed=None, pad=True
     )
     rows = RowReader(order, eod=EOD, fill_in_middle=make(0.7, seed=5))
-    whole = rows.rows(np.arange(20))
+    all_rows = rows.rows(np.arange(20))
     for picked in ([3], [19, 2, 3]):
         for name, leaf in rows.rows(np.array(picked)).items():
-            assert (leaf == whole[name][picked]).all()
-    assert (whole["tokens"][:, 1:] == whole["labels"][:, :-1]).all()
-    assert (whole["tokens"][0] != whole["tokens"][9]).any()  # another epoch, another arrangement
+            assert (leaf == all_rows[name][picked]).all()
+    assert (all_rows["tokens"][:, 1:] == all_rows["labels"][:, :-1]).all()
+    assert (
+        all_rows["tokens"][0] != all_rows["tokens"][9]
+    ).any()  # another epoch, another arrangement
     other = RowReader(order, eod=EOD, fill_in_middle=make(0.7, seed=6)).rows(np.arange(20))
-    assert (other["labels"] != whole["labels"]).any()
+    assert (other["labels"] != all_rows["labels"]).any()
 
 
 def test_special_tokens():

@@ -37,11 +37,12 @@ def by_source(path: Path) -> list[str]:
 
 
 def by_prepare(path: Path, **options: bool) -> list[str]:
-    prefix, ids = path.parent / "prepared" / path.name, load_tokenizer("bytes")
+    prefix = path.parent / "prepared" / path.name
+    ids = load_tokenizer("bytes")
     prefix.parent.mkdir(exist_ok=True)
     run.prepare((str(path),), str(prefix), "bytes", workers=1, output=io.StringIO(), **options)
-    found = Documents(prefix)
-    return [ids.decode(found[i][:-1]) for i in range(len(found))]
+    documents = Documents(prefix)
+    return [ids.decode(documents[i][:-1]) for i in range(len(documents))]
 
 
 class _Here:
@@ -49,7 +50,8 @@ class _Here:
     the rest."""
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
-        (future := Future()).set_result(function(*arguments))
+        future = Future()
+        future.set_result(function(*arguments))
         return future
 
 
@@ -178,7 +180,8 @@ def test_the_kind_of_json_needs_its_start_alone(
         file.write(b"\xef\xbb\xbf\n [")
         file.truncate(2**28)
     tracemalloc.start()
-    assert formats.json_kind(tmp_path / "list.json") == "list"
+    json_format = formats.Json()
+    assert isinstance(json_format.resolve(tmp_path / "list.json"), formats.JsonList)
     assert tracemalloc.get_traced_memory()[1] < 2**23
     tracemalloc.stop()
     monkeypatch.setattr(formats, "_BUFFER", 16)
@@ -188,10 +191,10 @@ def test_the_kind_of_json_needs_its_start_alone(
         (tmp_path / "lines.json").write_bytes(
             b" " * 40 + b"\n" + json.dumps({"text": "a" * n}).encode() + b"\n{}\n"
         )
-        assert formats.json_kind(tmp_path / "lines.json") == "lines"
+        assert isinstance(json_format.resolve(tmp_path / "lines.json"), formats.JsonLines)
     (tmp_path / "other.json").write_bytes(b'{"a":\n 1}')
     with pytest.raises(ConfigError, match="holds neither JSON lines nor a list"):
-        formats.json_kind(tmp_path / "other.json")
+        json_format.resolve(tmp_path / "other.json")
 
 
 def test_bad_items_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -220,7 +223,8 @@ def test_a_corpus_of_an_older_version_is_another(
     (tmp_path / "in" / name).write_bytes(
         COMPRESS[Path(name).suffix](b"text") if name.endswith((".gz", ".bz2")) else LINES
     )
-    digests, made = [], []
+    digests = []
+    made = []
     for older in (True, False):
         with monkeypatch.context() as patch:
             if older:
@@ -249,4 +253,4 @@ def test_a_parquet_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
     path = (tmp_path / "a.parquet").rename(tmp_path / "caf\udce9.parquet")
     assert [document.text for document in sources.find(str(path)).documents()] == ["one", "two"]
-    assert formats.row_groups(path, "text")[0][0] == 2
+    assert formats.Parquet().row_groups(path, "text")[0].n_rows == 2

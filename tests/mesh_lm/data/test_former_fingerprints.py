@@ -30,7 +30,8 @@ class _Here:
     """A pool of this process, where the patterns are patched."""
 
     def submit(self, function: Any, *arguments: Any) -> Future:
-        (future := Future()).set_result(function(*arguments))
+        future = Future()
+        future.set_result(function(*arguments))
         return future
 
 
@@ -39,13 +40,14 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
     """A text that was prepared with the old pattern, as a blend and in the cache; what follows runs
     with the new one."""
     words = [*(bytes([byte]) for byte in range(256)), b"\n ", b"  "]
-    (file := tmp_path / "tokenizer.model").write_bytes(
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(
         b"".join(base64.b64encode(word) + b" %d\n" % i for i, word in enumerate(words))
     )
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     monkeypatch.setattr(run, "_pool", lambda workers: contextlib.nullcontext(_Here()))
-    with monkeypatch.context() as before:
-        before.setitem(ranks._PUBLISHED, len(words), (ranks._CL100K, ranks._PUBLISHED[128000][1]))
+    with monkeypatch.context() as patch:
+        patch.setitem(ranks._PUBLISHED, len(words), (ranks._CL100K, ranks._PUBLISHED[128000][1]))
         config = DataConfig(
             path=str(tmp_path / "text.txt"),
             tokenizer=str(file),
@@ -60,44 +62,42 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
 
 
 def test_the_former_fingerprint_is_that_of_cl100ks_pattern(old: DataConfig, tmp_path: Path) -> None:
-    found = load_tokenizer(old.tokenizer)
-    (made_with,) = found.former_fingerprints
+    tokenizer = load_tokenizer(old.tokenizer)
+    (former,) = tokenizer.former_fingerprints
     assert (
-        made_with
+        former
         == json.loads((tmp_path / "old.json").read_text(encoding="utf-8"))["tokenizer_fingerprint"]
-        != found.fingerprint
+        != tokenizer.fingerprint
     )
     assert load_tokenizer("bytes").former_fingerprints == ()
 
 
 def test_prefixes_of_both_are_one_blend(old: DataConfig, tmp_path: Path) -> None:
     prepare((old.path,), str(tmp_path / "new"), old.tokenizer, workers=1)
-    blend, said = (
-        dataclasses.replace(old, path="", blend=(str(tmp_path / "old"), str(tmp_path / "new"))),
-        [],
-    )
+    blend = dataclasses.replace(old, path="", blend=(str(tmp_path / "old"), str(tmp_path / "new")))
+    messages = []
     # the tokenizer beside the prefix
     for config in (blend, dataclasses.replace(blend, tokenizer="")):
-        said.clear()
+        messages.clear()
         assert (
-            corpus.prepare(config, vocab=300, progress=said.append).fingerprint
+            corpus.prepare(config, vocab=300, progress=messages.append).fingerprint
             == load_tokenizer(old.tokenizer).fingerprint
         )
-        assert [line for line in said if "of an older version" in line] == [
-            line for line in said if f"{tmp_path / 'old'} is" in line
+        assert [line for line in messages if "of an older version" in line] == [
+            line for line in messages if f"{tmp_path / 'old'} is" in line
         ]
-        assert sum("of an older version" in line for line in said) == 1
+        assert sum("of an older version" in line for line in messages) == 1
     other = dataclasses.replace(blend, tokenizer="bytes")
     with pytest.raises(ConfigError, match="the data was encoded with different tokenizers"):
         corpus.prepare(other, vocab=300)
 
 
 def test_a_cached_corpus_is_used_again_and_its_run_goes_on(old: DataConfig, tmp_path: Path) -> None:
-    said: list[str] = []
-    made = corpus.prepare(old, vocab=300, progress=said.append)
+    messages: list[str] = []
+    made = corpus.prepare(old, vocab=300, progress=messages.append)
     assert (
         len(list((tmp_path / "cache").iterdir())) == 1
-        and sum("of an older version" in line for line in said) == 1
+        and sum("of an older version" in line for line in messages) == 1
     )
     model = DecoderConfig(vocab_size=128_300, seq_len=8)
     config = TrainConfig(
@@ -110,8 +110,8 @@ def test_a_cached_corpus_is_used_again_and_its_run_goes_on(old: DataConfig, tmp_
         jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data")
     )
     state = Batches(config, made, sharding).state(4)
-    (before,) = load_tokenizer(old.tokenizer).former_fingerprints
-    resumed = Batches(config, made, sharding, state | {"tokenizer": before}, 2)
+    (former,) = load_tokenizer(old.tokenizer).former_fingerprints
+    resumed = Batches(config, made, sharding, state | {"tokenizer": former}, 2)
     assert ["of an older version" in line for line in resumed.changed] == [True]
     assert resumed.state(4)["tokenizer"] == load_tokenizer(old.tokenizer).fingerprint
     with pytest.raises(ConfigError, match="was trained with another tokenizer"):

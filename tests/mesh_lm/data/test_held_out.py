@@ -22,7 +22,7 @@ def six_files(tmp_path: Path) -> Path:
     """A directory of six documents none of which falls in the held-out share."""
     root = tmp_path / "six"
     root.mkdir()
-    names = [name for i in range(30) if not is_heldout(name := f"{i}.txt")][:6]
+    names = [f"{i}.txt" for i in range(30) if not is_heldout(f"{i}.txt")][:6]
     for name, size in zip(names, (5, 200, 900, 60, 300, 500), strict=True):
         (root / name).write_text(f"{name} " + "the cat sat " * size, encoding="utf-8")
     return root
@@ -31,14 +31,15 @@ def six_files(tmp_path: Path) -> Path:
 def test_of_few_documents_one_is_held_out(tmp_path: Path):
     """That of nearest to a twentieth of the text, neither a scrap nor the largest; the vocabulary
     is trained without it."""
-    root, said = six_files(tmp_path), []
-    made = prepare(config(root, tmp_path), vocab=280, progress=said.append)
+    root = six_files(tmp_path)
+    messages = []
+    made = prepare(config(root, tmp_path), vocab=280, progress=messages.append)
     assert (made.documents, made.heldout_documents) == (5, 1)
     assert made.train_bytes + made.heldout_bytes == sum(
         path.stat().st_size for path in root.iterdir()
     )
     assert made.heldout_bytes == sorted(path.stat().st_size for path in root.iterdir())[1]
-    assert any("held out one of 6 documents, 3.1% of the text" in line for line in said)
+    assert any("held out one of 6 documents, 3.1% of the text" in line for line in messages)
     assert (
         prepare(config(root, tmp_path), vocab=280).name == made.name
         and len(os.listdir(tmp_path / "cache")) == 1
@@ -53,19 +54,20 @@ def test_a_run_on_few_documents_of_an_earlier_version_keeps_its_corpus(tmp_path:
     """With its cache and without; other runs read a corpus of which one document is held out."""
     root = six_files(tmp_path)
     digest = sources.find(str(root)).digest()
-    before = f"six-{hashlib.sha256(f'1 280 {digest}'.encode()).hexdigest()[:16]}"
+    old_name = f"six-{hashlib.sha256(f'1 280 {digest}'.encode()).hexdigest()[:16]}"
     for _ in range(3):
-        old = prepare(config(root, tmp_path), vocab=280, trained_on=before)
+        old = prepare(config(root, tmp_path), vocab=280, trained_on=old_name)
         made = prepare(config(root, tmp_path), vocab=280)
-        assert (old.name, old.documents, old.heldout_documents) == (before, 6, 0)
+        assert (old.name, old.documents, old.heldout_documents) == (old_name, 6, 0)
         assert "an earlier version held out none of these 6 documents" in old.why_no_heldout
-    for known in ("", "another", made.name):
-        assert prepare(config(root, tmp_path), vocab=280, trained_on=known) == made
+    for trained_on in ("", "another", made.name):
+        assert prepare(config(root, tmp_path), vocab=280, trained_on=trained_on) == made
     assert (made.documents, made.heldout_documents, made.why_no_heldout) == (5, 1, "")
 
 
 def test_a_single_document_says_why_none_is_held_out(tmp_path: Path):
-    (root := tmp_path / "one").mkdir()
+    root = tmp_path / "one"
+    root.mkdir()
     (root / "1.txt").write_text("the cat sat\n" * 9, encoding="utf-8")
     assert not is_heldout("1.txt")
     assert prepare(config(root, tmp_path), vocab=280).why_no_heldout.startswith(

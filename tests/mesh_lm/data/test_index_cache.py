@@ -16,22 +16,23 @@ from mesh_lm.errors import ConfigError
 
 def test_computed_once_and_memory_mapped(tmp_path: Path):
     lines: list[str] = []
-    cache, calls = IndexCache(str(tmp_path), lines.append), []
+    cache = IndexCache(str(tmp_path), lines.append)
+    calls = []
 
     def compute() -> dict[str, np.ndarray]:
         calls.append(1)
         return {"x": np.arange(5, dtype=np.int32), "y": np.ones((2, 3))}
 
     for _ in range(2):
-        found = IndexCache(str(tmp_path), lines.append).get(
+        arrays = IndexCache(str(tmp_path), lines.append).get(
             "kind", {"b": 1, "a": [2]}, compute, size=20, slow=20
         )
         assert (
-            found["x"].tolist() == [0, 1, 2, 3, 4]
-            and found["x"].dtype == np.int32
-            and found["y"].shape == (2, 3)
+            arrays["x"].tolist() == [0, 1, 2, 3, 4]
+            and arrays["x"].dtype == np.int32
+            and arrays["y"].shape == (2, 3)
         )
-        assert isinstance(found["x"].base, np.memmap) and not found["x"].flags.writeable
+        assert isinstance(arrays["x"].base, np.memmap) and not arrays["x"].flags.writeable
     assert (
         len(calls) == 1 and len(lines) == 1 and "computing the kind index of 0 M items" in lines[0]
     )
@@ -59,22 +60,23 @@ def racer(directory: Path, start, results) -> None:
         results.put("computed")
         return {"x": np.arange(100_000), "y": np.arange(100_000)}
 
-    found = IndexCache(str(directory)).get("kind", {"n": 1}, compute)
-    results.put(int(found["x"].sum() + found["y"].sum()))
+    arrays = IndexCache(str(directory)).get("kind", {"n": 1}, compute)
+    results.put(int(arrays["x"].sum() + arrays["y"].sum()))
 
 
 def test_processes_that_race(tmp_path: Path):
     context = multiprocessing.get_context("spawn")
-    start, results = context.Event(), context.Queue()
+    start = context.Event()
+    results = context.Queue()
     processes = [context.Process(target=racer, args=(tmp_path, start, results)) for _ in range(4)]
     for process in processes:
         process.start()
     start.set()
-    found = [results.get(timeout=PATIENCE) for _ in range(5)]
+    outcomes = [results.get(timeout=PATIENCE) for _ in range(5)]
     for process in processes:
         process.join(PATIENCE)
         assert process.exitcode == 0
-    assert sorted(map(str, found)) == sorted(["computed", *["9999900000"] * 4])
+    assert sorted(map(str, outcomes)) == sorted(["computed", *["9999900000"] * 4])
     assert [
         path.name for path in (tmp_path / "indices").iterdir() if path.name.startswith(".")
     ] in ([], [".kind.lock"])
@@ -90,11 +92,12 @@ def read(cache: IndexCache, key: dict) -> dict[str, list]:
 
 def damages(directory: Path, other: Path) -> Iterator[tuple[str, str]]:
     """Damages an index, and yields what it did and what the log says of it."""
-    x, sums = directory / "x.npy", directory / "digests.json"
+    x = directory / "x.npy"
+    sums = directory / "digests.json"
     intact = x.read_bytes()
-    for at in (0, 8, 60, len(intact) - 1):  # magic, length of the header, header, data
-        x.write_bytes(intact[:at] + bytes([intact[at] ^ 16]) + intact[at + 1 :])
-        yield f"flip {at}", "CRC-32 of x.npy"
+    for position in (0, 8, 60, len(intact) - 1):  # magic, length of the header, header, data
+        x.write_bytes(intact[:position] + bytes([intact[position] ^ 16]) + intact[position + 1 :])
+        yield f"flip {position}", "CRC-32 of x.npy"
     for size in (0, 40, len(intact) - 4):
         x.write_bytes(intact[:size])
         yield f"truncate to {size}", "CRC-32 of x.npy"
@@ -118,30 +121,33 @@ def test_a_damaged_index_is_named_and_computed_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     cache = IndexCache(str(tmp_path))
-    intact, count = read(cache, {"n": 1}), 0
+    intact = read(cache, {"n": 1})
+    n_damages = 0
     (directory,) = tmp_path.glob("indices/kind-*")
     read(cache, {"n": 2})
     (other,) = {*tmp_path.glob("indices/kind-*")} - {directory}
-    for count, (what, why) in enumerate(damages(directory, other), 1):
+    for n_damages, (damage, reason) in enumerate(damages(directory, other), 1):
         capsys.readouterr()
-        assert read(cache, {"n": 1}) == intact, what
+        assert read(cache, {"n": 1}) == intact, damage
         out = capsys.readouterr().out
-        why = why if "older version" in why else rf"is not as it was written \({why}.*\)"
-        said = (
-            rf"warning: index cache: {directory.name} in {directory.parent} {why}; it is computed "
+        reason = (
+            reason if "older version" in reason else rf"is not as it was written \({reason}.*\)"
+        )
+        message = (
+            rf"warning: index cache: {directory.name} in {directory.parent} {reason}; it is computed "
             r"again"
         )
-        assert re.search(rf"{said} \({count} so far\)\n$", out) and out.count("\n") == 1, (
-            what,
+        assert re.search(rf"{message} \({n_damages} so far\)\n$", out) and out.count("\n") == 1, (
+            damage,
             out,
         )
         assert read(cache, {"n": 1}) == intact and not capsys.readouterr().out, "it is kept"
-    assert count == 16 and {*(tmp_path / "indices").iterdir()} == {directory, other}
+    assert n_damages == 16 and {*(tmp_path / "indices").iterdir()} == {directory, other}
 
 
-@pytest.mark.parametrize("at", ["lock", "rename"])
+@pytest.mark.parametrize("failing", ["lock", "rename"])
 def test_an_index_of_an_older_version_in_a_cache_of_others_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ):
     """A read-only cache refuses the lock file, and a directory of another user its renaming; the
     tests may run as root, who may both."""
@@ -150,10 +156,10 @@ def test_an_index_of_an_older_version_in_a_cache_of_others_is_read(
     intact = read(cache, {"n": 1})
     (directory,) = tmp_path.glob("indices/kind-*")
 
-    def refuse(path: Path, *more: object) -> None:
-        raise OSError(errno.EROFS if at == "lock" else errno.EPERM, "refused", str(path))
+    def refuse(path: Path, *arguments: object) -> None:
+        raise OSError(errno.EROFS if failing == "lock" else errno.EPERM, "refused", str(path))
 
-    monkeypatch.setattr(index_cache, "_lock", refuse) if at == "lock" else monkeypatch.setattr(
+    monkeypatch.setattr(index_cache, "_lock", refuse) if failing == "lock" else monkeypatch.setattr(
         index_cache.os, "rename", refuse
     )
     (directory / "digests.json").write_text("", encoding="utf-8")

@@ -56,9 +56,9 @@ def test_ids_outside_the_vocabulary(tmp_path: Path, ids: list[int]):
         write_documents(tmp_path / "x", [np.array(ids)], vocab=10)
 
 
-def flip(path: Path, at: int, value: bytes) -> None:
+def flip(path: Path, position: int, value: bytes) -> None:
     data = bytearray(path.read_bytes())
-    data[at : at + len(value)] = value
+    data[position : position + len(value)] = value
     path.write_bytes(data)
 
 
@@ -119,7 +119,8 @@ def test_the_index_is_renamed_last_after_all_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     events = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (events.append("sync"), fsync(file)))
     monkeypatch.setattr(
         os, "replace", lambda source, path: (events.append(path.name), replace(source, path))

@@ -71,22 +71,30 @@ def assert_equal(batch: dict[str, jax.Array], expected: dict[str, np.ndarray]) -
 def test_tokens_lie_in_the_order_that_is_asked_for():
     """All leaves with a token's position do, the indices too; the certificate is that of the
     text."""
-    sequences, sharding = make_sequences(), make_sharding(*SHARDINGS[next(iter(SHARDINGS))])
+    sequences = make_sequences()
+    sharding = make_sharding(*SHARDINGS[next(iter(SHARDINGS))])
     order = np.random.default_rng(1).permutation(SEQ_LEN).astype(np.int32)
-    how = {"global_batch": 16, "microbatches": 2, "sharding": sharding, "threads": 0, "prefetch": 1}
+    options = {
+        "global_batch": 16,
+        "microbatches": 2,
+        "sharding": sharding,
+        "threads": 0,
+        "prefetch": 1,
+    }
     plain, moved = (
-        Loader(sequences, position=5, token_order=given, **how) for given in (None, order)
+        Loader(sequences, position=5, token_order=token_order, **options)
+        for token_order in (None, order)
     )
     (_, batch), (_, other) = next(plain), next(moved)
     for name, leaf in batch.items():
-        wanted = np.asarray(leaf)[..., order] if leaf.ndim == 3 else np.asarray(leaf)
-        assert (np.asarray(other[name]) == wanted).all(), name
+        expected_leaf = np.asarray(leaf)[..., order] if leaf.ndim == 3 else np.asarray(leaf)
+        assert (np.asarray(other[name]) == expected_leaf).all(), name
     assert (
         np.asarray(other["indices"])[0, 0].tolist() == order.tolist()
         and plain.certificate == moved.certificate
     )
     for ours, theirs in zip(
-        heldout(sequences, **how, token_order=order), heldout(sequences, **how), strict=True
+        heldout(sequences, **options, token_order=order), heldout(sequences, **options), strict=True
     ):
         assert (np.asarray(ours["labels"]) == np.asarray(theirs["labels"])[..., order]).all()
 
@@ -112,7 +120,8 @@ def test_rows_are_those_of_the_positions_on_every_sharding(name: str):
 
 @pytest.mark.parametrize("threads, prefetch", [(0, 0), (0, 4), (1, 1), (4, 0), (8, 2)])
 def test_threads_and_prefetch_change_nothing(threads: int, prefetch: int):
-    sequences, sharding = make_sequences(mode="joined"), make_sharding(*SHARDINGS["data"])
+    sequences = make_sequences(mode="joined")
+    sharding = make_sharding(*SHARDINGS["data"])
     loader = make_loader(sequences, sharding, threads=threads, prefetch=prefetch)
     for step in range(4):
         assert_equal(next(loader)[1], sequences.rows(np.arange(16 * step, 16 * step + 16)))
@@ -150,7 +159,7 @@ def test_heldout_is_one_pass_of_equal_batches(limit: int):
     sharding = make_sharding(*SHARDINGS["data, sequence"])
     # 38 sequences, the last of them partial
     sequences = make_sequences(299, shuffle=False, pad=True)
-    used = min(limit or 38, 38)
+    n_read = min(limit or 38, 38)
     batches = list(
         heldout(
             sequences,
@@ -162,20 +171,20 @@ def test_heldout_is_one_pass_of_equal_batches(limit: int):
             limit=limit,
         )
     )
-    assert len(batches) == -(-used // 16)
+    assert len(batches) == -(-n_read // 16)
     for batch in batches:
         assert batch["tokens"].shape == (2, 8, SEQ_LEN)
         assert batch["tokens"].sharding == sharding
-    expected = sequences.rows(np.arange(used) * 38 // used)  # evenly spaced
+    expected = sequences.rows(np.arange(n_read) * 38 // n_read)  # evenly spaced
     assert all(set(batch) == {*expected, "indices"} for batch in batches)
     rows = {
         name: np.concatenate([np.asarray(b[name]).reshape(16, -1) for b in batches])
         for name in expected
     }
     for name in rows:
-        assert (rows[name][:used] == expected[name].reshape(used, -1)).all()
-    assert (rows["weights"][used:] == 0).all()
-    assert (rows["tokens"][used:] == expected["tokens"][-1]).all()
+        assert (rows[name][:n_read] == expected[name].reshape(n_read, -1)).all()
+    assert (rows["weights"][n_read:] == 0).all()
+    assert (rows["tokens"][n_read:] == expected["tokens"][-1]).all()
 
 
 def test_errors():

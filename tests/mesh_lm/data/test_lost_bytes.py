@@ -40,16 +40,14 @@ TEXT = "".join(f"abc line {i}: caf\u00e9\n" for i in range(90))
 def byte_level(normalizer: str = "", alphabet: str = "") -> HuggingFace:
     """Returns a byte-level BPE with the whole alphabet, or with these bytes' characters alone."""
     made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
     if normalizer:
         made.normalizer = getattr(normalizers, normalizer)()
-    known = [alphabet] if alphabet else pre_tokenizers.ByteLevel.alphabet()
+    characters = [alphabet] if alphabet else pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(
         [alphabet or TEXT],
-        trainers.BpeTrainer(initial_alphabet=known, special_tokens=[EOD], vocab_size=280),
+        trainers.BpeTrainer(initial_alphabet=characters, special_tokens=[EOD], vocab_size=280),
     )
     return HuggingFace(made.to_str(), Path("tokenizer.json"))
 
@@ -61,7 +59,8 @@ def lost(tokenizer: Tokenizer, text: str) -> int:
 def sentencepiece_model() -> bytes:
     import sentencepiece
 
-    model, lines = io.BytesIO(), iter(["the cat sat on the mat"] * 9)
+    model = io.BytesIO()
+    lines = iter(["the cat sat on the mat"] * 9)
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines,
         model_writer=model,
@@ -114,14 +113,13 @@ def test_what_is_known_to_lose_nothing(tmp_path: Path) -> None:
     )
     assert not changed(lambda data: data["added_tokens"].append(spaced))
     assert not any(
-        each.is_lossless
-        for each in (byte_level("NFC"), byte_level("Strip"), byte_level(alphabet="abc"))
+        tokenizer.is_lossless
+        for tokenizer in (byte_level("NFC"), byte_level("Strip"), byte_level(alphabet="abc"))
     )
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
     assert not load_tokenizer(tmp_path / "tokenizer.model").is_lossless
-    (file := tmp_path / "x.tiktoken").write_bytes(
-        b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
-    )
+    file = tmp_path / "x.tiktoken"
+    file.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
     assert load_tokenizer(file).is_lossless
 
 
@@ -161,10 +159,8 @@ def test_runs_of_spaces_that_are_tokens_of_their_own() -> None:
     made.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.Fuse()])
     made.add_special_tokens([EOD])
     made.add_tokens([tokenizers.AddedToken(piece, normalized=False) for piece in pieces[-2:]])
-    tokenizer, text = (
-        HuggingFace(made.to_str(), Path("tokenizer.json")),
-        "def f(x):\n    return x\n",
-    )
+    tokenizer = HuggingFace(made.to_str(), Path("tokenizer.json"))
+    text = "def f(x):\n    return x\n"
     ids = tokenizer.encode_batch([text])[0]
     assert (
         pieces.index(4 * space) in ids
@@ -199,18 +195,19 @@ class _Here:
     """A pool of this process."""
 
     def submit(self, function: Any, *arguments: Any) -> Future:
-        (future := Future()).set_result(function(*arguments))
+        future = Future()
+        future.set_result(function(*arguments))
         return future
 
 
-def of_text(tmp_path: Path, tokenizer: HuggingFace, **more: float) -> DataConfig:
+def of_text(tmp_path: Path, tokenizer: HuggingFace, **fields: float) -> DataConfig:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     (tmp_path / "tokenizer").mkdir(exist_ok=True)
     return DataConfig(
         path=str(tmp_path / "text.txt"),
         tokenizer=str(tokenizer.save(tmp_path / "tokenizer")),
         cache=str(tmp_path / "cache"),
-        **more,
+        **fields,
     )
 
 
@@ -220,21 +217,22 @@ def test_a_corpus_counts_what_its_tokens_spell(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         corpus.prepare(config, vocab=300)
     n_bytes = len(TEXT.encode())
-    kept = sum(TEXT.count(c) for c in "abc")
-    assert f"the tokenizer loses {n_bytes - kept:,} of {n_bytes:,} bytes of text" in str(
+    n_spelled = sum(TEXT.count(c) for c in "abc")
+    assert f"the tokenizer loses {n_bytes - n_spelled:,} of {n_bytes:,} bytes of text" in str(
         refused.value
     )
     assert str(refused.value).endswith("accept the loss with data.max_lost_bytes=0.74")
     made = corpus.prepare(dataclasses.replace(config, max_lost_bytes=0.74), vocab=300)
-    assert made.train_bytes + made.heldout_bytes == kept
-    assert made.loss_of_bytes == lost_bytes.described(n_bytes - kept, n_bytes)
+    assert made.train_bytes + made.heldout_bytes == n_spelled
+    assert made.loss_of_bytes == lost_bytes.described(n_bytes - n_spelled, n_bytes)
     assert corpus.prepare(of_text(tmp_path, byte_level()), vocab=300).loss_of_bytes == ""
 
 
 def test_a_corpus_of_an_older_version_has_no_bits_per_byte(tmp_path: Path) -> None:
     """It did not count what was lost; a tokenizer that can lose nothing, such as one that was
     trained on the text, lost nothing."""
-    config, folded = of_text(tmp_path, byte_level()), tmp_path / "folded"
+    config = of_text(tmp_path, byte_level())
+    folded = tmp_path / "folded"
     folded.mkdir()
     lossy = dataclasses.replace(config, tokenizer=str(byte_level("Lowercase").save(folded)))
     cases = (
@@ -242,22 +240,23 @@ def test_a_corpus_of_an_older_version_has_no_bits_per_byte(tmp_path: Path) -> No
         (config, True),
         *((dataclasses.replace(config, tokenizer=each), True) for each in ("", "bytes")),
     )
-    for settings, known in cases:
+    for settings, is_counted in cases:
         made = corpus.prepare(settings, vocab=300)
         facts = json.loads((made.directory / "corpus.json").read_text(encoding="utf-8"))
         del facts["lost_bytes"], facts["sealed"]
         (made.directory / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
         old = corpus.prepare(settings, vocab=300)
         assert (old.heldout_bytes, old.train_bytes) == (
-            (made.heldout_bytes, made.train_bytes) if known else (None, None)
+            (made.heldout_bytes, made.train_bytes) if is_counted else (None, None)
         )
-        assert ("did not count what the tokenizer loses" in old.loss_of_bytes) is not known
+        assert ("did not count what the tokenizer loses" in old.loss_of_bytes) is not is_counted
 
 
 def test_perplexity_does_not_count_lost_bytes() -> None:
     """A model that gives each token one nat, on a text of which the tokens spell four bytes of
     eight."""
-    tokenizer, texts = byte_level(alphabet="abc"), ["abcx\u65e5", "", "a"]
+    tokenizer = byte_level(alphabet="abc")
+    texts = ["abcx\u65e5", "", "a"]
     measure = functools.partial(
         perplexity.measure_perplexity, _Constant(), tokenizer, texts, stride=4, start=tokenizer.eod
     )
@@ -266,13 +265,14 @@ def test_perplexity_does_not_count_lost_bytes() -> None:
         match=r"loses 4 of 8 bytes of text .* accept the loss with --max-lost-bytes=0\.5",
     ):
         measure()
-    found = measure(max_lost_bytes=0.5)
-    assert (found.n_bytes, found.lost_bytes, found.texts) == (4, 4, 2)
-    assert found.summary()["bits_per_byte"] == pytest.approx(found.tokens / math.log(2) / 4)
+    measured = measure(max_lost_bytes=0.5)
+    assert (measured.n_bytes, measured.lost_bytes, measured.texts) == (4, 4, 2)
+    assert measured.summary()["bits_per_byte"] == pytest.approx(measured.tokens / math.log(2) / 4)
 
 
 def test_prepare_refuses_and_reports(tmp_path: Path) -> None:
-    config, output = of_text(tmp_path, byte_level(alphabet="abc")), io.StringIO()
+    config = of_text(tmp_path, byte_level(alphabet="abc"))
+    output = io.StringIO()
     arguments = ((config.path,), str(tmp_path / "out"), config.tokenizer)
     with pytest.raises(ConfigError, match=r"accept the loss with --max-lost-bytes=0\.74"):
         prepare(*arguments, workers=1, output=output)
@@ -315,11 +315,9 @@ def test_an_unfinished_preparation_of_an_older_version_does_not_know_its_loss(
     """The journal's lines of that version have no lost bytes: what is resumed has no sum, rather
     than one of its newer shards."""
     config = of_text(tmp_path, byte_level(alphabet="abc"))
-    arguments, append, appended = (
-        ((config.path,), str(tmp_path / "out"), config.tokenizer),
-        unfinished.Appender.append,
-        [],
-    )
+    arguments = ((config.path,), str(tmp_path / "out"), config.tokenizer)
+    append = unfinished.Appender.append
+    appended = []
 
     def dies(self: unfinished.Appender, *shard: Any) -> unfinished.Totals:
         if len(appended) == 3:

@@ -39,40 +39,38 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digest(order, n: int) -> str:
-    total = hashlib.sha256()
+    checksum = hashlib.sha256()
     for first in range(0, n, 64):
         windows = order.read(np.arange(first, min(first + 64, n)))
         for tokens, labels in zip(windows.tokens, windows.labels, strict=True):
-            total.update(tokens.astype("<i8").tobytes() + labels.astype("<i8").tobytes())
-    return total.hexdigest()
+            checksum.update(tokens.astype("<i8").tobytes() + labels.astype("<i8").tobytes())
+    return checksum.hexdigest()
 
 
 def borders(order, n: int) -> str:
     """Position ids, loss masks and which keys are masked, with Megatron's borders between
     documents."""
-    total = hashlib.sha256()
+    checksum = hashlib.sha256()
     rows = RowReader(order, eod=EOD, documents="megatron", mask_document_start=True)
     for first in range(0, n, 64):
-        found = rows.rows(np.arange(first, min(first + 64, n)))
+        batch = rows.rows(np.arange(first, min(first + 64, n)))
         for positions, weights, segments in zip(
-            found["positions"], found["weights"], found["segment_ids"], strict=True
+            batch["positions"], batch["weights"], batch["segment_ids"], strict=True
         ):
             masked = ~np.tril(segments[:, None] == segments[None, :])
-            total.update(
+            checksum.update(
                 positions.astype("<i8").tobytes()
                 + weights.astype("<f4").tobytes()
                 + masked.tobytes()
             )
-    return total.hexdigest()
+    return checksum.hexdigest()
 
 
 def gpt_dataset(directory: Path, name: str, case: dict, split: int, n_samples: int) -> GPTDataset:
     documents = Documents(directory / name)
     numbers = split_ranges(case["split"], len(documents))[split]
-    text, cache = (
-        TokenStream(documents, numbers.start, numbers.stop),
-        IndexCache(str(directory / "cache")),
-    )
+    text = TokenStream(documents, numbers.start, numbers.stop)
+    cache = IndexCache(str(directory / "cache"))
     settings = {
         "seed": case["seed"],
         "cache": cache,
@@ -138,10 +136,10 @@ def walked(lengths: list[int], seq_len: int, extra: bool) -> list[tuple[int, int
 def test_sample_index_against_a_walk(lengths: list[int], seq_len: int, extra: bool):
     if sum(lengths) == 0:
         return
-    found = sample_index(np.array(lengths, np.int32), seq_len, extra)
+    index = sample_index(np.array(lengths, np.int32), seq_len, extra)
     assert (
-        found.tolist() == [list(pair) for pair in walked(lengths, seq_len, extra)]
-        and found.dtype == np.int32
+        index.tolist() == [list(pair) for pair in walked(lengths, seq_len, extra)]
+        and index.dtype == np.int32
     )
 
 
@@ -150,10 +148,10 @@ def test_sample_index_against_a_walk(lengths: list[int], seq_len: int, extra: bo
 def test_reading_is_the_stream_of_the_documents(data):
     """Each sample is S + 1 consecutive tokens of the shuffled documents, and each occurs once."""
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(sum))
-    seq_len, n = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 60))
-    documents = InMemory(
-        np.arange(sum(lengths)).astype(np.uint16), ends := np.concatenate(([0], np.cumsum(lengths)))
-    )
+    seq_len = data.draw(st.integers(1, 12))
+    n = data.draw(st.integers(0, 60))
+    ends = np.concatenate(([0], np.cumsum(lengths)))
+    documents = InMemory(np.arange(sum(lengths)).astype(np.uint16), ends)
     epochs = EpochCount.of(n, sum(lengths), seq_len)
     if epochs.n * sum(lengths) <= seq_len:
         with pytest.raises(
@@ -197,9 +195,10 @@ class Uncached(IndexCache):
 
 def greedy(weights: list[float], size: int) -> list[int]:
     """`build_blending_indices` of helpers.cpp in plain Python, whose doubles are those of C++."""
-    counts, chosen = [0] * len(weights), []
+    counts = [0] * len(weights)
+    chosen = []
     for n in range(size):
-        lags = [weight * max(n, 1.0) - count for weight, count in zip(weights, counts, strict=True)]
+        lags = [weight * max(n, 1.0) - drawn for weight, drawn in zip(weights, counts, strict=True)]
         chosen.append(lags.index(max(lags)))
         counts[chosen[-1]] += 1
     return chosen
@@ -232,20 +231,22 @@ def test_blend_index_of_any_weights(weights: list[float], size: int):
 
 
 def check_blend(weights: list[float], size: int) -> None:
-    index, expected = blend_index(np.array(weights), size), greedy(weights, size)
+    index = blend_index(np.array(weights), size)
+    expected = greedy(weights, size)
     assert index["members"].tolist() == expected
-    seen = [0] * len(weights)
+    n_drawn = [0] * len(weights)
     for n, member in enumerate(expected):
-        assert index["counts"][n // blend.BLOCK, member] + index["ranks"][n] == seen[member]
-        seen[member] += 1
+        assert index["counts"][n // blend.BLOCK, member] + index["ranks"][n] == n_drawn[member]
+        n_drawn[member] += 1
 
 
 def test_blocks_are_joined_across_the_chunks_computed_together(monkeypatch: pytest.MonkeyPatch):
-    weights, size = np.array(blend.normalized([5, 3, 1e-3])), 7 * blend.BLOCK
-    whole = blend_index(weights, size)
+    weights = np.array(blend.normalized([5, 3, 1e-3]))
+    size = 7 * blend.BLOCK
+    index = blend_index(weights, size)
     monkeypatch.setattr(blend, "_PARALLEL", 2)
     for name, array in blend_index(weights, size).items():
-        assert (array == whole[name]).all() and array.dtype == whole[name].dtype
+        assert (array == index[name]).all() and array.dtype == index[name].dtype
 
 
 @pytest.mark.parametrize(

@@ -31,20 +31,28 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
 from mesh_lm.training.check import check
 
-SEQ, VOCAB, EOD = 16, 500, 0
+SEQ = 16
+VOCAB = 500
+EOD = 0
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory, chance = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    directory = tmp_path_factory.mktemp("data")
+    chance = np.random.default_rng(0)
     for name, n in (("a", 60), ("b", 40), ("v", 30)):
         write_documents(
             directory / name,
             (np.append(chance.integers(1, VOCAB, k), EOD) for k in chance.integers(0, 30, n)),
             vocab=VOCAB,
         )
-        about = {"eod": 0, "bytes": 7000 if name == "v" else 4000, "lost_bytes": 0, "tokens": 1000}
-        (directory / f"{name}.json").write_text(json.dumps(about), encoding="utf-8")
+        description = {
+            "eod": 0,
+            "bytes": 7000 if name == "v" else 4000,
+            "lost_bytes": 0,
+            "tokens": 1000,
+        }
+        (directory / f"{name}.json").write_text(json.dumps(description), encoding="utf-8")
     return directory
 
 
@@ -57,11 +65,16 @@ def config(data: Path, *blend: str, **fields: object) -> TrainConfig:
     )  # fmt: skip
 
 
-def batches(of: TrainConfig, corpus=None, saved: dict | None = None) -> Batches:
+def batches(train_config: TrainConfig, corpus=None, saved: dict | None = None) -> Batches:
     sharding = jax.NamedSharding(
         jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data")
     )
-    return Batches(of, prepare(of.data, vocab=300) if corpus is None else corpus, sharding, saved)
+    return Batches(
+        train_config,
+        prepare(train_config.data, vocab=300) if corpus is None else corpus,
+        sharding,
+        saved,
+    )
 
 
 def ltor_masks_and_position_ids(
@@ -73,7 +86,8 @@ def ltor_masks_and_position_ids(
     Returns the loss mask (0 where a token is EOD), the position ids, and which keys each query
     attends to, bool [S, S].
     """
-    positions, may_attend = list(range(len(row))), np.tril(np.ones((len(row), len(row)), bool))
+    positions = list(range(len(row)))
+    may_attend = np.tril(np.ones((len(row), len(row)), bool))
     previous = 0
     for i, token in enumerate(row):
         if token == eod:
@@ -119,23 +133,24 @@ def test_hashes_of_a_corpus_are_megatrons_and_separate_ones_are_not(data: Path):
         cache=IndexCache(str(data / "cache")),
         fingerprint="a",
     )
-    found = {
+    rows_by_kind = {
         kind: [
             RowReader(order, eod=EOD, documents=kind, mask_document_start=True).sample(g)
             for g in range(len(order))
         ]
         for kind in ("megatron", "separate")
     }
-    oracle = [ltor_masks_and_position_ids(row["tokens"], EOD) for row in found["megatron"]]
-    masks, positions = digest([mask for mask, _, _ in oracle]), digest([at for _, at, _ in oracle])
-    for kind, rows in found.items():
+    oracle = [ltor_masks_and_position_ids(row["tokens"], EOD) for row in rows_by_kind["megatron"]]
+    masks = digest([mask for mask, _, _ in oracle])
+    positions = digest([position for _, position, _ in oracle])
+    for kind, rows in rows_by_kind.items():
         assert digest([row["weights"] for row in rows]) == masks
         assert (digest([row["positions"] for row in rows]) == positions) == (kind == "megatron")
 
 
 def test_held_out_text_has_the_same_borders(data: Path):
-    of = config(data, "a", documents="megatron", split="50,50")
-    batch = next(batches(of).heldout())
+    train_config = config(data, "a", documents="megatron", split="50,50")
+    batch = next(batches(train_config).heldout())
     for tokens, positions in zip(
         np.asarray(batch["tokens"])[0], np.asarray(batch["positions"])[0], strict=True
     ):
@@ -153,8 +168,8 @@ def test_held_out_text_has_the_same_borders(data: Path):
 
 
 def test_a_validation_blend_of_its_own(data: Path):
-    of = config(data, "0.6", "a", "0.4", "b", valid_blend=("1", str(data / "v")))
-    corpus = prepare(of.data, vocab=0)
+    train_config = config(data, "0.6", "a", "0.4", "b", valid_blend=("1", str(data / "v")))
+    corpus = prepare(train_config.data, vocab=0)
     sizes = {name: len(Documents(data / name).tokens) for name in "abv"}
     assert corpus.train_tokens == sizes["a"] + sizes["b"] and corpus.heldout_tokens == sizes["v"], (
         "complete prefixes"
@@ -164,30 +179,32 @@ def test_a_validation_blend_of_its_own(data: Path):
         4 * corpus.train_tokens,
     ), "each by its own files"
     assert corpus.name == "Megatron prefixes, all documents"
-    order = corpus.heldout_order(of)
+    order = corpus.heldout_order(train_config)
     windows = order.read(np.arange(len(order)))
     assert windows.labels[windows.weights > 0].tolist() == Documents(data / "v").tokens.tolist(), (
         "each token once, in order"
     )
-    assert batches(of).has_heldout
+    assert batches(train_config).has_heldout
 
 
 def test_the_last_partial_sequence_is_left_out(data: Path):
     """Megatron's default; ours pads it, so that each held-out token is a label once."""
-    whole, of = (
+    padded, train_config = (
         config(data, "a", valid_blend=(str(data / "v"),), drop_last_partial=drop)
         for drop in (False, True)
     )
     tokens = Documents(data / "v").tokens
-    order = prepare(of.data, vocab=0).heldout_order(of)
+    order = prepare(train_config.data, vocab=0).heldout_order(train_config)
     windows = order.read(np.arange(len(order)))
     n = len(tokens) // SEQ * SEQ
     assert (
         n < len(tokens)
-        and len(order) == n // SEQ == len(prepare(whole.data, vocab=0).heldout_order(whole)) - 1
+        and len(order) == n // SEQ == len(prepare(padded.data, vocab=0).heldout_order(padded)) - 1
     )
     assert windows.labels.ravel().tolist() == tokens[:n].tolist() and windows.weights.sum() == n
-    long = dataclasses.replace(of, model=dataclasses.replace(of.model, seq_len=len(tokens) + 1))
+    long = dataclasses.replace(
+        train_config, model=dataclasses.replace(train_config.model, seq_len=len(tokens) + 1)
+    )
     with pytest.raises(
         ConfigError,
         match=(
@@ -195,7 +212,7 @@ def test_the_last_partial_sequence_is_left_out(data: Path):
             r"model\.seq_len="
         ),
     ):
-        prepare(of.data, vocab=0).heldout_order(long)
+        prepare(train_config.data, vocab=0).heldout_order(long)
 
 
 @pytest.mark.parametrize(
@@ -220,17 +237,22 @@ def test_the_last_partial_sequence_is_left_out(data: Path):
     ],
 )
 def test_the_check_of_a_validation_blend(data: Path, fields: dict, message: str):
-    of = config(data, "a")
+    train_config = config(data, "a")
     with pytest.raises(ConfigError, match=message):
-        check(dataclasses.replace(of, data=dataclasses.replace(of.data, **fields)), 1)
+        check(
+            dataclasses.replace(
+                train_config, data=dataclasses.replace(train_config.data, **fields)
+            ),
+            1,
+        )
 
 
 @pytest.mark.parametrize(
     "fields", [{"documents": "packed"}, {"fim_rate": 0.5}, {"blend": (), "path": "x"}]
 )
 def test_where_the_extra_token_cannot_be_left_out(data: Path, fields: dict):
-    of = config(data, "a", add_extra_token=False)
-    check(of, 1)
+    train_config = config(data, "a", add_extra_token=False)
+    check(train_config, 1)
     with pytest.raises(
         ConfigError,
         match=(
@@ -238,7 +260,12 @@ def test_where_the_extra_token_cannot_be_left_out(data: Path, fields: dict):
             r"without data\.fim"
         ),
     ):
-        check(dataclasses.replace(of, data=dataclasses.replace(of.data, **fields)), 1)
+        check(
+            dataclasses.replace(
+                train_config, data=dataclasses.replace(train_config.data, **fields)
+            ),
+            1,
+        )
 
 
 def test_without_the_extra_token_sequences_do_not_overlap(data: Path):
@@ -266,12 +293,12 @@ def test_offsets_are_those_of_an_array_and_need_no_memory(tmp_path: Path):
     tracemalloc.start()
     documents = Documents(tmp_path / "x")
     text = TokenStream(documents, 7, 49_000)
-    held, _ = tracemalloc.get_traced_memory()
+    n_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert held < 50_000, f"{held} bytes are held for 50,000 documents"
-    whole = np.concatenate(([0], np.cumsum(lengths)))
-    part = whole[7:49_001] - whole[7]
-    for offsets, array in ((documents.sequences, whole), (text.offsets, part)):
+    assert n_bytes < 50_000, f"{n_bytes} bytes are held for 50,000 documents"
+    all_offsets = np.concatenate(([0], np.cumsum(lengths)))
+    part = all_offsets[7:49_001] - all_offsets[7]
+    for offsets, array in ((documents.sequences, all_offsets), (text.offsets, part)):
         assert (
             len(offsets) == len(array)
             and (np.asarray(offsets) == array).all()
@@ -287,7 +314,7 @@ def test_offsets_are_those_of_an_array_and_need_no_memory(tmp_path: Path):
             slice(None, -1, 7),
         ):
             assert np.array_equal(offsets[index], array[index])
-    assert np.array_equal(documents.offsets, whole)
+    assert np.array_equal(documents.offsets, all_offsets)
 
 
 def test_tokenizers_of_the_validation_blend_count(data: Path, tmp_path: Path):
@@ -314,13 +341,13 @@ def test_nothing_held_out(data: Path, tmp_path: Path):
         data=DataConfig(path=str(tmp_path / "x.jsonl"), cache=str(tmp_path), threads=0),
     )
     text = dataclasses.replace(text, train=TrainLoop(steps=1, global_batch=1))
-    for of, corpus in (
+    for train_config, corpus in (
         (config(data, "a", split="1"), None),
         (config(data, ""), TokenArray(range(400), [])),
         (text, None),
     ):
-        made = batches(of, corpus)
-        assert not made.has_heldout and [*made.heldout()] == [], of
+        made = batches(train_config, corpus)
+        assert not made.has_heldout and [*made.heldout()] == [], train_config
     corpus = prepare(config(data, "a", split="1").data, vocab=0)
     assert (
         corpus.heldout_tokens == 0
@@ -331,10 +358,8 @@ def test_nothing_held_out(data: Path, tmp_path: Path):
         "data.split=1 gives validation none of the documents (the largest prefix has 60); in a run "
         "with a new output, set data.split=19,1,0, or name held-out text in data.valid_blend"
     )
-    assert (
-        not (divided := prepare(config(data, "a", split="19,1,0").data, vocab=0)).why_no_heldout
-        and divided.heldout_tokens
-    )
+    divided = prepare(config(data, "a", split="19,1,0").data, vocab=0)
+    assert not divided.why_no_heldout and divided.heldout_tokens
 
 
 @pytest.mark.parametrize("n", [2, 3, 6, 19, 20, 21, 25, 30, 33, 1000])

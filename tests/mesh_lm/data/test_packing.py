@@ -50,26 +50,28 @@ def test_every_token_is_a_label_once_with_its_own_document_before_it(
             document[-1:] = EOD
     order = packed(tmp_path_factory.mktemp("packed"), documents, seq_len)
     rows = RowReader(order, eod=EOD, documents="packed").rows(np.arange(len(order)))
-    found = []
+    pieces = []
     for tokens, labels, weights, segments, positions in zip(
         *(rows[name] for name in ("tokens", "labels", "weights", "segment_ids", "positions")),
         strict=True,
     ):
         for segment in np.unique(segments):
-            here = np.flatnonzero(segments == segment)
-            assert (np.diff(here) == 1).all() and positions[here].tolist() == list(range(len(here)))
-            assert len(set(weights[here])) == 1
-            if weights[here[0]]:
-                found.append((tokens[here].tolist(), labels[here].tolist()))
+            slots = np.flatnonzero(segments == segment)
+            assert (np.diff(slots) == 1).all() and positions[slots].tolist() == list(
+                range(len(slots))
+            )
+            assert len(set(weights[slots])) == 1
+            if weights[slots[0]]:
+                pieces.append((tokens[slots].tolist(), labels[slots].tolist()))
             else:
-                assert here[-1] == seq_len - 1 and (labels[here] == EOD).all()
+                assert slots[-1] == seq_len - 1 and (labels[slots] == EOD).all()
     expected = []
     for document in documents:
-        before = [EOD, *document.tolist()]
+        inputs = [EOD, *document.tolist()]
         for first in range(0, len(document), seq_len):
             labels = document[first : first + seq_len].tolist()
-            expected.append((before[first : first + len(labels)], labels))
-    assert sorted(found) == sorted(expected)
+            expected.append((inputs[first : first + len(labels)], labels))
+    assert sorted(pieces) == sorted(expected)
 
 
 @settings(max_examples=100, deadline=None)

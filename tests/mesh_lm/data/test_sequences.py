@@ -34,12 +34,14 @@ def oracle(tokens: list[int], seq_len: int, number: int, mask: bool) -> dict[str
         "segment_ids": [],
         "positions": [],
     }
-    segment, position = 0, 0
+    segment = 0
+    position = 0
     for i in range(number * seq_len, (number + 1) * seq_len):
         token = stream[i] if i < len(stream) else EOD
         label = stream[i + 1] if i + 1 < len(stream) else EOD
         if token == EOD:
-            segment, position = segment + 1, 0
+            segment = segment + 1
+            position = 0
         counts = i + 1 < len(stream) and not (mask and token == EOD)
         for name, value in zip(out, (token, label, float(counts), segment, position), strict=True):
             out[name].append(value)
@@ -52,7 +54,8 @@ def oracle(tokens: list[int], seq_len: int, number: int, mask: bool) -> dict[str
 def test_rows_match_the_oracle(data):
     tokens = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=60))
     seq_len = data.draw(st.integers(1, 12))
-    pad, mask = data.draw(st.booleans()), data.draw(st.booleans())
+    pad = data.draw(st.booleans())
+    mask = data.draw(st.booleans())
     n = -(-len(tokens) // seq_len) if pad else len(tokens) // seq_len
     if n == 0:
         with pytest.raises(ConfigError):
@@ -90,16 +93,16 @@ def test_types_and_sample():
         "segment_ids": "int32", "positions": "int32",
     }  # fmt: skip
     assert rows["sample_ids"].tolist() == [3, 5]
-    one = sequences.sample(2**32 + 5)
-    for name, row in one.items():
+    sample = sequences.sample(2**32 + 5)
+    for name, row in sample.items():
         assert (row == rows[name][1]).all()
 
 
-def order(sequences: RowReader, start: int, count: int) -> list[int]:
+def order(sequences: RowReader, start: int, n: int) -> list[int]:
     """Returns sequence numbers, derived from the labels of a stream 1, 2, 3, ..."""
     return [
         (int(label) - 1) // sequences.seq_len
-        for label in sequences.rows(np.arange(start, start + count))["labels"][:, 0]
+        for label in sequences.rows(np.arange(start, start + n))["labels"][:, 0]
     ]
 
 
@@ -127,10 +130,8 @@ def test_order_never_changes():
 
 def test_threads_read_the_same_and_keep_two_epochs():
     n = 50
-    sequences, single = (
-        make(range(1, n + 1), 1, shuffle=True),
-        make(range(1, n + 1), 1, shuffle=True),
-    )
+    sequences = make(range(1, n + 1), 1, shuffle=True)
+    single = make(range(1, n + 1), 1, shuffle=True)
     results: dict[int, list[int]] = {}
     starts = [(7 * i) % (6 * n) for i in range(60)]
     threads = [
@@ -179,26 +180,26 @@ def test_an_unknown_eod_costs_the_first_label():
     )
     assert rows["labels"][rows["weights"] > 0].tolist() == [6, 7]
     assert rows["tokens"].tolist() == [[0, 5], [6, 7]]
-    for asked in ({"documents": "separate"}, {"mask_document_start": True}):
+    for options in ({"documents": "separate"}, {"mask_document_start": True}):
         with pytest.raises(
             ConfigError,
             match=r"end-of-document token of this data is not known; set data\.tokenizer",
         ):
-            RowReader(Sequences(Tokens(range(9)), 2, eod=None, seed=None), eod=None, **asked)
+            RowReader(Sequences(Tokens(range(9)), 2, eod=None, seed=None), eod=None, **options)
 
 
 def test_ids_beyond_the_vocabulary_are_named(tmp_path: Path):
     documents = write_documents(
         tmp_path / "x", [np.arange(5), np.arange(0), np.array([3, 70, 2])], vocab=100
     )
-    whole = Sequences(TokenStream(documents, vocab=70), 4, eod=0, seed=None, pad=True)
+    stored = Sequences(TokenStream(documents, vocab=70), 4, eod=0, seed=None, pad=True)
     with pytest.raises(ConfigError) as error:
-        whole.read(np.array([1, 0]))
+        stored.read(np.array([1, 0]))
     assert str(error.value) == (
         f"{tmp_path}/x.bin, document 2: token id 70, but model.vocab_size=70 has ids 0 to 69; set "
         "the vocab_size of this data's tokenizer, or give data of that tokenizer"
     )
-    whole.read(np.array([0]))
+    stored.read(np.array([0]))
     with pytest.raises(ConfigError, match=r"document 2: token id 70"):
         Sequences(TokenStream(documents, 1, 3, vocab=70), 3, eod=0, seed=None).read(np.array([0]))
     Sequences(TokenStream(documents, vocab=71), 4, eod=0, seed=None, pad=True).read(np.arange(2))

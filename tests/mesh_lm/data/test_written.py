@@ -74,7 +74,7 @@ def test_a_run_finds_the_text_that_it_began_with(text: Path, tmp_path: Path, is_
 def test_what_is_known_by_its_contents(text: Path) -> None:
     """Other runs, corpora of any cache, prepared tokens of any prefix, finished or not: the
     documents are the 40 texts."""
-    before = files()
+    text_files = files()
     prepare(DataConfig(path=".", cache="former_cache"), vocab=257)
     write_output(text / "run", configured())
     for _ in range(2):  # the second time it is there already, from the same inputs
@@ -84,13 +84,13 @@ def test_what_is_known_by_its_contents(text: Path) -> None:
     (text / "new.parts").mkdir()
     (text / "new.parts" / "plan.json").write_text("{}", encoding="utf-8")
     (text / "new.parts" / "journal.jsonl").write_text("{}\n", encoding="utf-8")
-    assert files() == before
+    assert files() == text_files
     # Files with such names that mesh_lm did not write are text.
     (text / "notes.idx").write_text("an index", encoding="utf-8")
     (text / "notes.bin").write_text("a bin", encoding="utf-8")
     (text / "model").mkdir()
     (text / "model" / "config.json").write_text('{"text": "not of a run"}', encoding="utf-8")
-    assert files() == sorted([*before, "notes.idx", "notes.bin", "model/config.json"])
+    assert files() == sorted([*text_files, "notes.idx", "notes.bin", "model/config.json"])
 
 
 def put(directory: Path, *names: str) -> None:
@@ -102,7 +102,7 @@ def put(directory: Path, *names: str) -> None:
 def test_what_has_no_config_of_a_run(text: Path) -> None:
     """What `import` and `export` write, a run that was killed early, a checkpoint that was moved,
     local ones, a former cache's indices."""
-    before = files()
+    text_files = files()
     put(
         text / "base",
         "checkpoints/0/_CHECKPOINT_METADATA",
@@ -126,7 +126,7 @@ def test_what_has_no_config_of_a_run(text: Path) -> None:
         "model.safetensors",
     )
     IndexCache("former_cache").get("packed", {"seq_len": 8}, lambda: {"bounds": np.arange(3)})
-    assert files() == before
+    assert files() == text_files
     # None of these alone says that mesh_lm wrote it.
     put(
         text / "others",
@@ -136,7 +136,7 @@ def test_what_has_no_config_of_a_run(text: Path) -> None:
         "README.md",
         "description.txt",
     )
-    assert len(files()) == len(before) + 4
+    assert len(files()) == len(text_files) + 4
 
 
 def test_the_output_as_text(text: Path) -> None:
@@ -184,13 +184,13 @@ def test_an_output_with_text(text: Path) -> None:
 
 
 def test_logs_of_slurm(text: Path) -> None:
-    before = files()
+    text_files = files()
     put(text, "slurm-123.out", "slurm-123_4.out", "slurm-123.err", "slurm-notes.out")
-    assert files() == sorted([*before, "slurm-notes.out"])
+    assert files() == sorted([*text_files, "slurm-notes.out"])
 
 
 def test_the_log_of_this_process(text: Path) -> None:
-    before = files()
+    text_files = files()
     script = "from mesh_lm.data import sources; print(*sources.find('.').files, flush=True)"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for _ in range(2):
@@ -198,7 +198,7 @@ def test_the_log_of_this_process(text: Path) -> None:
             subprocess.run(
                 [sys.executable, "-c", script], stdout=log, stderr=log, env=environment, check=True
             )
-    assert (text / "log").read_text(encoding="utf-8").splitlines() == [" ".join(before)] * 2
+    assert (text / "log").read_text(encoding="utf-8").splitlines() == [" ".join(text_files)] * 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who reads a pipe")
@@ -206,7 +206,7 @@ def test_the_log_of_this_process(text: Path) -> None:
 def test_a_log_behind_a_pipe(text: Path, relay: str) -> None:
     """By way of tee, and of programs such as our launcher, which write what they read into the next
     pipe or into a file."""
-    before = files()
+    text_files = files()
     script = "from mesh_lm.data import sources; print(*sources.find('.').files, flush=True)"
     command = f'"{sys.executable}" -c "{script}" | {relay}'
     for _ in range(2):
@@ -216,7 +216,7 @@ def test_a_log_behind_a_pipe(text: Path, relay: str) -> None:
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             check=True,
         )
-    assert (text / "log").read_text(encoding="utf-8").splitlines() == [" ".join(before)] * 2
+    assert (text / "log").read_text(encoding="utf-8").splitlines() == [" ".join(text_files)] * 2
 
 
 def test_a_name_is_the_same_in_every_locale(
@@ -232,9 +232,9 @@ def test_a_name_is_the_same_in_every_locale(
         1,
         "text",
     )
-    found = [sources.is_heldout(name) for name in source.files], source.digest()
+    expected = [sources.is_heldout(name) for name in source.files], source.digest()
     monkeypatch.setattr(os, "fsencode", lambda name: name.encode("latin-1"))
     source = dataclasses.replace(
         source, files=tuple(name.encode().decode("latin-1") for name in source.files)
     )
-    assert found == ([sources.is_heldout(name) for name in source.files], source.digest())
+    assert expected == ([sources.is_heldout(name) for name in source.files], source.digest())
