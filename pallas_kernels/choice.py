@@ -1,4 +1,5 @@
 """The choice among the implementations of a kernel, the same for all kernels of this package.
+
 Imports no kernel.
 """
 
@@ -16,23 +17,29 @@ class Unsupported(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The implementation for a problem, with the reasons why others cannot serve it."""
+    """The implementation for a problem."""
 
     name: str
     rejected: Mapping[str, str]
+    """The reasons against other implementations, by name."""
 
 
 def trusted_choice(
     choice: Choice, verdict: Callable[[], Verdict], without: Callable[[str], Choice]
 ) -> Choice:
-    """`choice`, unless it is `mosaic` and has not passed its self-test: then `without(the reason)`.
+    """Returns `choice`, unless it is `mosaic` and has not passed its self-test.
 
-    verdict: judges the kernel, which may run the self-test (`pallas_kernels.trust`); called for
-    `mosaic` only.
+    Args:
+      verdict: judges the kernel, which may run the self-test (`pallas_kernels.trust`); called for
+        `mosaic` only.
+      without: a function from the reason against `mosaic` to the choice without it.
     """
-    if choice.name != "mosaic" or (judged := verdict()).passed:
+    if choice.name != "mosaic":
         return choice
-    return without(judged.reason)
+    judgement = verdict()
+    if judgement.passed:
+        return choice
+    return without(judgement.reason)
 
 
 def serving(
@@ -43,13 +50,16 @@ def serving(
     choose: Callable[[], Choice],
     reason: Callable[[str], str | None],
 ) -> str:
-    """The name of the implementation that serves a call: the one that it names, else that of
-    `choose()`.
+    """Returns the name of the implementation that serves a call of `function`.
 
-    reason: why an implementation cannot serve the call; None: it can.
+    Args:
+      implementation: the one that the call names; None: that of `choose()` serves it.
+      known: the names of all implementations.
+      reason: a function from a name to why it cannot serve the call; None: it can.
 
-    Raises ValueError for an unknown name, `Unsupported` for an implementation that cannot serve the
-    call; both name the function.
+    Raises:
+      ValueError: the name is unknown.
+      Unsupported: the named implementation cannot serve the call.
     """
     if implementation is None:
         return choose().name
@@ -58,8 +68,9 @@ def serving(
             f"{function}: implementation must be one of {', '.join(known)} or None, got "
             f"{implementation!r}"
         )
-    if why := reason(implementation):
+    unsupported = reason(implementation)
+    if unsupported:
         raise Unsupported(
-            f"{function}: implementation={implementation!r} cannot serve this call: {why}"
+            f"{function}: implementation={implementation!r} cannot serve this call: {unsupported}"
         )
     return implementation

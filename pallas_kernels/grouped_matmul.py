@@ -1,12 +1,10 @@
-"""Grouped matmul for a mixture of experts: each token is multiplied by the matrix of its own
-expert, without padding.
+"""Grouped matmul for a mixture of experts: each token times its expert's matrix, without padding.
 
 The public function is `grouped_matmul`. It has two implementations; `choose_grouped_matmul` says
 which one serves a call and why:
 
 - mosaic: kernels for Hopper (`grouped/hopper.py`). They need no temporary arrays. A GPU found a
-  fault in them, and has
-  not run them since it was repaired: see docs/kernels.md.
+  fault in them, and has not run them since it was repaired: see docs/kernels.md.
 - xla: a loop over blocks of tokens (`grouped/xla.py`). It runs on any platform.
 
 Shape suffixes: T tokens sorted by group, E groups (experts), D width in, F width out.
@@ -52,10 +50,9 @@ def describe_grouped_matmul(
     platform: str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> GroupedMatmulProblem:
-    """The arguments of `grouped_matmul` as a `GroupedMatmulProblem`; arrays may be
-    `jax.ShapeDtypeStruct`s.
+    """Returns the `GroupedMatmulProblem` of a call with these arguments of `grouped_matmul`.
 
-    Raises ValueError with every fault.
+    Arrays may be `jax.ShapeDtypeStruct`s. Raises ValueError with every fault.
     """
     shapes = f"x {tuple(x.shape)}, w {tuple(w.shape)}, group_sizes {tuple(group_sizes.shape)}"
     faults = []
@@ -80,33 +77,39 @@ def describe_grouped_matmul(
     platform, capability = target_of(platform, capability)
     E, D, F = w.shape
     return GroupedMatmulProblem(
-        platform, capability, str(x.dtype), tokens=x.shape[0], d_in=D, d_out=F, groups=E
+        platform=platform,
+        capability=capability,
+        dtype=str(x.dtype),
+        tokens=x.shape[0],
+        d_in=D,
+        d_out=F,
+        groups=E,
     )
 
 
 def unsupported_reason(problem: GroupedMatmulProblem) -> str | None:
-    """Every reason why `mosaic` cannot serve this problem, in one line; None if it can. `xla`
-    serves all problems.
+    """Every reason why `mosaic` cannot serve this problem, in one line; None if it can.
+
+    `xla` serves all problems.
     """
     on_gpu = problem.platform == "gpu"
-    reasons = {
-        f"it needs a Hopper GPU, and the platform is {problem.platform}": not on_gpu,
-        # wgmma exists on sm_90a alone.
-        (
-            "it needs compute capability 9.0, and this GPU has "
-            f"{problem.capability[0]}.{problem.capability[1]}"
-        ): on_gpu and problem.capability != (9, 0),
-        f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype
-        not in ("bfloat16", "float16"),
-        # Mosaic copies arrays whose dims are multiples of the swizzle's tile, 8 x 64.
-        f"its widths are multiples of 64, not {problem.d_in} and {problem.d_out}": problem.d_in % 64
-        != 0
-        or problem.d_out % 64 != 0,
-        f"its tokens are a multiple of 8 from 64 on, not {problem.tokens}": problem.tokens % 8 != 0
-        or problem.tokens < 64,
-        f"it is tested with {compat.SUPPORTED}, and this is jax {jax.__version__}": not compat.is_supported(),
-    }
-    return "; ".join(reason for reason, holds in reasons.items() if holds) or None
+    major, minor = problem.capability
+    reasons = []
+    if not on_gpu:
+        reasons.append(f"it needs a Hopper GPU, and the platform is {problem.platform}")
+    # wgmma exists on sm_90a alone.
+    if on_gpu and problem.capability != (9, 0):
+        reasons.append(f"it needs compute capability 9.0, and this GPU has {major}.{minor}")
+    if problem.dtype not in ("bfloat16", "float16"):
+        reasons.append(f"it takes bfloat16 and float16, not {problem.dtype}")
+    # Mosaic copies arrays whose dims are multiples of the swizzle's tile, 8 x 64.
+    if problem.d_in % 64 != 0 or problem.d_out % 64 != 0:
+        reasons.append(f"its widths are multiples of 64, not {problem.d_in} and {problem.d_out}")
+    if problem.tokens % 8 != 0 or problem.tokens < 64:
+        reasons.append(f"its tokens are a multiple of 8 from 64 on, not {problem.tokens}")
+    if not compat.is_supported():
+        reasons.append(f"it is tested with {compat.SUPPORTED}, and this is jax {jax.__version__}")
+    return "; ".join(reasons) or None
 
 
 def choose_grouped_matmul(problem: GroupedMatmulProblem) -> Choice:
@@ -114,7 +117,8 @@ def choose_grouped_matmul(problem: GroupedMatmulProblem) -> Choice:
 
     On Hopper this is `mosaic` where it can serve the call, and `xla` everywhere else.
     """
-    if reason := unsupported_reason(problem):
+    reason = unsupported_reason(problem)
+    if reason:
         return Choice("xla", {"mosaic": reason})
     return Choice(
         "mosaic",
@@ -127,13 +131,14 @@ def choose_grouped_matmul(problem: GroupedMatmulProblem) -> Choice:
 
 
 def choose_trusted_grouped_matmul(problem: GroupedMatmulProblem) -> Choice:
-    """The implementation that serves `problem` on this process's GPUs: as `choose_grouped_matmul`,
-    but `mosaic` only if it passed its self-test, which the first call for a kind of problem may run
-    (`pallas_kernels.trust`).
+    """Chooses as `choose_grouped_matmul`, but `mosaic` only if it passed its self-test on this GPU.
+
+    The first call for a kind of problem may run that self-test (`pallas_kernels.trust`).
     """
 
     def verdict() -> Verdict:
-        from pallas_kernels.grouped.self_test import kind_of  # here: no other platform loads Mosaic
+        # Imported here, so that no other platform loads Mosaic.
+        from pallas_kernels.grouped.self_test import kind_of
 
         return trusted(kind_of(problem))
 
@@ -153,30 +158,36 @@ def grouped_matmul(
 ) -> Array:
     """x[t] @ w[group of t] for every token t, accumulated in fp32 (MegaBlocks, arXiv 2211.15841).
 
-    Args:
-      x: [T, D], sorted by group: the first group_sizes[0] tokens are those of group 0, and so on.
-      All must be
-        finite, including those that belong to no group.
-      w: [E, D, F] in x's dtype. group_sizes: integers [E] of at least 0; their sum is at most T.
-      implementation: None lets `choose_grouped_matmul` decide, and `choose_trusted_grouped_matmul`
-      on this process's own GPUs. platform, capability: of the target device; None: this process's.
-      See `pallas_kernels.describe_attention`.
-
-    Returns [T, F] in x's dtype. Tokens after the last group get 0, and gradient 0. Has a gradient
-    with respect to x and w.
-
     Shapes are those of one device: under a mesh, call it inside `jax.shard_map(check_vma=False)`.
 
-    Raises ValueError with every fault of the arguments, `Unsupported` when `implementation` cannot
-    serve the call.
+    Args:
+      x: [T, D], sorted by group: the first group_sizes[0] tokens are those of group 0, and so on.
+        All must be finite, including those that belong to no group.
+      w: [E, D, F] in x's dtype.
+      group_sizes: integers [E] of at least 0; their sum is at most T.
+      implementation: None lets `choose_grouped_matmul` decide, and `choose_trusted_grouped_matmul`
+        on this process's own GPUs.
+      platform, capability: of the target device; None: this process's. See
+        `pallas_kernels.describe_attention`.
+
+    Returns:
+      [T, F] in x's dtype. Tokens after the last group get 0, and gradient 0. Has a gradient with
+      respect to x and w.
+
+    Raises:
+      ValueError: the arguments have faults; the message has all of them.
+      Unsupported: `implementation` cannot serve the call.
     """
     problem = describe_grouped_matmul(x, w, group_sizes, platform=platform, capability=capability)
-    here = platform is None and capability is None
+    on_own_devices = platform is None and capability is None
+    choose = choose_trusted_grouped_matmul if on_own_devices else choose_grouped_matmul
     name = serving(
-        "grouped_matmul", implementation, IMPLEMENTATIONS,
-        choose=lambda: (choose_trusted_grouped_matmul if here else choose_grouped_matmul)(problem),
+        "grouped_matmul",
+        implementation,
+        IMPLEMENTATIONS,
+        choose=lambda: choose(problem),
         reason=lambda name: unsupported_reason(problem) if name == "mosaic" else None,
-    )  # fmt: skip
+    )
     return _product(x, w, group_sizes.astype(jnp.int32), name)
 
 
@@ -192,31 +203,34 @@ def _forward(
 
 
 def _backward(
-    name: str, kept: tuple[Array, Array, Array], dy_TF: Array
+    name: str, residuals: tuple[Array, Array, Array], dy_TF: Array
 ) -> tuple[Array, Array, None]:
-    x_TD, w_EDF, sizes_E = kept
-    return (
-        _ROWS[name](dy_TF, w_EDF, sizes_E, transposed=True),
-        _WEIGHTS[name](x_TD, dy_TF, sizes_E),
-        None,
-    )
+    x_TD, w_EDF, sizes_E = residuals
+    dx_TD = _ROWS[name](dy_TF, w_EDF, sizes_E, transposed=True)
+    dw_EDF = _WEIGHTS[name](x_TD, dy_TF, sizes_E)
+    return dx_TD, dw_EDF, None
 
 
 _product.defvjp(_forward, _backward)
 
 
 def _mosaic_rows(x_TD: Array, w_EDF: Array, sizes_E: Array, *, transposed: bool) -> Array:
-    from pallas_kernels.grouped import hopper  # here: no other platform loads Mosaic
+    # Imported here, so that no other platform loads Mosaic.
+    from pallas_kernels.grouped import hopper
 
-    plan, fills = plan_rows(balanced(len(x_TD), len(sizes_E)), w_EDF.shape[1 if transposed else 2])
-    return hopper.rows(plan, x_TD, w_EDF, sizes_E, transpose=transposed, occupancy=fills.efficiency)
+    width = w_EDF.shape[1 if transposed else 2]
+    plan, occupancy = plan_rows(balanced(len(x_TD), len(sizes_E)), width)
+    return hopper.rows(
+        plan, x_TD, w_EDF, sizes_E, transpose=transposed, occupancy=occupancy.efficiency
+    )
 
 
 def _mosaic_weights(x_TD: Array, dy_TF: Array, sizes_E: Array) -> Array:
     from pallas_kernels.grouped import hopper
 
-    plan, fills = plan_weights(balanced(len(x_TD), len(sizes_E)), x_TD.shape[1], dy_TF.shape[1])
-    return hopper.weights(plan, x_TD, dy_TF, sizes_E, occupancy=fills.efficiency)
+    sizes = balanced(len(x_TD), len(sizes_E))
+    plan, occupancy = plan_weights(sizes, x_TD.shape[1], dy_TF.shape[1])
+    return hopper.weights(plan, x_TD, dy_TF, sizes_E, occupancy=occupancy.efficiency)
 
 
 _ROWS: dict[str, Callable[..., Array]] = {"mosaic": _mosaic_rows, "xla": xla.rows}

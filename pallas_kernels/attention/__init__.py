@@ -1,5 +1,7 @@
-"""Attention: `api.py` has the public function, `mosaic.py`, `cudnn.py` and `xla.py` its
-implementations, `reference.py` the formula.
+"""Attention.
+
+`api.py` has the public functions, `mosaic.py`, `cudnn.py` and `xla.py` their implementations, and
+`reference.py` the formula.
 """
 
 from pallas_kernels.attention.api import (

@@ -1,7 +1,7 @@
 """The public attention function, and the choice of an implementation for a call.
 
-Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim (Hv that
-of v).
+Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim (Hv: of
+v).
 """
 
 import dataclasses
@@ -16,45 +16,53 @@ from pallas_kernels.attention.problem import AttentionProblem, Sides, describe_a
 from pallas_kernels.choice import Choice, serving, trusted_choice
 from pallas_kernels.trust.verdict import Verdict, trusted
 
-# In order of preference, but see `preferred`. The last one serves every valid problem.
 IMPLEMENTATIONS = {"mosaic": mosaic, "cudnn": cudnn, "xla": xla}
+"""The implementations by name. `preferred` has their order. `xla` serves every valid problem."""
 
 
 def preferred(problem: AttentionProblem) -> tuple[str, ...]:
-    """The names of IMPLEMENTATIONS, best first: `mosaic` before `cudnn`, unless it has to pad the
-    heads.
+    """Returns the names of IMPLEMENTATIONS, best first.
+
+    `mosaic` comes before `cudnn`, unless it would pad the heads, and so multiply zeros.
     """
-    return ("cudnn", "mosaic", "xla") if mosaic.pads(problem) else ("mosaic", "cudnn", "xla")
+    if mosaic.pads(problem):
+        return ("cudnn", "mosaic", "xla")
+    return ("mosaic", "cudnn", "xla")
 
 
 def choose_attention(
     problem: AttentionProblem, *, without: Mapping[str, str] | None = None
 ) -> Choice:
-    """The first `preferred` implementation that can serve `problem`, with the reasons against those
-    that cannot. Pure.
+    """Chooses the first `preferred` implementation that can serve `problem`. Pure.
 
-    Without arrays: `choose_attention(describe_attention(q, k, v, window=1024, platform="gpu"))`
-    with `jax.ShapeDtypeStruct`s. without: implementations that must not serve it, with reasons;
-    `xla` cannot be among them.
+    It needs no arrays: `choose_attention(describe_attention(q, k, v, window=1024, platform="gpu"))`
+    takes `jax.ShapeDtypeStruct`s.
+
+    Args:
+      without: implementations that must not serve the problem, with reasons; never `xla`.
+
+    Returns:
+      The choice, with the reasons against the implementations that cannot serve the problem.
     """
-    reasons = {
-        name: implementation.unsupported_reason(problem)
-        for name, implementation in IMPLEMENTATIONS.items()
-    } | dict(without or {})
-    name = next(name for name in preferred(problem) if reasons[name] is None)
-    return Choice(name, {name: reason for name, reason in reasons.items() if reason is not None})
+    excluded = without or {}
+    rejected: dict[str, str] = {}
+    for name, implementation in IMPLEMENTATIONS.items():
+        reason = excluded.get(name) or implementation.unsupported_reason(problem)
+        if reason is not None:
+            rejected[name] = reason
+    name = next(name for name in preferred(problem) if name not in rejected)
+    return Choice(name, rejected)
 
 
 def choose_trusted_attention(problem: AttentionProblem) -> Choice:
-    """The implementation that serves `problem` on this process's GPUs: as `choose_attention`, but
-    `mosaic` only if it passed its self-test.
+    """Chooses as `choose_attention` does, but `mosaic` only if it passed its self-test on this GPU.
 
     The first call for a kind of problem may run that self-test (`pallas_kernels.trust`), which
     takes about a minute.
     """
 
     def verdict() -> Verdict:
-        # here, so that no other platform loads Mosaic
+        # Imported here, so that no other platform loads Mosaic.
         from pallas_kernels.attention.self_test import kind_of
 
         return trusted(kind_of(problem))
@@ -67,9 +75,7 @@ def choose_trusted_attention(problem: AttentionProblem) -> Choice:
 
 
 class Static(TypedDict, total=False):
-    """The keywords of `flash_attention` that are no arrays, except `implementation` and
-    `return_lse`, for type checkers.
-    """
+    """The static keywords of `flash_attention`, without `implementation` and `return_lse`."""
 
     causal: bool
     scale: float | None
@@ -82,7 +88,7 @@ class Static(TypedDict, total=False):
 
 
 class Features(Static, Sides, total=False):
-    """All of them except `return_lse`."""
+    """All keywords of `flash_attention` except `return_lse`."""
 
     implementation: Literal["mosaic", "cudnn", "xla"] | None
 
@@ -120,53 +126,70 @@ def flash_attention(
     platform: str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Array | tuple[Array, Array]:
-    """Softmax attention with O(S) memory: softmax(scale * q k^T) v over the visible keys of each
-    query.
+    """Softmax attention with O(S) memory: softmax(scale * q k^T) v over each query's visible keys.
+
+    Shapes are those of one device: under a mesh, call it inside `jax.shard_map`.
 
     Args:
-      q, k, v: [B, S, N, H], [B, T, K, H], [B, T, K, Hv], one floating dtype; any S and T. N is a
-      multiple of K: query
-        head n reads kv head n // (N/K) (grouped-query attention, arXiv 2305.13245).
-      causal: query i sees the keys 0 ... i + q_offset. scale: factor of the logits; None means
-      1/sqrt(H). window: query i sees only the last `window` of those keys, its own included
-      (Mistral, arXiv 2310.06825). softcap: logits become softcap * tanh(logits / softcap) (Gemma 2,
-      arXiv 2408.00118). segment_ids: integers [B, S]; only keys with the id of the query are seen
-      (packed documents). kv_segment_ids: integers [B, T], where the keys are not those of the
-      queries; None means segment_ids. q_offset: position of query 0 counted from key 0; may be
-      negative or traced. Without `causal` it has no effect. sinks: floats [N], a learned logit of
-      each head that takes part in the softmax but has no value (gpt-oss,
-        arXiv 2508.10925). Pass it to only one of the calls that `merge` combines.
+      q, k, v: [B, S, N, H], [B, T, K, H], [B, T, K, Hv], of one floating dtype, for any S and T.
+        N is a multiple of K: query head n reads kv head n // (N/K) (grouped-query attention, arXiv
+        2305.13245).
+      causal: query i sees the keys 0 ... i + q_offset.
+      scale: factor of the logits; None means 1/sqrt(H).
+      window: query i sees only the last `window` of those keys, its own included (Mistral, arXiv
+        2310.06825).
+      softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
+      segment_ids: integers [B, S]; a query sees only keys that have its id (packed documents).
+      kv_segment_ids: integers [B, T], for keys of another sequence than the queries'; None means
+        segment_ids.
+      q_offset: position of query 0 counted from key 0; may be negative or traced. Without `causal`
+        it has no effect.
+      sinks: floats [N], a learned logit of each head that takes part in the softmax but has no
+        value (gpt-oss, arXiv 2508.10925). Pass it to only one of the calls that `merge` combines.
       block_mask: a static pattern of blocks of queries and keys that see each other; the masks
-      above apply as well. return_lse: return the log-sum-exp too. deterministic: the gradients have
-      the same bits in every run on the same device. `mosaic` then adds in a fixed order,
-        with seven matmuls in its backward pass instead of five; `xla` always does; `cudnn` does
-        what XLA's flag says. None: whether XLA_FLAGS has --xla_gpu_deterministic_ops=true.
+        above apply as well.
+      return_lse: return the log-sum-exp too.
+      deterministic: the gradients have the same bits in every run on the same device. `mosaic` then
+        adds in a fixed order, with seven matmuls in its backward pass instead of five; `xla` always
+        does; `cudnn` does what XLA's flag says. None: whether XLA_FLAGS has
+        --xla_gpu_deterministic_ops=true.
       implementation: None lets `choose_attention` decide, and `choose_trusted_attention` on this
-      process's own GPUs. platform, capability: as in `describe_attention`. If both are None, the
-      call is for this process's own devices.
+        process's own GPUs.
+      platform, capability: the target, as in `describe_attention`. If both are None, it is this
+        process's own devices.
 
     Returns:
       out [B, S, N, Hv] in q's dtype; with `return_lse` also the log-sum-exp of all logits of a
       query, its sink included, [B, S, N] in fp32. Both are differentiable. A query that sees no key
       has out 0, log-sum-exp -inf (with a sink: the sink) and zero gradients.
 
-    Shapes are those of one device: under a mesh, call it inside `jax.shard_map`.
-
-    Raises ValueError with every fault of the arguments, `Unsupported` if `implementation` cannot
-    serve the call.
+    Raises:
+      ValueError: the arguments have faults; the message has all of them.
+      Unsupported: `implementation` cannot serve the call.
     """
     problem = describe_attention(
-        q, k, v, causal=causal, scale=scale, window=window, softcap=softcap,
-        segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
-        q_offset=q_offset, sinks=sinks, block_mask=block_mask, return_lse=return_lse,
-        deterministic=deterministic, platform=platform,
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_offset=q_offset,
+        sinks=sinks,
+        block_mask=block_mask,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        platform=platform,
         capability=capability,
-    )  # fmt: skip
-    serves = _chosen(
-        "flash_attention", problem, implementation, here=platform is None and capability is None
     )
-    kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
-    out, lse = serves.attend(
+    on_own_devices = platform is None and capability is None
+    module = _implementation("flash_attention", problem, implementation, on_own_devices)
+    if kv_segment_ids is None:
+        kv_segment_ids = segment_ids
+    out, lse = module.attend(
         q,
         k,
         v,
@@ -195,25 +218,27 @@ def attention_gradients(
     implementation: Literal["mosaic", "cudnn", "xla"] | None = None,
     **features: Unpack[Static],
 ) -> tuple[Array, Array, Array, Array | None]:
-    """The gradients (dq, dk, dv, dsinks) that these keys contribute to an attention over these and
-    other keys.
+    """The gradients that these keys contribute to an attention over these and other keys.
 
-    The softmax of a query is over all keys, so its gradients are sums over sets of keys, given the
-    output and the log-sum-exp of all of them. Context parallelism has one set of keys at a time.
+    The softmax of a query is over all keys. Given the output and the log-sum-exp of all of them,
+    the gradients are sums over sets of keys. Context parallelism has one set of keys at a time.
 
     Args:
-      q, k, v, segment_ids, kv_segment_ids, q_offset, sinks and the features: as of the
-      `flash_attention` of these keys. out [B, S, N, Hv], lse [B, S, N]: of all keys, as `merge`
-      makes them from the parts. dout: gradient of out, [B, S, N, Hv]. unrounded: return dq, dk and
-      dv in fp32 (fp64 for fp64), for a sum over many sets: a part that is rounded to 16 bits adds
-      an error
-        as large as that of the whole. False: in the dtype of q, k and v.
+      q, k, v, segment_ids, kv_segment_ids, q_offset, sinks, features: as in the call of
+        `flash_attention` for these keys.
+      out, lse: [B, S, N, Hv] and [B, S, N], over all keys, as `merge` makes them from the parts.
+      dout: gradient of out, [B, S, N, Hv].
+      unrounded: return dq, dk and dv in fp32 (fp64 for fp64), for a sum over many sets: a part that
+        is rounded to 16 bits adds an error as large as that of the sum. False: in the dtype of q, k
+        and v.
 
     Returns:
-      dq [B, S, N, H]: to be summed over the sets. dk, dv: like k and v, for this dout. dsinks [N],
-      None without sinks: pass the sinks in the same call as to `flash_attention`.
+      dq [B, S, N, H]: to be summed over the sets of keys.
+      dk, dv: like k and v, for this dout.
+      dsinks: [N], None without sinks. Pass the sinks in the same call as to `flash_attention`.
 
-    Raises as `flash_attention` does. `cudnn` cannot serve it.
+    Raises:
+      ValueError, Unsupported: as `flash_attention`. `cudnn` cannot serve this function.
     """
     problem = describe_attention(
         q,
@@ -227,29 +252,39 @@ def attention_gradients(
         **features,
     )
     problem = dataclasses.replace(problem, unrounded=unrounded)
-    serves = _chosen(
-        "attention_gradients",
+    on_own_devices = features.get("platform") is None and features.get("capability") is None
+    module = _implementation("attention_gradients", problem, implementation, on_own_devices)
+    if kv_segment_ids is None:
+        kv_segment_ids = segment_ids
+    return module.gradients(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dout,
         problem,
-        implementation,
-        here=features.get("platform") is None is features.get("capability"),
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_offset=q_offset,
+        sinks=sinks,
     )
-    sides: Sides = {
-        "segment_ids": segment_ids,
-        "kv_segment_ids": segment_ids if kv_segment_ids is None else kv_segment_ids,
-        "q_offset": q_offset, "sinks": sinks,
-    }  # fmt: skip
-    return serves.gradients(q, k, v, out, lse, dout, problem, **sides)
 
 
-def _chosen(
-    function: str, problem: AttentionProblem, implementation: str | None, *, here: bool
+def _implementation(
+    function: str, problem: AttentionProblem, implementation: str | None, on_own_devices: bool
 ) -> Any:
-    """The module that serves a call. here: it is for this process's own devices. Raises as
-    `flash_attention` does.
+    """Returns the module that serves a call of `function`. Raises as `flash_attention` does.
+
+    `implementation` names it; None: it is chosen, with trust if the call is for this process's own
+    devices.
     """
+    choose = choose_trusted_attention if on_own_devices else choose_attention
     name = serving(
-        function, implementation, IMPLEMENTATIONS,
-        choose=lambda: (choose_trusted_attention if here else choose_attention)(problem),
+        function,
+        implementation,
+        IMPLEMENTATIONS,
+        choose=lambda: choose(problem),
         reason=lambda name: IMPLEMENTATIONS[name].unsupported_reason(problem),
-    )  # fmt: skip
+    )
     return IMPLEMENTATIONS[name]

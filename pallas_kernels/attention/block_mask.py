@@ -1,5 +1,4 @@
-"""Block-sparse attention: a pattern, static when the program is traced, of blocks of queries and
-keys that see each other.
+"""Block-sparse attention: a static pattern of blocks of queries and keys that see each other.
 
 A block that is not visible costs nothing. `fixed` and `strided` are Sparse Transformers' patterns
 (Child et al. 2019, arXiv 1904.10509), `bigbird` is BigBird's (Zaheer et al. 2020, arXiv
@@ -18,10 +17,10 @@ MULTIPLE = 64
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A static pattern. It compares and hashes by value, so that it can be a static argument of
-    `jax.jit`.
+    """A static pattern.
 
-    Raises ValueError for a pattern of another type or rank, and for another block size.
+    It compares and hashes by value, so that it can be a static argument of `jax.jit`. Raises
+    ValueError if `visible` has another type or rank, or if `size` is not a multiple of 64.
     """
 
     visible: np.ndarray
@@ -38,11 +37,8 @@ class BlockMask:
                 "BlockMask.visible must be bool [heads or 1, blocks of queries, blocks of keys], "
                 f"got {visible.dtype} {list(visible.shape)}"
             )
-        if (
-            not isinstance(self.size, int | np.integer)
-            or self.size < MULTIPLE
-            or self.size % MULTIPLE
-        ):
+        is_integer = isinstance(self.size, int | np.integer)
+        if not is_integer or self.size < MULTIPLE or self.size % MULTIPLE:
             raise ValueError(f"BlockMask.size must be a multiple of {MULTIPLE}, got {self.size}")
         visible.flags.writeable = False
         object.__setattr__(self, "visible", visible)
@@ -60,13 +56,14 @@ class BlockMask:
 
     def faults(self, S: int, T: int, N: int) -> list[str]:
         """The faults of the pattern for S queries, T keys and N query heads; empty: none."""
-        want = (-(-S // self.size), -(-T // self.size))
-        heads, *have = self.visible.shape
+        needed_rows = -(-S // self.size)
+        needed_columns = -(-T // self.size)
+        heads, rows, columns = self.visible.shape
         faults = []
-        if tuple(have) != want:
+        if (rows, columns) != (needed_rows, needed_columns):
             faults.append(
-                f"block_mask has {have[0]} x {have[1]} blocks of {self.size}; {S} queries and {T} "
-                f"keys need {want[0]} x {want[1]}"
+                f"block_mask has {rows} x {columns} blocks of {self.size}; {S} queries and {T} "
+                f"keys need {needed_rows} x {needed_columns}"
             )
         if heads not in (1, N):
             faults.append(f"block_mask has {heads} heads; it must have 1 (for all) or {N}")
@@ -74,8 +71,9 @@ class BlockMask:
 
     def dense(self, S: int, T: int) -> np.ndarray:
         """The pattern by position, bool [N or 1, S, T]."""
-        rows, keys = np.arange(S) // self.size, np.arange(T) // self.size
-        return self.visible[:, rows[:, None], keys]
+        row_blocks = np.arange(S) // self.size
+        key_blocks = np.arange(T) // self.size
+        return self.visible[:, row_blocks[:, None], key_blocks]
 
     @classmethod
     def fixed(
@@ -88,36 +86,37 @@ class BlockMask:
         summary: int = 1,
         heads: int = 1,
     ) -> "BlockMask":
-        """Each query sees its own stretch of `stride` blocks, and the last `summary` blocks of
-        every stretch.
+        """Each query sees its own stretch of `stride` blocks, and some blocks of every stretch.
 
-        With several heads, head i uses the i-th last group of `summary` blocks instead, modulo the
-        number of groups.
+        These are the last `summary` blocks. With several heads, head i uses the i-th last group of
+        `summary` blocks instead, modulo the number of groups.
         """
         row, key = _blocks(S, T, size)
         if not 1 <= summary <= stride:
             raise ValueError(
                 f"BlockMask.fixed: summary must be 1 to stride={stride} blocks, got {summary}"
             )
-        groups = stride // summary
-        first = stride - summary * (
-            1 + np.arange(_at_least(1, heads=heads))[:, None, None] % groups
-        )
-        summaries = (key % stride >= first) & (key % stride < first + summary)
-        return cls((row // stride == key // stride) | summaries, size)
+        _require_at_least(1, heads=heads)
+        n_groups = stride // summary
+        group = np.arange(heads)[:, None, None] % n_groups
+        first = stride - summary * (1 + group)
+        in_summary = (key % stride >= first) & (key % stride < first + summary)
+        return cls((row // stride == key // stride) | in_summary, size)
 
     @classmethod
     def strided(cls, S: int, T: int | None = None, *, size: int = 128, stride: int) -> "BlockMask":
         """Each query sees the blocks up to `stride` away, and those at multiples of `stride`."""
         row, key = _blocks(S, T, size)
-        apart = np.abs(row - key)
-        return cls((apart <= _at_least(1, stride=stride)) | (apart % stride == 0), size)
+        _require_at_least(1, stride=stride)
+        distance = np.abs(row - key)
+        return cls((distance <= stride) | (distance % stride == 0), size)
 
     @classmethod
     def sliding(cls, S: int, T: int | None = None, *, size: int = 128, blocks: int) -> "BlockMask":
         """Each query sees the keys of its own block and of `blocks - 1` blocks on either side."""
         row, key = _blocks(S, T, size)
-        return cls(np.abs(row - key) < _at_least(1, blocks=blocks), size)
+        _require_at_least(1, blocks=blocks)
+        return cls(np.abs(row - key) < blocks, size)
 
     @classmethod
     def bigbird(
@@ -133,44 +132,43 @@ class BlockMask:
         heads: int = 1,
         seed: int = 0,
     ) -> "BlockMask":
-        """The first `global_blocks` see and are seen by all; each query sees `window_blocks` around
-        its own, and random others.
+        """The first `global_blocks` see and are seen by all; a query sees near and random blocks.
 
         Args:
-          window_blocks: odd, its own block in the middle. random_blocks: drawn without repetition
-          from the blocks that a query does not see already; all of these if they are fewer. causal:
-          draw from earlier blocks only, for causal calls, which would hide about half of the random
-          blocks. heads: the number of heads, each with its own draw. seed: for the draws.
+          window_blocks: the blocks around a query's own that it sees; odd, its own in the middle.
+          random_blocks: drawn without repetition from the blocks that a query does not see already;
+            all of these if they are fewer.
+          causal: draw from earlier blocks only, for causal calls, which would hide about half of
+            the random blocks.
+          heads: the number of heads, each with its own draw.
+          seed: for the draws.
         """
         row, key = _blocks(S, T, size)
-        _at_least(0, global_blocks=global_blocks, random_blocks=random_blocks)
+        _require_at_least(0, global_blocks=global_blocks, random_blocks=random_blocks)
         if window_blocks % 2 != 1:
             raise ValueError(f"BlockMask.bigbird: window_blocks must be odd, got {window_blocks}")
-        near = (
-            (row < global_blocks)
-            | (key < global_blocks)
-            | (np.abs(row - key) <= window_blocks // 2)
-        )
-        open_to_all = np.broadcast_to(
-            ~near & (key <= row) if causal else ~near, (_at_least(1, heads=heads), *near.shape[1:])
-        )
-        draws = np.where(open_to_all, np.random.default_rng(seed).random(open_to_all.shape), np.inf)
-        rank = draws.argsort(-1).argsort(-1)
-        return cls(near | ((rank < random_blocks) & open_to_all), size)
+        _require_at_least(1, heads=heads)
+        is_global = (row < global_blocks) | (key < global_blocks)
+        always_visible = is_global | (np.abs(row - key) <= window_blocks // 2)
+
+        # A query draws the blocks with the smallest random numbers.
+        drawable = ~always_visible & (key <= row) if causal else ~always_visible
+        drawable = np.broadcast_to(drawable, (heads, *always_visible.shape[1:]))
+        numbers = np.random.default_rng(seed).random(drawable.shape)
+        rank = np.where(drawable, numbers, np.inf).argsort(-1).argsort(-1)
+        return cls(always_visible | ((rank < random_blocks) & drawable), size)
 
 
 def _blocks(S: int, T: int | None, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the blocks of queries [1, ceil(S / size), 1] and of keys [1, 1, ceil(T /
-    size)].
-    """
-    T = S if T is None else T
-    _at_least(1, S=S, T=T, size=size)
+    """Indices of the blocks: of queries [1, ceil(S / size), 1], of keys [1, 1, ceil(T / size)]."""
+    if T is None:
+        T = S
+    _require_at_least(1, S=S, T=T, size=size)
     return np.arange(-(-S // size))[None, :, None], np.arange(-(-T // size))[None, None]
 
 
-def _at_least(least: int, **values: int) -> int:
-    """The last of the values. Raises ValueError for a value less than `least`."""
+def _require_at_least(minimum: int, **values: int) -> None:
+    """Raises ValueError for a value less than `minimum`."""
     for name, value in values.items():
-        if value < least:
-            raise ValueError(f"BlockMask: {name} must be at least {least}, got {value}")
-    return value
+        if value < minimum:
+            raise ValueError(f"BlockMask: {name} must be at least {minimum}, got {value}")

@@ -1,6 +1,4 @@
-"""The kernel of this project for Hopper, in Pallas for Mosaic GPU (`hopper/`): what it can serve,
-and its call.
-"""
+"""The kernels of this project for Hopper, in Pallas Mosaic GPU (`hopper/`): limits and calls."""
 
 from __future__ import annotations
 
@@ -22,61 +20,78 @@ with zeros to the next of them."""
 BLOCK = 128
 """Block sizes of a block mask are multiples of this, because the kernel skips complete tiles of
 keys."""
-_SHAPES = "q_shape", "k_shape", "v_shape"
 GRID = 65_535
 """CUDA's limit for the second and third dimension of a grid."""
 
 
 def unsupported_reason(problem: AttentionProblem) -> str | None:
     """Every reason why the kernel cannot serve this problem, in one line; None if it can."""
-    (B, S, N, H), (_, T, K, Hv), mask = problem.q_shape, problem.v_shape, problem.block_mask
-    width = sum(padded_head_dims(H, Hv) or (H, Hv))
+    H = problem.q_shape[3]
+    Hv = problem.v_shape[3]
+    mask = problem.block_mask
     on_gpu = problem.platform == "gpu"
-    by_keys, by_heads = (section_of_keys(S, N, K, width, split=split) for split in (False, True))
-    along_z = B * max(N // section_of_queries(T, N, K, width), K // by_keys, N // by_heads)
-    reasons = {
-        f"it needs a Hopper GPU, and the platform is {problem.platform}": not on_gpu,
-        # Its instructions (wgmma) exist on sm_90a only, not on older or newer GPUs.
-        (
-            "it needs compute capability 9.0, and this GPU has "
-            f"{problem.capability[0]}.{problem.capability[1]}"
-        ): on_gpu and problem.capability != (9, 0),
-        f"it takes bfloat16 and float16, not {problem.dtype}": problem.dtype
-        not in ("bfloat16", "float16"),
-        f"its head dims are at most {HEAD_DIMS[-1][0]}, not {H} with values of {Hv}": padded_head_dims(
-            H, Hv
+    major, minor = problem.capability
+    grid_depth = _grid_depth(problem)
+
+    reasons = []
+    if not on_gpu:
+        reasons.append(f"it needs a Hopper GPU, and the platform is {problem.platform}")
+    # Its instructions (wgmma) exist on sm_90a only, not on older or newer GPUs.
+    if on_gpu and problem.capability != (9, 0):
+        reasons.append(f"it needs compute capability 9.0, and this GPU has {major}.{minor}")
+    if problem.dtype not in ("bfloat16", "float16"):
+        reasons.append(f"it takes bfloat16 and float16, not {problem.dtype}")
+    if padded_head_dims(H, Hv) is None:
+        reasons.append(f"its head dims are at most {HEAD_DIMS[-1][0]}, not {H} with values of {Hv}")
+    if mask is not None and mask.size % BLOCK != 0:
+        reasons.append(f"its block masks come in multiples of {BLOCK}, not {mask.size}")
+    if grid_depth > GRID:
+        reasons.append(
+            f"its grid takes at most {GRID:,} batch elements times sections of heads, not "
+            f"{grid_depth:,}"
         )
-        is None,
-        f"its block masks come in multiples of {BLOCK}, not {mask and mask.size}": mask is not None
-        and mask.size % BLOCK != 0,
-        f"its grid takes at most {GRID:,} batch elements times sections of heads, not {along_z:,}": along_z
-        > GRID,
-    }
-    return "; ".join(reason for reason, holds in reasons.items() if holds) or None
+    return "; ".join(reasons) or None
+
+
+def _grid_depth(problem: AttentionProblem) -> int:
+    """The largest number of batch elements times sections of heads of any kernel of a problem."""
+    B, S, N, H = problem.q_shape
+    _, T, K, Hv = problem.v_shape
+    width = sum(padded_head_dims(H, Hv) or (H, Hv))
+    query_sections = N // section_of_queries(T, N, K, width)
+    key_sections = K // section_of_keys(S, N, K, width, split=False)
+    split_key_sections = N // section_of_keys(S, N, K, width, split=True)
+    return B * max(query_sections, key_sections, split_key_sections)
 
 
 def padded_head_dims(H: int, Hv: int) -> tuple[int, int] | None:
-    """The narrowest of HEAD_DIMS that heads of queries and of values fit into, which are their own
-    if there are such; None if none is.
+    """The narrowest of HEAD_DIMS that heads of queries and of values fit into; None if none does.
+
+    Heads with tiles of their own keep their widths.
     """
-    return min(((h, hv) for h, hv in HEAD_DIMS if h >= H and hv >= Hv), key=sum, default=None)
+    fitting = [(h, hv) for h, hv in HEAD_DIMS if h >= H and hv >= Hv]
+    return min(fitting, key=sum, default=None)
 
 
 def pads(problem: AttentionProblem) -> bool:
     """Whether the kernel would have to pad the heads of a problem, and multiply zeros."""
-    H, Hv = problem.q_shape[3], problem.v_shape[3]
+    H = problem.q_shape[3]
+    Hv = problem.v_shape[3]
     return padded_head_dims(H, Hv) != (H, Hv)
 
 
 def as_padded(problem: AttentionProblem) -> AttentionProblem:
     """The problem with the head dims of the kernel. Raises ValueError if it has none for them."""
-    if (widths := padded_head_dims(problem.q_shape[3], problem.v_shape[3])) is None:
+    widths = padded_head_dims(problem.q_shape[3], problem.v_shape[3])
+    if widths is None:
         raise ValueError(str(unsupported_reason(problem)))
-    shapes = {
-        name: (*getattr(problem, name)[:3], width)
-        for name, width in zip(_SHAPES, (widths[0], *widths), strict=True)
-    }
-    return dataclasses.replace(problem, **shapes)
+    H, Hv = widths
+    return dataclasses.replace(
+        problem,
+        q_shape=(*problem.q_shape[:3], H),
+        k_shape=(*problem.k_shape[:3], H),
+        v_shape=(*problem.v_shape[:3], Hv),
+    )
 
 
 def attend(
@@ -88,22 +103,27 @@ def attend(
     tiles: Tiling | None = None,
     **sides: Unpack[Sides],
 ) -> tuple[Array, Array]:
-    """Serves a problem for which `unsupported_reason` is None. Arrays as in `flash_attention`;
-    tiles: None means those of the table.
+    """Serves a problem for which `unsupported_reason` is None. Arrays as in `flash_attention`.
+
+    tiles: of each kernel; None: those of the tuning table.
 
     Returns out [B, S, N, Hv] in q's dtype and the log-sum-exp [B, S, N] in fp32.
     """
-    # here, so that no other platform loads Mosaic
+    # Imported here, so that no other platform loads Mosaic.
     from pallas_kernels.attention.hopper import attention
     from pallas_kernels.attention.tuning import tiling
 
     if not pads(problem):
         return attention(q, k, v, problem, tiles or tiling(problem), **sides)
+
     # Zeros add nothing to a dot product, and columns of zeros of v give columns of zeros, which are
     # dropped.
-    wide = as_padded(problem)
-    q, k, v = _widened(wide, q, k, v)
-    out, lse = attention(q, k, v, wide, tiles or tiling(wide), **sides)
+    padded = as_padded(problem)
+    H = padded.q_shape[3]
+    Hv = padded.v_shape[3]
+    out, lse = attention(
+        _padded(q, H), _padded(k, H), _padded(v, Hv), padded, tiles or tiling(padded), **sides
+    )
     return out[..., : problem.v_shape[3]], lse
 
 
@@ -119,24 +139,27 @@ def gradients(
     tiles: Tiling | None = None,
     **sides: Unpack[Sides],
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Returns dq, dk, dv and dsinks as `attention_gradients` does, for a problem that `attend`
-    serves.
-    """
+    """Returns dq, dk, dv and dsinks as `attention_gradients` does; arguments as of `attend`."""
     from pallas_kernels.attention.hopper import gradients
     from pallas_kernels.attention.tuning import tiling
 
-    wide = as_padded(problem)
-    (qw, kw, vw), (_, _, out), (_, _, dout) = (
-        _widened(wide, q, k, last) for last in (v, out, dout)
+    padded = as_padded(problem)
+    H = padded.q_shape[3]
+    Hv = padded.v_shape[3]
+    dq, dk, dv, dsinks = gradients(
+        _padded(q, H),
+        _padded(k, H),
+        _padded(v, Hv),
+        _padded(out, Hv),
+        lse,
+        _padded(dout, Hv),
+        padded,
+        tiles or tiling(padded),
+        **sides,
     )
-    dq, dk, dv, dsinks = gradients(qw, kw, vw, out, lse, dout, wide, tiles or tiling(wide), **sides)
     return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]], dsinks
 
 
-def _widened(wide: AttentionProblem, *arrays: Array) -> list[Array]:
-    """q, k and v (or an array like the output) with zeros up to the head dims of a problem."""
-    widths = (getattr(wide, name)[3] for name in _SHAPES)
-    return [
-        jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])])
-        for x, width in zip(arrays, widths, strict=True)
-    ]
+def _padded(x: Array, width: int) -> Array:
+    """x [..., H] with zeros up to a head dim."""
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])])

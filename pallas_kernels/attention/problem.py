@@ -1,5 +1,4 @@
-"""An attention call as plain data, which is checked once, and on which the choice of an
-implementation depends.
+"""An attention call as plain data: it is checked once, and an implementation is chosen for it.
 
 Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim.
 """
@@ -44,13 +43,13 @@ class AttentionProblem:
     block_mask: BlockMask | None = None
     deterministic: bool = False
     unrounded: bool = False
-    """Whether `attention_gradients` returns sums as they are added up, without a rounding to
-    `dtype`."""
+    """Whether `attention_gradients` returns its fp32 sums without rounding them to `dtype`."""
 
 
 class Sides(TypedDict, total=False):
-    """The arrays of a call besides q, k and v, as in `flash_attention`; kv_segment_ids are given if
-    segment_ids are.
+    """The arrays of a call besides q, k and v, as in `flash_attention`.
+
+    If there are segment_ids, there are kv_segment_ids, too.
     """
 
     segment_ids: Array | None
@@ -78,22 +77,27 @@ def describe_attention(
     platform: str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> AttentionProblem:
-    """The arguments of `flash_attention` as a `AttentionProblem`; arrays may be
-    `jax.ShapeDtypeStruct`s.
+    """Returns the `AttentionProblem` of a call with these arguments of `flash_attention`.
 
-    `deterministic`: None means as XLA: whether XLA_FLAGS has --xla_gpu_deterministic_ops=true.
-    `platform`: None means `jax.default_backend()`; name it when compiling for devices that this
-    process does not have. `capability`: None means that of the first local GPU, or (8, 0) without
-    one, as jax itself assumes; see `capability_of`.
+    Args:
+      q, k, v, segment_ids, kv_segment_ids, sinks: arrays, or `jax.ShapeDtypeStruct`s.
+      deterministic: None means as XLA: whether XLA_FLAGS has --xla_gpu_deterministic_ops=true.
+      platform: None means `jax.default_backend()`; name it when compiling for devices that this
+        process does not have.
+      capability: None means that of the first local GPU, or (8, 0) without one, as jax itself
+        assumes; see `capability_of`.
 
-    Raises ValueError with every fault found.
+    Raises:
+      ValueError: the arguments have faults; the message has all of them.
     """
     faults = [*_shape_faults(q, k, v), *_feature_faults(causal, scale, window, softcap, q_offset)]
     if not faults:
+        # These checks index the shapes, so they come after the checks of the shapes.
         faults = _side_faults(q.shape, k.shape, segment_ids, kv_segment_ids, sinks)
         faults += _block_faults(q.shape, k.shape, block_mask)
     if faults:
         raise ValueError("flash_attention: " + "; ".join(faults))
+
     platform, capability = target_of(platform, capability)
     return AttentionProblem(
         platform=platform,
@@ -115,36 +119,38 @@ def describe_attention(
     )
 
 
-def _xla_is_deterministic() -> bool:
-    """Whether this process asks XLA for operations with the same bits in every run; as in XLA, the
-    last flag of a name counts.
-    """
-    values = re.findall(
-        r"--xla_gpu_deterministic_ops(?:=(\S*))?(?=\s|$)", os.environ.get("XLA_FLAGS", "")
-    )
-    return bool(values) and values[-1].lower() in ("", "true", "1")
-
-
 def capability_of(device: Any) -> tuple[int, int]:
-    """CUDA compute capability of a JAX device, including a compile-only one; (0, 0) for anything
-    but an NVIDIA GPU.
-    """
-    # An AMD GPU has a name here, such as gfx942.
+    """CUDA compute capability of a JAX device, or of a compile-only one; (0, 0) if it has none."""
+    # For an AMD GPU the attribute is a name, such as gfx942.
     version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    return (int(version[1]), int(version[2])) if version else (0, 0)
+    if version is None:
+        return (0, 0)
+    return (int(version[1]), int(version[2]))
 
 
 def target_of(
     platform: str | None, capability: tuple[int, int] | None
 ) -> tuple[str, tuple[int, int]]:
-    """(platform, capability) of the target device, with the defaults that `describe_attention`
-    documents.
-    """
-    here = jax.default_backend()
+    """(platform, capability) of the target, with the defaults of `describe_attention`."""
+    default_platform = jax.default_backend()
     if capability is None:
-        capability = capability_of(jax.local_devices()[0]) if here == "gpu" else (8, 0)
-    platform = here if platform is None else platform
-    return {"cuda": "gpu"}.get(platform, platform), capability
+        on_gpu = default_platform == "gpu"
+        capability = capability_of(jax.local_devices()[0]) if on_gpu else (8, 0)
+    if platform is None:
+        platform = default_platform
+    if platform == "cuda":
+        platform = "gpu"
+    return platform, capability
+
+
+def _xla_is_deterministic() -> bool:
+    """Whether XLA_FLAGS asks for operations with the same bits in every run.
+
+    As in XLA, the last flag of a name counts, and a flag without a value is true.
+    """
+    xla_flags = os.environ.get("XLA_FLAGS", "")
+    values = re.findall(r"--xla_gpu_deterministic_ops(?:=(\S*))?(?=\s|$)", xla_flags)
+    return bool(values) and values[-1].lower() in ("", "true", "1")
 
 
 def _shape_faults(q: Any, k: Any, v: Any) -> list[str]:
@@ -173,9 +179,10 @@ def _shape_faults(q: Any, k: Any, v: Any) -> list[str]:
 def _feature_faults(causal: Any, scale: Any, window: Any, softcap: Any, q_offset: Any) -> list[str]:
     faults = []
     for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not (
-            isinstance(value, int | float | np.number) and 0 < value < math.inf
-        ):
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float | np.number)
+        if not (is_number and 0 < value < math.inf):
             faults.append(f"{name} must be a positive Python number, got {value}")
     if window is not None and not (isinstance(window, int | np.integer) and window >= 1):
         faults.append(
@@ -186,11 +193,10 @@ def _feature_faults(causal: Any, scale: Any, window: Any, softcap: Any, q_offset
         faults.append(f"window={window} needs causal=True: it counts back from the query")
     if isinstance(q_offset, int | np.integer):
         return faults
-    if jnp.shape(q_offset) != () or not jnp.issubdtype(jnp.result_type(q_offset), jnp.integer):
-        faults.append(
-            "q_offset must be one integer, got "
-            f"{jnp.result_type(q_offset)}{list(jnp.shape(q_offset))}"
-        )
+    offset_shape = jnp.shape(q_offset)
+    offset_dtype = jnp.result_type(q_offset)
+    if offset_shape != () or not jnp.issubdtype(offset_dtype, jnp.integer):
+        faults.append(f"q_offset must be one integer, got {offset_dtype}{list(offset_shape)}")
     return faults
 
 
@@ -201,15 +207,16 @@ def _side_faults(
     kv_segment_ids: Any,
     sinks: Any,
 ) -> list[str]:
-    (B, S, N, _), T = q_shape, k_shape[1]
+    B, S, N, _ = q_shape
+    T = k_shape[1]
     faults = []
     for name, ids, length in (
         ("segment_ids", segment_ids, S),
         ("kv_segment_ids", kv_segment_ids, T),
     ):
-        if ids is not None and (
-            ids.shape != (B, length) or not jnp.issubdtype(ids.dtype, jnp.integer)
-        ):
+        if ids is None:
+            continue
+        if ids.shape != (B, length) or not jnp.issubdtype(ids.dtype, jnp.integer):
             faults.append(
                 f"{name} must be integers of shape {(B, length)}, got {ids.dtype} "
                 f"{tuple(ids.shape)}"

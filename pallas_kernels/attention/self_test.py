@@ -1,8 +1,9 @@
-"""The self-test of our attention kernels: which calls run the same kernels, and the comparison with
-the reference on a GPU.
+"""The self-test of our attention kernels: a comparison with the reference on a GPU.
 
-Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim (Hv that
-of v).
+Calls that run the same kernels are of one kind (`kind_of`), and each kind is tested once.
+
+Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads, H head dim (Hv: of
+v).
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ TOLERANCES = {
     "float16": {"out": 1e-3, "gradient": 2e-3},
 }
 """Largest |ours - reference| / |reference| (norms over the full array): twice those of
-benchmarks/attention_checks.py, so that a correct kernel never fails. A wrong one is off by far
-more."""
+benchmarks/attention_checks.py, so that a correct kernel never fails. The error of a faulty one is
+far larger."""
 LSE = 1e-3
-"""The same for the log-sum-exp, which is fp32; a soft cap uses the hardware's tanh, accurate to
+"""The tolerance of the log-sum-exp, which is fp32; a soft cap uses the hardware's tanh, accurate to
 2^-11."""
 RERUNS = 10
 SHORT = 128
 """Sequences shorter than this, as in decoding, are tested with one tile that is not complete."""
+NAMES = ("q", "k", "v", "sinks")
 Attend = Callable[..., tuple[Array, Array]]
+"""A function that is called like `mosaic.attend`, or like `reference_attention`."""
 
 
 def kind_of(problem: AttentionProblem, device: str | None = None) -> Kind:
@@ -48,105 +51,110 @@ def kind_of(problem: AttentionProblem, device: str | None = None) -> Kind:
     heads where there are many.
     """
     problem = mosaic.as_padded(problem)
-    (_, S, N, _), (_, T, K, _), mask = problem.q_shape, problem.k_shape, problem.block_mask
+    S, N = problem.q_shape[1:3]
+    T, K = problem.k_shape[1:3]
     grouped = N > K
-    shapes = [[2, _length(S, 512), _length(T, 512), 8 if grouped else 2, 2]]
+    shapes = [[2, _test_length(S, 512), _test_length(T, 512), 8 if grouped else 2, 2]]
     if grouped and not problem.deterministic and not problem.unrounded:
         # 528 tiles of keys or more: four for each SM
-        shapes.append([264, _length(S, 256), _length(T, 256), 4, 2])
-    return Kind.of(
-        "attention",
-        {
-            "head_dims": [problem.q_shape[3], problem.v_shape[3]],
-            "dtype": problem.dtype,
-            "causal": problem.causal,
-            "window": 100 if problem.window else None,
-            "softcap": 5.0 if problem.softcap else None,
-            "offset": "traced"
-            if problem.q_offset is None
-            else "static"
-            if problem.q_offset
-            else "none",
-            "segments": problem.segments,
-            "sinks": problem.sinks,
-            "block_mask": None
-            if mask is None
-            else "by head"
-            if len(mask.visible) > 1
-            else "shared",
-            "deterministic": problem.deterministic,
-            "shapes": shapes,
-            "tiling": dataclasses.asdict(tiling(problem, device)),
-            # Left out where it is false, so that a verdict of before it existed still counts.
-            **({"unrounded": True} if problem.unrounded else {}),
-        },
-    )
+        shapes.append([264, _test_length(S, 256), _test_length(T, 256), 4, 2])
+
+    offset = "none"
+    if problem.q_offset is None:
+        offset = "traced"
+    elif problem.q_offset:
+        offset = "static"
+    block_mask = None
+    if problem.block_mask is not None:
+        block_mask = "by head" if len(problem.block_mask.visible) > 1 else "shared"
+    facts: dict[str, Any] = {
+        "head_dims": [problem.q_shape[3], problem.v_shape[3]],
+        "dtype": problem.dtype,
+        "causal": problem.causal,
+        "window": 100 if problem.window else None,
+        "softcap": 5.0 if problem.softcap else None,
+        "offset": offset,
+        "segments": problem.segments,
+        "sinks": problem.sinks,
+        "block_mask": block_mask,
+        "deterministic": problem.deterministic,
+        "shapes": shapes,
+        "tiling": dataclasses.asdict(tiling(problem, device)),
+    }
+    if problem.unrounded:
+        # Absent where it is false, so that verdicts from before it existed remain valid.
+        facts["unrounded"] = True
+    return Kind.of("attention", facts)
 
 
-def _length(n: int, complete: int) -> int:
-    """A small length for one of n: `complete` if n is made of complete tiles, otherwise one that is
-    not.
-    """
-    if n < SHORT:
-        return 1 if n == 1 else 72
-    return complete if n % 128 == 0 else complete + 72
+def _test_length(length: int, complete: int) -> int:
+    """A small length for a test, made of complete tiles if `length` is: then it is `complete`."""
+    if length == 1:
+        return 1
+    if length < SHORT:
+        return 72
+    return complete if length % 128 == 0 else complete + 72
 
 
 def faults(
     facts: dict[str, Any], say: Callable[[str], None], attend: Attend | None = None
 ) -> list[str]:
-    """What is wrong with our kernels for a kind's facts: each difference from `reference_attention`
-    in fp32, and between reruns.
+    """Returns the faults of our kernels for a kind's facts.
 
-    say: called with "ready" after the references are computed and with "compiled" before a kernel
-    runs. attend: a function to test instead of `mosaic.attend`.
+    A fault is a difference from `reference_attention` in fp32, or between reruns.
+
+    Args:
+      say: called with "ready" after the references are computed and with "compiled" before a kernel
+        runs.
+      attend: a function to test instead of `mosaic.attend`.
     """
     calls = [_Call(facts, shape) for shape in facts["shapes"]]
-    wanted = [jax.block_until_ready(jax.jit(call.by_reference)(*call.exact)) for call in calls]
+    references = [jax.block_until_ready(jax.jit(call.reference)(*call.exact)) for call in calls]
     say("ready")
-    kernels = [jax.jit(partial(call.by, attend)).lower(*call.arrays).compile() for call in calls]
+    kernels = []
+    for call in calls:
+        kernels.append(jax.jit(partial(call.run, attend)).lower(*call.arrays).compile())
     say("compiled")
-    found = []
-    for call, kernel, reference in zip(calls, kernels, wanted, strict=True):
+
+    call_faults = []
+    for call, kernel, reference in zip(calls, kernels, references, strict=True):
         first = jax.block_until_ready(kernel(*call.arrays))
-        wrong = _differences(first, reference, facts)
-        exact = first if facts["deterministic"] else {name: first[name] for name in ("out", "lse")}
+        messages = _differences(first, reference, facts)
+        reproducible = first if facts["deterministic"] else ("out", "lse")
         for _ in range(RERUNS):
-            again = jax.block_until_ready(kernel(*call.arrays))
-            wrong += [
-                f"{name} differs when it is computed again"
-                for name in exact
-                if not _same(first[name], again[name])
-            ]
-            wrong += _differences(again, reference, facts)
-        found += [f"{fault} ({call.about})" for fault in dict.fromkeys(wrong)]
-    return found
+            rerun = jax.block_until_ready(kernel(*call.arrays))
+            for name in reproducible:
+                if not _same(first[name], rerun[name]):
+                    messages.append(f"{name} differs when it is computed again")
+            messages += _differences(rerun, reference, facts)
+        call_faults += [f"{message} ({call.about})" for message in dict.fromkeys(messages)]
+    return call_faults
 
 
 def _differences(
-    found: dict[str, Array], wanted: dict[str, Array], facts: dict[str, Any]
+    results: dict[str, Array], references: dict[str, Array], facts: dict[str, Any]
 ) -> list[str]:
-    limits = {"lse": LSE, "out": TOLERANCES[facts["dtype"]]["out"]}
-    wrong = []
-    for name, reference in wanted.items():
-        error, limit = (
-            float(_relative(found[name], reference)),
-            limits.get(name, TOLERANCES[facts["dtype"]]["gradient"]),
-        )
+    """A message for each result that is too far from its reference."""
+    tolerances = TOLERANCES[facts["dtype"]]
+    limits = {"lse": LSE, "out": tolerances["out"]}
+    messages = []
+    for name, reference in references.items():
+        limit = limits.get(name, tolerances["gradient"])
+        error = float(_relative_error(results[name], reference))
         if not error <= limit:  # nan, too
-            wrong.append(f"{name} is too far from the reference: over {limit:g}")
-    return wrong
+            messages.append(f"{name} is too far from the reference: over {limit:g}")
+    return messages
 
 
 @jax.jit
-def _relative(found: Array, wanted: Array) -> Array:
-    """|found - wanted| / |wanted|; nan if they differ in where they are not finite."""
-    found, finite = found.astype(jnp.float32), jnp.isfinite(wanted)
-    equal = jnp.where(finite, jnp.isfinite(found), found == wanted).all()
-    error = jnp.linalg.norm(jnp.where(finite, found - wanted, 0)) / jnp.maximum(
-        jnp.linalg.norm(jnp.where(finite, wanted, 0)), 1e-30
-    )
-    return jnp.where(equal, error, jnp.nan)
+def _relative_error(result: Array, reference: Array) -> Array:
+    """|result - reference| / |reference|; nan if they differ in where they are not finite."""
+    result = result.astype(jnp.float32)
+    finite = jnp.isfinite(reference)
+    comparable = jnp.where(finite, jnp.isfinite(result), result == reference).all()
+    difference = jnp.linalg.norm(jnp.where(finite, result - reference, 0))
+    norm = jnp.linalg.norm(jnp.where(finite, reference, 0))
+    return jnp.where(comparable, difference / jnp.maximum(norm, 1e-30), jnp.nan)
 
 
 @jax.jit
@@ -159,29 +167,37 @@ class _Call:
     """A call with random arrays for one of a kind's shapes.
 
     Attributes:
-      arrays, exact: q, k, v and sinks (or None), in the kind's dtype, and the same values in fp32.
+      arrays: q, k, v and sinks (or None), in the kind's dtype.
+      exact: the same values in fp32.
+      weights: factors of out and of sin(lse) in the loss.
       about: the shape, for messages.
     """
 
     def __init__(self, facts: dict[str, Any], shape: list[int]) -> None:
-        (B, S, T, N, K), (H, Hv) = shape, facts["head_dims"]
+        B, S, T, N, K = shape
+        H, Hv = facts["head_dims"]
         rng = np.random.default_rng(0)
         dtype = jnp.dtype(facts["dtype"])
-        sizes = (B, S, N, H), (B, T, K, H), (B, T, K, Hv)
-        sinks = jnp.asarray(rng.standard_normal(N), jnp.float32) if facts["sinks"] else None
-        self.arrays = *(jnp.asarray(rng.standard_normal(size), dtype) for size in sizes), sinks
+        sinks = None
+        if facts["sinks"]:
+            sinks = jnp.asarray(rng.standard_normal(N), jnp.float32)
+        sizes = ((B, S, N, H), (B, T, K, H), (B, T, K, Hv))
+        q, k, v = (jnp.asarray(rng.standard_normal(size), dtype) for size in sizes)
+        self.arrays = (q, k, v, sinks)
         self.exact = tuple(None if x is None else x.astype(jnp.float32) for x in self.arrays)
-        self.weights = (
-            jnp.asarray(rng.standard_normal((B, S, N, Hv)), jnp.float32),
-            jnp.asarray(rng.standard_normal((B, S, N)), jnp.float32),
-        )
-        self.ids = None
+        out_weights = jnp.asarray(rng.standard_normal((B, S, N, Hv)), jnp.float32)
+        lse_weights = jnp.asarray(rng.standard_normal((B, S, N)), jnp.float32)
+
+        self.q_ids: Array | None = None
+        self.k_ids: Array | None = None
         if facts["segments"]:
-            self.ids = tuple(
+            # A token in a hundred begins a document.
+            self.q_ids, self.k_ids = (
                 jnp.asarray(np.cumsum(rng.random((B, length)) < 0.01, 1), jnp.int32)
                 for length in (S, T)
             )
-            self.ids = (self.ids[1], self.ids[1]) if S == T else self.ids
+            if S == T:
+                self.q_ids = self.k_ids
         self.tiling = TuningEntry.of(facts["tiling"] | {"head_dims": [H, Hv]}).tiling
         self.traced = facts["offset"] == "traced"
         self.q_offset = 0 if facts["offset"] == "none" else max(T - S, 37)
@@ -189,95 +205,94 @@ class _Call:
             "causal": facts["causal"],
             "window": facts["window"],
             "softcap": facts["softcap"],
+            "block_mask": _random_mask(facts["block_mask"], S, T, N, rng),
         }
-        self.static["block_mask"] = _pattern(facts["block_mask"], S, T, N, rng)
         self.deterministic = facts["deterministic"]
         self.unrounded = facts.get("unrounded", False)
         if self.unrounded:
-            # those gradients have no part of the log-sum-exp's
-            self.weights = self.weights[0], jnp.zeros_like(self.weights[1])
+            # `attention_gradients` has no gradient of the log-sum-exp.
+            lse_weights = jnp.zeros_like(lse_weights)
+        self.weights = (out_weights, lse_weights)
         self.about = f"q {[B, S, N, H]}, k {[B, T, K, H]}, {facts['dtype']}"
 
-    def by(self, attend: Attend | None, *arrays: Array | None) -> dict[str, Array]:
-        """Results and gradients of a function that is called like `mosaic.attend`, by default of
-        that with the kind's tiles.
-        """
+    def run(self, attend: Attend | None, *arrays: Array | None) -> dict[str, Array]:
+        """Results and gradients of `attend`; None: of `mosaic.attend` with the kind's tiles."""
         serve: Attend = attend or partial(mosaic.attend, tiles=self.tiling)
-        ids = self.ids or (None, None)
-
-        def described(
-            q: Array, k: Array, v: Array, sinks: Array | None
-        ) -> tuple[AttentionProblem, Sides]:
-            offset = jnp.asarray(self.q_offset, jnp.int32) if self.traced else self.q_offset
-            problem = describe_attention(
-                q, k, v, segment_ids=ids[0], kv_segment_ids=ids[1], sinks=sinks, q_offset=offset,
-                deterministic=self.deterministic,
-                return_lse=True, **self.static,
-            )  # fmt: skip
-            return problem, {
-                "segment_ids": ids[0],
-                "kv_segment_ids": ids[1],
-                "q_offset": offset,
-                "sinks": sinks,
-            }
 
         def kernel(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Array]:
-            problem, sides = described(q, k, v, sinks)
+            problem, sides = self._describe(q, k, v, sinks)
             return serve(q, k, v, problem, **sides)
 
         if not self.unrounded:
             return self._values(kernel, *arrays)
         q, k, v, sinks = arrays
         assert q is not None and k is not None and v is not None
-        problem, sides = described(q, k, v, sinks)
+        problem, sides = self._describe(q, k, v, sinks)
         out, lse = kernel(q, k, v, sinks)
         dout = self.weights[0].astype(q.dtype)
         problem = dataclasses.replace(problem, unrounded=True)
         gradients = mosaic.gradients(q, k, v, out, lse, dout, problem, tiles=self.tiling, **sides)
-        named = {
-            f"the gradient of {name}": x
-            for name, x in zip(("q", "k", "v", "sinks"), gradients, strict=True)
-            if x is not None
-        }
-        return {"out": out, "lse": lse, **named}
+        values = {"out": out, "lse": lse}
+        for name, gradient in zip(NAMES, gradients, strict=True):
+            if gradient is not None:
+                values[f"the gradient of {name}"] = gradient
+        return values
 
-    def by_reference(self, *arrays: Array | None) -> dict[str, Array]:
+    def reference(self, *arrays: Array | None) -> dict[str, Array]:
         """Results and gradients of `reference_attention`."""
-        ids = self.ids or (None, None)
-        about = {
-            "segment_ids": ids[0],
-            "kv_segment_ids": ids[1],
-            "q_offset": self.q_offset,
-            **self.static,
+
+        def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Array]:
+            return reference_attention(
+                q,
+                k,
+                v,
+                sinks=sinks,
+                segment_ids=self.q_ids,
+                kv_segment_ids=self.k_ids,
+                q_offset=self.q_offset,
+                **self.static,
+            )
+
+        return self._values(attend, *arrays)
+
+    def _describe(
+        self, q: Array, k: Array, v: Array, sinks: Array | None
+    ) -> tuple[AttentionProblem, Sides]:
+        offset = jnp.asarray(self.q_offset, jnp.int32) if self.traced else self.q_offset
+        sides: Sides = {
+            "segment_ids": self.q_ids,
+            "kv_segment_ids": self.k_ids,
+            "q_offset": offset,
+            "sinks": sinks,
         }
-        return self._values(
-            lambda q, k, v, sinks: reference_attention(q, k, v, sinks=sinks, **about), *arrays
+        problem = describe_attention(
+            q, k, v, deterministic=self.deterministic, return_lse=True, **sides, **self.static
         )
+        return problem, sides
 
     def _values(self, attend: Attend, *arrays: Array | None) -> dict[str, Array]:
-        moving = {
-            name: x
-            for name, x in zip(("q", "k", "v", "sinks"), arrays, strict=True)
-            if x is not None
-        }
+        """out, lse, and the gradients of a weighted sum of both, by the names of messages."""
+        inputs = {name: x for name, x in zip(NAMES, arrays, strict=True) if x is not None}
+        out_weights, lse_weights = self.weights
 
-        def loss(moving: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
-            out, lse = attend(moving["q"], moving["k"], moving["v"], moving.get("sinks"))
-            seen = jnp.where(lse == -jnp.inf, 0, lse)
-            return (out.astype(jnp.float32) * self.weights[0]).sum() + (
-                jnp.sin(seen) * self.weights[1]
-            ).sum(), {"out": out, "lse": lse}
+        def loss(inputs: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+            out, lse = attend(inputs["q"], inputs["k"], inputs["v"], inputs.get("sinks"))
+            finite_lse = jnp.where(lse == -jnp.inf, 0, lse)
+            out_loss = (out.astype(jnp.float32) * out_weights).sum()
+            lse_loss = (jnp.sin(finite_lse) * lse_weights).sum()
+            return out_loss + lse_loss, {"out": out, "lse": lse}
 
-        gradients, found = jax.grad(loss, has_aux=True)(moving)
-        return found | {f"the gradient of {name}": x for name, x in gradients.items()}
+        gradients, values = jax.grad(loss, has_aux=True)(inputs)
+        return values | {f"the gradient of {name}": x for name, x in gradients.items()}
 
 
-def _pattern(
-    which: str | None, S: int, T: int, N: int, rng: np.random.Generator
+def _random_mask(
+    form: str | None, S: int, T: int, N: int, rng: np.random.Generator
 ) -> BlockMask | None:
-    """A random block mask in which most queries see something."""
-    if which is None:
+    """A random block mask in which most queries see something. form: None, "by head", "shared"."""
+    if form is None:
         return None
-    visible = rng.random((N if which == "by head" else 1, -(-S // 128), -(-T // 128))) < 0.5
+    heads = N if form == "by head" else 1
+    visible = rng.random((heads, -(-S // 128), -(-T // 128))) < 0.5
     visible[:, :, 0] = True
     return BlockMask(visible, 128)

@@ -19,6 +19,7 @@ from pallas_kernels.attention.block_mask import BlockMask
 from pallas_kernels.attention.problem import AttentionProblem
 
 _PAD_POSITION = 2**30
+"""The position of keys that are padding: after every query."""
 
 
 class Tile(NamedTuple):
@@ -32,11 +33,7 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan:
-    """The static part of a call: its features, and the division into chunks.
-
-    `unrolled`: S and T fit one chunk each; then the rows are divided into a few blocks, each with
-    its own range of keys. `block_mask`: each tile is inside one block of it, and `unrolled` is off.
-    """
+    """The static part of a call: its features, and the division into chunks."""
 
     causal: bool
     scale: float
@@ -48,36 +45,43 @@ class TilePlan:
     q_chunk: int
     kv_chunk: int
     unrolled: bool
+    """S and T fit one chunk each; then the rows are divided into a few blocks, each with its own
+    range of keys."""
     block_mask: BlockMask | None = None
+    """Each tile is inside one block of it, and `unrolled` is off."""
 
     @classmethod
     def of(cls, problem: AttentionProblem, q_chunk: int, kv_chunk: int) -> "TilePlan":
         """The plan for a problem, with chunks of at most these sizes."""
-        S, T, mask = problem.q_shape[1], problem.k_shape[1], problem.block_mask
-        features = (
-            problem.causal,
-            problem.scale,
-            problem.window,
-            problem.softcap,
-            problem.q_offset,
-        )
+        S = problem.q_shape[1]
+        T = problem.k_shape[1]
+        mask = problem.block_mask
+        unrolled = False
         if mask is not None:
-            # The largest even parts of a block that are at most the chunks requested.
-            q_chunk, kv_chunk = (
-                max(
-                    c
-                    for c in range(64, mask.size + 1, 64)
-                    if mask.size % c == 0 and c <= max(64, x)
-                )
-                for x in (q_chunk, kv_chunk)
-            )
-            return cls(*features, S, T, min(S, q_chunk), min(T, kv_chunk), False, mask)
-        unrolled = max(S - q_chunk, T - kv_chunk) <= 0
-        if unrolled:
-            # Measured on CPU at S = 256: four blocks beat two, and two beat the whole square.
-            skips = problem.causal and problem.q_offset is not None
-            q_chunk, kv_chunk = max(64, -(-S // 4)) if skips else S, T
-        return cls(*features, S, T, _even(S, q_chunk), _even(T, kv_chunk), unrolled)
+            q_chunk = min(S, _chunk_in_block(mask.size, q_chunk))
+            kv_chunk = min(T, _chunk_in_block(mask.size, kv_chunk))
+        else:
+            unrolled = max(S - q_chunk, T - kv_chunk) <= 0
+            if unrolled:
+                # Measured on CPU at S = 256: four blocks beat two, and two beat the whole square.
+                skips = problem.causal and problem.q_offset is not None
+                q_chunk = max(64, -(-S // 4)) if skips else S
+                kv_chunk = T
+            q_chunk = _even(S, q_chunk)
+            kv_chunk = _even(T, kv_chunk)
+        return cls(
+            causal=problem.causal,
+            scale=problem.scale,
+            window=problem.window,
+            softcap=problem.softcap,
+            q_offset=problem.q_offset,
+            S=S,
+            T=T,
+            q_chunk=q_chunk,
+            kv_chunk=kv_chunk,
+            unrolled=unrolled,
+            block_mask=mask,
+        )
 
     @property
     def n_q(self) -> int:
@@ -90,9 +94,7 @@ class TilePlan:
         return -(-self.T // self.kv_chunk)
 
     def visible_keys(self, i: int) -> tuple[int, int]:
-        """The range of keys that some row of query chunk i may see: all keys if the offset is
-        traced.
-        """
+        """The keys [start, stop) that query chunk i may see: all if the offset is traced."""
         if self.q_offset is None or not self.causal:
             return 0, self.T
         first = self.q_offset + i * self.q_chunk
@@ -102,18 +104,20 @@ class TilePlan:
 
     def tiles(self) -> list[Tile]:
         """The tiles in which something is visible, row by row."""
-        ranges = [(i, *self.visible_keys(i)) for i in range(self.n_q)]
-        ranges = [(i, start, stop) for i, start, stop in ranges if start < stop]
-        if self.unrolled:
-            return [Tile(i, 0, start, stop) for i, start, stop in ranges]
-        c = self.kv_chunk
-        tiles = [
-            Tile(i, j, 0, c) for i, start, stop in ranges for j in range(start // c, -(-stop // c))
-        ]
+        tiles = []
+        for i in range(self.n_q):
+            start, stop = self.visible_keys(i)
+            if start >= stop:
+                continue
+            if self.unrolled:
+                tiles.append(Tile(i, 0, start, stop))
+                continue
+            kv_chunks = range(start // self.kv_chunk, -(-stop // self.kv_chunk))
+            tiles += [Tile(i, j, 0, self.kv_chunk) for j in kv_chunks]
         if self.block_mask is None:
             return tiles
-        some_head = self.block_mask.visible.sum(0) > 0
-        return [tile for tile in tiles if some_head[self.block_of(tile)]]
+        visible_to_some_head = self.block_mask.visible.sum(0) > 0
+        return [tile for tile in tiles if visible_to_some_head[self.block_of(tile)]]
 
     def block_of(self, tile: Tile) -> tuple[int | Array, int | Array]:
         """The mask's block of queries and block of keys that contain a tile."""
@@ -121,12 +125,21 @@ class TilePlan:
         return tile.i * self.q_chunk // size, tile.j * self.kv_chunk // size
 
 
+def _chunk_in_block(size: int, largest: int) -> int:
+    """The largest even part of a mask's block of `size` that is at most the chunk requested."""
+    chunks = range(64, size + 1, 64)
+    return max(chunk for chunk in chunks if size % chunk == 0 and chunk <= max(64, largest))
+
+
 def _even(length: int, chunk: int) -> int:
-    """The chunk size that divides `length` into as few pieces as `chunk` does, with little padding:
-    a multiple of 16, for matmuls.
+    """The chunk size that divides `length` into as few pieces as `chunk` does, with little padding.
+
+    It is a multiple of 16, for matmuls, unless it is all of `length`.
     """
-    n = -(-length // chunk)
-    return length if n == 1 else min(chunk, -(-length // (16 * n)) * 16)
+    n_chunks = -(-length // chunk)
+    if n_chunks == 1:
+        return length
+    return min(chunk, -(-length // (16 * n_chunks)) * 16)
 
 
 def take(x: Array, i: int | Array) -> Array:
@@ -137,26 +150,30 @@ def take(x: Array, i: int | Array) -> Array:
 def to_rows(x_BSNX: Array, K: int, chunk: int) -> Array:
     """[B, S, N, ...] to [n, B, K, R, ...], padded with zeros. Keys are the case N = K."""
     B, S, N, *X = x_BSNX.shape
+    G = N // K
     n = -(-S // chunk)
     x = jnp.pad(x_BSNX, [(0, 0), (0, n * chunk - S)] + [(0, 0)] * (1 + len(X)))
-    x = x.reshape(B, n, chunk, K, N // K, *X)
-    return jnp.moveaxis(x, (1, 0, 3, 4, 2), (0, 1, 2, 3, 4)).reshape(n, B, K, N // K * chunk, *X)
+    x = x.reshape(B, n, chunk, K, G, *X)
+    x = jnp.moveaxis(x, (1, 0, 3, 4, 2), (0, 1, 2, 3, 4))  # [n, B, K, G, chunk, ...]
+    return x.reshape(n, B, K, G * chunk, *X)
 
 
 def from_rows(x_nBKRX: Array, S: int, N: int) -> Array:
     """The inverse of `to_rows`."""
     n, B, K, R, *X = x_nBKRX.shape
-    x = x_nBKRX.reshape(n, B, K, N // K, R * K // N, *X)
-    return jnp.moveaxis(x, (0, 1, 2, 3, 4), (1, 0, 3, 4, 2)).reshape(B, -1, N, *X)[:, :S]
+    G = N // K
+    x = x_nBKRX.reshape(n, B, K, G, R // G, *X)
+    x = jnp.moveaxis(x, (0, 1, 2, 3, 4), (1, 0, 3, 4, 2))  # [B, n, chunk, K, G, ...]
+    return x.reshape(B, -1, N, *X)[:, :S]
 
 
 class Side(NamedTuple):
-    """Positions [n, R] and segments [n, B, R] of the rows (or the keys) of all chunks, or of one
-    chunk.
-    """
+    """Positions and segments of the rows, or of the keys, of all chunks or of one chunk."""
 
     position: Array
+    """[n, R], or [R] of one chunk."""
     segment: Array | None
+    """[n, B, R], or [B, R] of one chunk."""
 
     def take(self, i: int | Array, start: int = 0, stop: int | None = None) -> "Side":
         """The positions and segments [start, stop) of chunk i."""
@@ -170,9 +187,8 @@ def sides(
     """(rows, keys) of all chunks. `q_offset` is used if the plan has none."""
 
     def chunked(x: Array, n: int, chunk: int, fill: int) -> Array:
-        x = jnp.pad(
-            x, [(0, 0)] * (x.ndim - 1) + [(0, n * chunk - x.shape[-1])], constant_values=fill
-        )
+        padding = [(0, 0)] * (x.ndim - 1) + [(0, n * chunk - x.shape[-1])]
+        x = jnp.pad(x, padding, constant_values=fill)
         return jnp.moveaxis(x.reshape(*x.shape[:-1], n, chunk), -2, 0)
 
     def rows(x: Array) -> Array:
@@ -182,10 +198,8 @@ def sides(
         return chunked(x, plan.n_kv, plan.kv_chunk, _PAD_POSITION)
 
     first = q_offset if plan.q_offset is None else plan.q_offset
-    row_positions, key_positions = (
-        rows(first + jnp.arange(plan.S, dtype=jnp.int32)),
-        keys(jnp.arange(plan.T, dtype=jnp.int32)),
-    )
+    row_positions = rows(first + jnp.arange(plan.S, dtype=jnp.int32))
+    key_positions = keys(jnp.arange(plan.T, dtype=jnp.int32))
     if q_segments is None or kv_segments is None:
         return Side(row_positions, None), Side(key_positions, None)
     return Side(row_positions, rows(q_segments)), Side(key_positions, keys(kv_segments))
@@ -193,8 +207,14 @@ def sides(
 
 def visible(plan: TilePlan, tile: Tile, K: int, rows: Side, keys: Side) -> Array | None:
     """Mask of one tile, broadcastable to [B, K, R, C]; None: everything is visible."""
-    r, c = rows.position[:, None], keys.position
-    conditions = [r >= c] if plan.causal else [c < plan.T] if plan.T % plan.kv_chunk else []
+    r = rows.position[:, None]
+    c = keys.position
+    conditions = []
+    if plan.causal:
+        # This hides padding keys, too: their position is larger than any query's.
+        conditions.append(r >= c)
+    elif plan.T % plan.kv_chunk:
+        conditions.append(c < plan.T)
     if plan.window is not None:
         conditions.append(r - c < plan.window)
     if rows.segment is not None and keys.segment is not None:

@@ -1,10 +1,9 @@
-"""The tiles of the Hopper kernels, from the table `tuning.json`, which
-`pallas_kernels/dev/autotune.py` makes.
+"""The tiles of the Hopper kernels, from the table `tuning.json`.
 
-Each entry has its conditions (device, head_dims, dtype, causal, minimum length; null: any) and the
-tiles of the kernels: the forward pass, the fused backward pass, and the two kernels of the
-deterministic one. The first entry that matches is used, so entries measured on a device come before
-entries that were only compiled.
+`pallas_kernels/dev/autotune.py` makes the table. Each entry has its conditions (device, head_dims,
+dtype, causal, minimum length; null: any) and the tiles of the kernels: the forward pass, the fused
+backward pass, and the two kernels of the deterministic one. The first entry that matches is used,
+so entries measured on a device come before entries that were only compiled.
 """
 
 from __future__ import annotations
@@ -39,66 +38,73 @@ class TuningEntry:
     length: int = 0
     """The minimum number of keys."""
     plain: bool = False
-    """Whether it serves only calls without window, soft cap, segments, sinks, block mask and traced
+    """It serves only calls without window, soft cap, segments, sinks, block mask and traced
     offset."""
 
     def serves(self, problem: AttentionProblem, device: str) -> bool:
         """Whether the entry's conditions hold for a problem on a device."""
-        return (
-            self.head_dims == (problem.q_shape[3], problem.v_shape[3])
-            and (self.device is None or self.device in device)
-            and self.dtype in (None, problem.dtype)
-            and self.causal in (None, problem.causal)
-            and problem.k_shape[1] >= self.length
-            and not (self.plain and has_features(problem))
-            and (
-                problem.block_mask is None
-                or not any(
-                    problem.block_mask.size % n
-                    for n in (self.tiling.forward.rows, self.tiling.forward.block)
-                )
-            )
-        )
+        if self.head_dims != (problem.q_shape[3], problem.v_shape[3]):
+            return False
+        if self.device is not None and self.device not in device:
+            return False
+        if self.dtype not in (None, problem.dtype) or self.causal not in (None, problem.causal):
+            return False
+        if problem.k_shape[1] < self.length:
+            return False
+        if self.plain and has_features(problem):
+            return False
+        if problem.block_mask is None:
+            return True
+        # The kernels skip complete tiles, so that a mask's blocks must consist of such.
+        forward = self.tiling.forward
+        size = problem.block_mask.size
+        return size % forward.rows == 0 and size % forward.block == 0
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> TuningEntry:
         """An entry from the file's JSON."""
-        fused = FusedTiles(**row["fused"]) if row.get("fused") else None
-        of_pair = {name: Tiles(**row[name]) for name in ("dq", "dkv")}
-        tiling = Tiling(forward=ForwardTiles(**row["forward"]), **of_pair, fused=fused)
-        about = {
-            name: row[name]
-            for name in ("device", "dtype", "causal", "length", "plain")
-            if name in row
-        }
-        return cls(head_dims=tuple(row["head_dims"]), tiling=tiling, **about)
+        tiling = Tiling(
+            forward=ForwardTiles(**row["forward"]),
+            dq=Tiles(**row["dq"]),
+            dkv=Tiles(**row["dkv"]),
+            fused=FusedTiles(**row["fused"]) if row.get("fused") else None,
+        )
+        optional = ("device", "dtype", "causal", "length", "plain")
+        conditions = {name: row[name] for name in optional if name in row}
+        return cls(head_dims=tuple(row["head_dims"]), tiling=tiling, **conditions)
 
 
 def has_features(problem: AttentionProblem) -> bool:
     """Whether a problem has more than a causal mask."""
-    cut = problem.window is not None or problem.block_mask is not None or problem.q_offset is None
-    return cut or problem.softcap is not None or problem.segments or problem.sinks
+    return (
+        problem.window is not None
+        or problem.block_mask is not None
+        or problem.q_offset is None
+        or problem.softcap is not None
+        or problem.segments
+        or problem.sinks
+    )
 
 
 @functools.cache
 def entries() -> tuple[TuningEntry, ...]:
     """All entries, in the order of the table."""
-    return tuple(
-        TuningEntry.of(row) for row in json.loads(PATH.read_text(encoding="utf-8"))["rows"]
-    )
+    rows = json.loads(PATH.read_text(encoding="utf-8"))["rows"]
+    return tuple(TuningEntry.of(row) for row in rows)
 
 
 def tiling(problem: AttentionProblem, device: str | None = None) -> Tiling:
-    """The tiles for `problem`. device: its device_kind; None: that of the first GPU of this
-    process, if there is one.
+    """The tiles for `problem`.
+
+    device: its device_kind; None: that of the first GPU of this process, if there is one.
 
     Raises LookupError if no entry matches; `mosaic.unsupported_reason` excludes such problems.
     """
     if device is None:
         device = jax.local_devices()[0].device_kind if jax.default_backend() == "gpu" else ""
-    entry = next((entry for entry in entries() if entry.serves(problem, device)), None)
-    if entry is None:
-        raise LookupError(
-            f"{PATH.name} has no tiles for head dims {problem.q_shape[3]} and {problem.v_shape[3]}"
-        )
-    return entry.tiling
+    for entry in entries():
+        if entry.serves(problem, device):
+            return entry.tiling
+    raise LookupError(
+        f"{PATH.name} has no tiles for head dims {problem.q_shape[3]} and {problem.v_shape[3]}"
+    )

@@ -1,3 +1,4 @@
-"""Tools for kernel development: an interpreter for CPUs, the resources of compiled kernels, and the
-search for tile sizes.
+"""Tools for kernel development.
+
+There are an interpreter for CPUs, the resources of compiled kernels, and a search for tile sizes.
 """

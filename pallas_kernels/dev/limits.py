@@ -1,5 +1,4 @@
-"""What a compiled kernel asks of the hardware that an H100 cannot give, or gives slowly. The
-interpreter knows nothing of it.
+"""Checks of a compiled kernel against the limits of an H100, which the interpreter ignores.
 
 Limits are those of compute capability 9.0 (CUDA C++ Programming Guide, technical specifications),
 of the PTX instructions setmaxnreg and mbarrier.init, and of cuTensorMapEncodeTiled of the CUDA
@@ -22,7 +21,7 @@ SHARED_MEMORY = 232_448
 """Bytes that a block may have."""
 ARRIVALS = 2**20 - 1
 """The most that a barrier counts."""
-GRID = 2**31 - 1, 65_535, 65_535
+GRID = (2**31 - 1, 65_535, 65_535)
 """The most blocks by axis: x, y, z."""
 NOTES = {
     "C7512": "serialised: ptxas waits for each wgmma before it issues the next",
@@ -32,49 +31,54 @@ NOTES = {
         "their registers"
     ),
 }
-"""Notes of ptxas that say that tensor cores will be idle. C7519, an injected warpgroup.arrive, is
-harmless: it costs one instruction."""
+"""Notes of ptxas about idle tensor cores. C7519, an injected warpgroup.arrive, is harmless: it
+costs one instruction."""
 
 
 def faults(kernel: KernelResources, *, sms: int = 0) -> list[str]:
-    """What is wrong with a kernel; nothing if it runs, and keeps what it computes in registers and
-    its wgmmas in flight.
+    """The faults of a kernel.
 
-    sms: those that its grid should fill with a block each at least; 0: do not ask, because the
+    It has none if it runs, keeps its values in registers and its wgmmas in flight.
+
+    sms: SMs that its grid should fill with at least one block each; 0: not checked, because the
     shape is a small one.
     """
-    found = [
+    messages = [
         *_registers(kernel),
         *_notes(kernel),
         *_memory(kernel),
         *_barriers(kernel),
         *_grid(kernel, sms),
     ]
-    return found + [fault for one in kernel.tensor_maps for fault in _tensor_map(one)]
+    for tensor_map in kernel.tensor_maps:
+        messages += _tensor_map(tensor_map)
+    return messages
 
 
 def _registers(kernel: KernelResources) -> Iterator[str]:
-    groups = kernel.threads // WARPGROUP
-    if (wanted := kernel.registers * kernel.threads) > REGISTERS:
+    n_warpgroups = kernel.threads // WARPGROUP
+    at_launch = kernel.registers * kernel.threads
+    if at_launch > REGISTERS:
         yield (
-            f"registers: {kernel.threads} threads of {kernel.registers} are {wanted:,}, and an SM "
-            f"has {REGISTERS:,}"
+            f"registers: {kernel.threads} threads of {kernel.registers} are {at_launch:,}, and an "
+            f"SM has {REGISTERS:,}"
         )
-    if spilled := kernel.spill_stores + kernel.spill_loads:
+    spilled = kernel.spill_stores + kernel.spill_loads
+    if spilled:
         yield f"spills: {spilled} bytes of each thread's registers go through local memory"
     if not kernel.set_registers:
         return
-    fewer, more = (
-        [n for way, n in kernel.set_registers if way == direction] for direction in ("dec", "inc")
-    )
+
+    fewer = [n for direction, n in kernel.set_registers if direction == "dec"]
+    more = [n for direction, n in kernel.set_registers if direction == "inc"]
     # Code that several warpgroups share is there once, so those that do not give registers back
     # take the most that any takes.
-    budget = fewer + [max(more, default=kernel.registers)] * (groups - len(fewer))
-    if sum(budget) > kernel.registers * groups:
+    budget = fewer + [max(more, default=kernel.registers)] * (n_warpgroups - len(fewer))
+    if sum(budget) > kernel.registers * n_warpgroups:
         yield (
             f"register budget: warpgroups that set {', '.join(map(str, budget))} registers a "
             f"thread need {WARPGROUP * sum(budget):,}, and the block is launched with "
-            f"{WARPGROUP * groups * kernel.registers:,}, so setmaxnreg would hang"
+            f"{WARPGROUP * n_warpgroups * kernel.registers:,}, so setmaxnreg would hang"
         )
     for n in fewer + more:
         if n % 8 or not 24 <= n <= 256:
@@ -87,24 +91,24 @@ def _registers(kernel: KernelResources) -> Iterator[str]:
 
 
 def _notes(kernel: KernelResources) -> Iterator[str]:
-    for code in sorted(set(re.findall(r"\((C\d+)\)", "\n".join(kernel.warnings))) & set(NOTES)):
+    codes = set(re.findall(r"\((C\d+)\)", "\n".join(kernel.warnings)))
+    for code in sorted(codes & set(NOTES)):
         lines = [line for line in kernel.warnings if f"({code})" in line]
         yield f"{NOTES[code]} ({len(lines)} x {code})"
-    if not any("(C751" in line for line in kernel.warnings) and any(
-        "serialized" in line for line in kernel.warnings
-    ):
+    has_code = any("(C751" in line for line in kernel.warnings)
+    if not has_code and any("serialized" in line for line in kernel.warnings):
         yield "serialised, without a number that is known here"
 
 
 def _memory(kernel: KernelResources) -> Iterator[str]:
-    if (wanted := kernel.dynamic_shared + kernel.static_shared) > SHARED_MEMORY:
-        yield f"shared memory: {wanted:,} bytes, and a block may have {SHARED_MEMORY:,}"
+    shared = kernel.dynamic_shared + kernel.static_shared
+    if shared > SHARED_MEMORY:
+        yield f"shared memory: {shared:,} bytes, and a block may have {SHARED_MEMORY:,}"
 
 
 def _barriers(kernel: KernelResources) -> Iterator[str]:
-    """With a thread's own semantics, which the kernels use, all threads of a warpgroup arrive, and
-    a copy's arrival is also theirs.
-    """
+    # With Mosaic's lane semantics, which the kernels use, all threads of a warpgroup arrive, and a
+    # copy's arrival is also theirs.
     for count in sorted(set(kernel.barriers)):
         if not 1 <= count <= ARRIVALS:
             yield f"barrier: {count:,} arrivals are not from 1 to {ARRIVALS:,}"
@@ -116,31 +120,34 @@ def _barriers(kernel: KernelResources) -> Iterator[str]:
 
 
 def _grid(kernel: KernelResources, sms: int) -> Iterator[str]:
-    for axis, n, most in zip("xyz", kernel.grid, GRID, strict=True):
-        if not 1 <= n <= most:
-            yield f"grid: {n:,} blocks along {axis}, and there may be {most:,}"
-    if (blocks := math.prod(kernel.grid)) < sms:
+    for axis, n, limit in zip("xyz", kernel.grid, GRID, strict=True):
+        if not 1 <= n <= limit:
+            yield f"grid: {n:,} blocks along {axis}, and there may be {limit:,}"
+    blocks = math.prod(kernel.grid)
+    if blocks < sms:
         yield f"grid: {blocks} blocks leave {sms - blocks} of {sms} SMs without work"
 
 
-def _tensor_map(one: TensorMap) -> Iterator[str]:
-    what = f"TMA of {'x'.join(map(str, one.box))} from {'x'.join(map(str, one.shape))} {one.dtype}"
-    inner = one.box[-1] * one.itemsize
-    if not 1 <= len(one.shape) <= 5:
-        yield f"{what}: {len(one.shape)} axes, and there may be 5"
-    if any(not 1 <= n <= 256 for n in one.box):
-        yield f"{what}: a box has 1 to 256 elements along an axis"
-    if inner % 16 or (one.swizzle and inner > one.swizzle):
+def _tensor_map(tma: TensorMap) -> Iterator[str]:
+    box = "x".join(map(str, tma.box))
+    shape = "x".join(map(str, tma.shape))
+    subject = f"TMA of {box} from {shape} {tma.dtype}"
+    row_bytes = tma.box[-1] * tma.itemsize
+    if not 1 <= len(tma.shape) <= 5:
+        yield f"{subject}: {len(tma.shape)} axes, and there may be 5"
+    if any(not 1 <= n <= 256 for n in tma.box):
+        yield f"{subject}: a box has 1 to 256 elements along an axis"
+    if row_bytes % 16 or (tma.swizzle and row_bytes > tma.swizzle):
         yield (
-            f"{what}: a row of {inner} bytes is not a multiple of 16 up to the swizzle of "
-            f"{one.swizzle or 'none'}"
+            f"{subject}: a row of {row_bytes} bytes is not a multiple of 16 up to the swizzle of "
+            f"{tma.swizzle or 'none'}"
         )
-    if one.swizzle not in (0, 32, 64, 128):
-        yield f"{what}: a swizzle of {one.swizzle} bytes"
-    if one.strides[-1] != 1 or any(stride * one.itemsize % 16 for stride in one.strides[:-1]):
+    if tma.swizzle not in (0, 32, 64, 128):
+        yield f"{subject}: a swizzle of {tma.swizzle} bytes"
+    if tma.strides[-1] != 1 or any(stride * tma.itemsize % 16 for stride in tma.strides[:-1]):
         yield (
-            f"{what}: strides of {', '.join(map(str, one.strides))} elements are not aligned to 16 "
-            "bytes"
+            f"{subject}: strides of {', '.join(map(str, tma.strides))} elements are not aligned to "
+            "16 bytes"
         )
-    if one.offset * one.itemsize % 16:
-        yield f"{what}: it begins {one.offset} elements into the array, not aligned to 16 bytes"
+    if tma.offset * tma.itemsize % 16:
+        yield f"{subject}: it begins {tma.offset} elements into the array, not aligned to 16 bytes"

@@ -1,3 +1,5 @@
-"""Implementations of `grouped_matmul`: a loop in XLA (`xla.py`), and kernels for Hopper
-(`hopper.py`) with their plans (`plan.py`).
+"""Implementations of `grouped_matmul`.
+
+They are a loop in XLA (`xla.py`), and kernels for Hopper (`hopper.py`) with their plans
+(`plan.py`).
 """

@@ -1,3 +1,4 @@
-"""Implementations of `stacked_matmul`: XLA's form (`xla.py`), and kernels for Hopper (`hopper.py`)
-with their plans (`plan.py`).
+"""Implementations of `stacked_matmul`.
+
+They are XLA's form (`xla.py`), and kernels for Hopper (`hopper.py`) with their plans (`plan.py`).
 """

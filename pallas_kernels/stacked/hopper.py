@@ -1,11 +1,9 @@
-"""Stacked matmul on Hopper in Pallas Mosaic GPU: a product with one matrix of a stack, and a
-product that is added to one.
+"""Stacked matmul on Hopper: a product with one matrix of a stack, and one that is added to one.
 
 The kernels are those of the grouped matmul (`grouped/hopper.py`) with other tiles: one warpgroup
 loads by TMA, two multiply 64 or 128 rows each, and blocks of threads are persistent. The row of the
-stack is data: the copying unit takes it as a coordinate, so that no matrix is copied out of its
-stack. The copying unit adds a tile to fp32 numbers in the L2 cache, too, so that no thread reads
-them.
+stack is data: TMA takes it as a coordinate, so that no matrix is copied out of its stack. TMA also
+adds a tile to fp32 numbers in the L2 cache, so that no thread reads them.
 
 Shape suffixes: R rows of the stack, T tokens, K and N the widths of a matrix.
 """
@@ -35,27 +33,38 @@ def product(
     transpose: bool,
     occupancy: float | None = None,
 ) -> Array:
-    """x [T, K] @ weights[row] for weights [R, K, N]; with `transpose`, x [T, N] times the transpose
-    of that matrix.
+    """x [T, K] @ weights[row]; with `transpose`, x [T, N] times the transpose of that matrix.
 
-    Both have one type of 16 bits, and the result has it too. T is a multiple of 8 and at least 64,
-    K and N are multiples of 64. row: int32 []; one outside of the stack counts as the nearest one.
-    occupancy: metadata.
+    Args:
+      x: T is a multiple of 8 and at least 64.
+      weights: [R, K, N] in x's type of 16 bits; K and N are multiples of 64.
+      row: int32 []; one outside of the stack counts as the nearest one.
+      occupancy: metadata.
+
+    Returns:
+      [T, N], or [T, K], in x's type.
     """
-    (T, depth), (_, K, N), size = x.shape, weights.shape, x.dtype.itemsize
+    T, depth = x.shape
+    _, K, N = weights.shape
     width = K if transpose else N
+    right = (plan.columns, STEP) if transpose else (STEP, plan.columns)
 
     def body(refs: Refs) -> None:
         _Read(plan, T, width, depth, refs, transpose).run()
 
-    right = (plan.columns, STEP) if transpose else (STEP, plan.columns)
     return launch(
-        body, {"x": x, "w": weights, "row": row.reshape(1)},
+        body,
+        {"x": x, "w": weights, "row": row.reshape(1)},
         {"out": jax.ShapeDtypeStruct((T, width), x.dtype)},
-        buffers(plan, (plan.height, STEP), right, x.dtype, x.dtype), grid=(plan.blocks, 1, 1),
-        section=1, name="stacked_matmul",
-        flops=2 * T * K * N, occupancy=occupancy, moved=size * (T * (K + N) + K * N) + 4,
-    ).out  # fmt: skip
+        buffers(plan, (plan.height, STEP), right, x.dtype, x.dtype),
+        grid=(plan.blocks, 1, 1),
+        section=1,
+        name="stacked_matmul",
+        flops=2 * T * K * N,
+        occupancy=occupancy,
+        # One matrix of the stack, and the row.
+        moved=x.dtype.itemsize * (T * (K + N) + K * N) + 4,
+    ).out
 
 
 def add(
@@ -68,35 +77,50 @@ def add(
     rounded: bool = False,
     occupancy: float | None = None,
 ) -> Array:
-    """`sums`, fp32 [R, K, N], with x^T dy added to its row in place, for x [T, K] and dy [T, N].
+    """`sums`, fp32 [R, K, N], with x^T dy added to its row in place.
 
-    Sizes, types and row are as in `product`. rounded: each sum over the tokens is rounded to x's
-    type before it is added. Each number is added to once, so that the result is the same in each
-    run.
+    Each number is added to once, so that the result is the same in each run.
+
+    Args:
+      x, dy: [T, K] and [T, N], with sizes and types as in `product`.
+      row: as in `product`.
+      rounded: each sum over the tokens is rounded to x's type before it is added.
+      occupancy: metadata.
     """
-    (T, K), N, size = x.shape, dy.shape[1], x.dtype.itemsize
+    T, K = x.shape
+    N = dy.shape[1]
 
     def body(refs: Refs) -> None:
         _Add(plan, K, N, T, refs, rounded).run()
 
-    scratch = buffers(plan, (STEP, plan.height), (STEP, plan.columns), x.dtype, jnp.float32)
     return launch_adding(
-        body, {"x": x, "dy": dy, "row": row.reshape(1)}, {"out": sums}, {}, scratch,
-        grid=(plan.blocks, 1, 1), section=1,
-        name="stacked_matmul_add", flops=2 * T * K * N, occupancy=occupancy,
-        moved=size * T * (K + N) + 2 * 4 * K * N + 4,
-    ).out  # fmt: skip
+        body,
+        {"x": x, "dy": dy, "row": row.reshape(1)},
+        {"out": sums},
+        {},
+        buffers(plan, (STEP, plan.height), (STEP, plan.columns), x.dtype, jnp.float32),
+        grid=(plan.blocks, 1, 1),
+        section=1,
+        name="stacked_matmul_add",
+        flops=2 * T * K * N,
+        occupancy=occupancy,
+        # One matrix of the stack is read and written; and the row.
+        moved=x.dtype.itemsize * T * (K + N) + 2 * 4 * K * N + 4,
+    ).out
 
 
 class _Stacked(Product):
-    """Tiles of one matrix of a stack, in the order of `place`. What lies beyond its edges is loaded
-    as 0, and not stored.
+    """Tiles of one matrix of a stack, in the order of `place`.
+
+    Beyond the edges of the matrix, TMA loads 0, and stores nothing.
     """
 
     def __init__(self, plan: Plan, height: int, width: int, depth: int, refs: Refs) -> None:
         super().__init__(plan, refs)
-        self.rows, self.steps = height, -(-depth // STEP)
-        self.down, self.across = -(-height // plan.rows), -(-width // plan.columns)
+        self.rows = height
+        self.steps = -(-depth // STEP)
+        self.down = -(-height // plan.rows)
+        self.across = -(-width // plan.columns)
 
     def tiles(self) -> Any:
         return self.down * self.across
@@ -104,13 +128,13 @@ class _Stacked(Product):
     def tile(self, number: Any) -> Tile:
         row, column = place(number, self.down, self.across, self.plan.rows)
         return Tile(
-            self.row_of(),
-            jnp.int32(self.steps),
-            column * self.plan.columns,
+            group=self.stack_row(),
+            steps=jnp.int32(self.steps),
+            column=column * self.plan.columns,
             row=row * self.plan.rows,
         )
 
-    def row_of(self) -> Any:
+    def stack_row(self) -> Any:
         """The row of the stack."""
         stack = self.refs.w if self.refs.get("w") is not None else self.refs.out
         return jnp.clip(self.refs.row[0], 0, stack.shape[0] - 1)
@@ -120,23 +144,17 @@ class _Stacked(Product):
 
     def parts(self, tile: Tile) -> list[Any]:
         """The rows of a tile for each warpgroup."""
-        return [pl.ds(tile.row + i * self.plan.height, self.plan.height) for i in range(COMPUTING)]
+        height = self.plan.height
+        return [pl.ds(tile.row + i * height, height) for i in range(COMPUTING)]
 
     def part(self, tile: Tile, wg: Any, row: int, column: int) -> tuple[Any, Any]:
-        """The rows and columns of the result that a part of a warpgroup's sums has, by its first
-        row and column in them.
-        """
-        return pl.ds(tile.row + wg * self.plan.height + row, WARPGROUP), pl.ds(
-            tile.column + column, self.plan.stored
-        )
+        """The rows and columns of the result for a part of a warpgroup's sums.
 
-    def fill(self, turn: Any, lefts: list[Any], right: Any) -> None:
-        """Loads the left operand of each warpgroup and the right one of both into the slot of a
-        turn.
+        row, column: the first of the part in the sums.
         """
-        a_s, b_s = self.refs.a_s, self.refs.b_s
-        copies = [(left, lambda slot, i=i: a_s.at[slot, i]) for i, left in enumerate(lefts)]
-        self.ring.fill(turn, *copies, (right, lambda slot: b_s.at[slot]))
+        rows = pl.ds(tile.row + wg * self.plan.height + row, WARPGROUP)
+        columns = pl.ds(tile.column + column, self.plan.stored)
+        return rows, columns
 
 
 class _Read(_Stacked):
@@ -149,12 +167,13 @@ class _Read(_Stacked):
         self.transpose = transpose
 
     def load(self, tile: Tile, step: Any, turn: Any) -> None:
-        refs, inner, outer = (
-            self.refs,
-            pl.ds(step * STEP, STEP),
-            pl.ds(tile.column, self.plan.columns),
-        )
-        w = refs.w.at[(tile.group, outer, inner) if self.transpose else (tile.group, inner, outer)]
+        refs = self.refs
+        inner = pl.ds(step * STEP, STEP)
+        outer = pl.ds(tile.column, self.plan.columns)
+        if self.transpose:
+            w = refs.w.at[tile.group, outer, inner]
+        else:
+            w = refs.w.at[tile.group, inner, outer]
         self.fill(turn, [refs.x.at[rows, inner] for rows in self.parts(tile)], w)
 
     def operands(self, tile: Tile, step: Any, slot: Any, wg: Any) -> tuple[Any, Any]:
@@ -162,7 +181,10 @@ class _Read(_Stacked):
         return self.refs.a_s.at[slot, wg], transposed(b) if self.transpose else b
 
     def store(self, tile: Tile, wg: Any, sums: Array) -> None:
-        self.put(wg, sums, lambda row, column: self.refs.out.at[self.part(tile, wg, row, column)])
+        def target(row: int, column: int) -> Any:
+            return self.refs.out.at[self.part(tile, wg, row, column)]
+
+        self.put(wg, sums, target)
 
 
 class _Add(_Stacked):
@@ -177,7 +199,8 @@ class _Add(_Stacked):
         self.rounded = rounded
 
     def load(self, tile: Tile, step: Any, turn: Any) -> None:
-        refs, tokens = self.refs, pl.ds(step * STEP, STEP)
+        refs = self.refs
+        tokens = pl.ds(step * STEP, STEP)
         self.fill(
             turn,
             [refs.x.at[tokens, rows] for rows in self.parts(tile)],
@@ -190,8 +213,8 @@ class _Add(_Stacked):
     def store(self, tile: Tile, wg: Any, sums: Array) -> None:
         if self.rounded:
             sums = sums.astype(self.refs.x.dtype).astype(jnp.float32)
-        self.put(
-            wg,
-            sums,
-            lambda row, column: self.refs.out.at[(tile.group, *self.part(tile, wg, row, column))],
-        )
+
+        def target(row: int, column: int) -> Any:
+            return self.refs.out.at[(tile.group, *self.part(tile, wg, row, column))]
+
+        self.put(wg, sums, target)

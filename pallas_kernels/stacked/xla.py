@@ -1,5 +1,6 @@
-"""Stacked matmul as XLA has it: a matrix is taken out of the stack, multiplied, and a gradient is
-added to its row. Runs anywhere.
+"""Stacked matmul in plain JAX. It runs on any platform.
+
+A matrix is copied out of the stack and multiplied, and a gradient is added to its row.
 
 Shape suffixes: R rows of the stack, T tokens, K and N the widths of a matrix.
 """
@@ -9,14 +10,15 @@ from jax import Array, lax
 
 
 def product(x: Array, weights_RKN: Array, row: Array, *, transposed: bool) -> Array:
-    """x [T, K] @ weights[row], or x [T, N] @ weights[row]^T. A row outside of the stack counts as
-    the nearest one.
+    """x [T, K] @ weights[row], or x [T, N] @ weights[row]^T.
+
+    A row outside of the stack counts as the nearest one.
     """
     w_1KN = lax.dynamic_slice_in_dim(weights_RKN, _inside(row, weights_RKN), 1)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.einsum(
-        "tn,kn->tk" if transposed else "tk,kn->tn", x, w_1KN[0], preferred_element_type=wide
-    ).astype(x.dtype)
+    equation = "tn,kn->tk" if transposed else "tk,kn->tn"
+    accum_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    y = jnp.einsum(equation, x, w_1KN[0], preferred_element_type=accum_dtype)
+    return y.astype(x.dtype)
 
 
 def add(sums_RKN: Array, row: Array, x_TK: Array, dy_TN: Array, *, rounded: bool) -> Array:
@@ -26,12 +28,12 @@ def add(sums_RKN: Array, row: Array, x_TK: Array, dy_TN: Array, *, rounded: bool
     that is dropped and put back, XLA makes a copy of the row first.
     """
     row = _inside(row, sums_RKN)
-    wanted = x_TK.dtype if rounded else sums_RKN.dtype
-    dw_KN = jnp.einsum("tk,tn->kn", x_TK, dy_TN, preferred_element_type=wanted).astype(
-        sums_RKN.dtype
-    )
-    if rounded:  # XLA may leave out a conversion to fewer bits and back
-        bits = jnp.finfo(wanted)
+    dw_dtype = x_TK.dtype if rounded else sums_RKN.dtype
+    dw_KN = jnp.einsum("tk,tn->kn", x_TK, dy_TN, preferred_element_type=dw_dtype)
+    dw_KN = dw_KN.astype(sums_RKN.dtype)
+    if rounded:
+        # XLA may leave out a conversion to fewer bits and back.
+        bits = jnp.finfo(dw_dtype)
         dw_KN = lax.reduce_precision(dw_KN, bits.nexp, bits.nmant)
     old_1KN = lax.dynamic_slice_in_dim(sums_RKN, row, 1)
     return lax.dynamic_update_slice_in_dim(sums_RKN, old_1KN + dw_KN[None], row, 0)

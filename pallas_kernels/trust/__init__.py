@@ -1,8 +1,7 @@
-"""Trust before use: a kernel of ours runs in a process of its own, with a time limit, before a
-program uses it on a GPU for the first time.
+"""Trust before use: a kernel of ours is tested before a program first uses it on a GPU.
 
-`verdict.py` has the decision, `store.py` the verdicts on disk, `trial.py` the process that is
-started, `self_test.py` what runs in it.
+The test runs in a process of its own, with a time limit. `verdict.py` has the decision, `store.py`
+the verdicts on disk, `trial.py` starts the process, and `self_test.py` is its program.
 """
 
 from pallas_kernels.trust.store import Store, gpu_here

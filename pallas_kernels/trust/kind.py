@@ -1,4 +1,4 @@
-"""What a self-test is about, and its result, as plain data."""
+"""The subject of a self-test, and its result, as plain data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Kind:
 
     @classmethod
     def of(cls, family: str, facts: dict[str, Any]) -> Kind:
-        """A kind; facts: what decides which code runs, and the shapes of the self-test."""
+        """A kind; facts: everything that decides which code runs, and the self-test's shapes."""
         return cls(family, json.dumps(facts, sort_keys=True))
 
     @property
@@ -31,13 +31,12 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a self-test. Only kernels that `passed` are used; `untested`: the test could
-    not be run.
-    """
+    """The result of a self-test. Only kernels that `passed` are used."""
 
     status: Status
+    """untested: the test could not be run."""
     reason: str
-    """What happened; the subject is the kernel or its self-test, named elsewhere."""
+    """The end of a sentence whose subject is the kernel or its self-test."""
     report: str = ""
     """The file with the details, if there is one."""
 
@@ -48,7 +47,6 @@ class Verdict:
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:
-    """The worst of several verdicts on one kernel: a failure before a missing test before a
-    success. The list must not be empty.
-    """
-    return min(verdicts, key=lambda verdict: ("failed", "untested", "passed").index(verdict.status))
+    """The worst of one or more verdicts on one kernel: failed, else untested, else passed."""
+    order = ("failed", "untested", "passed")
+    return min(verdicts, key=lambda verdict: order.index(verdict.status))

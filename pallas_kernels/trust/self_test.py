@@ -1,8 +1,7 @@
-"""What runs in the process of a self-test: python -m pallas_kernels.trust.self_test '{"family":
-..., "facts": ...}'
+"""The program of a self-test's process: python -m pallas_kernels.trust.self_test KIND.
 
-It prints its phases and its verdict for the parent (`trial.py`), and always exits with status 0 if
-it has a verdict.
+KIND is JSON, {"family": ..., "facts": ...}. The program prints its phases and its verdict for the
+parent (`trial.py`), and exits with status 0 if it has a verdict.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ def say(**line: str) -> None:
 
 
 def judge(kind: Kind, check: Check | None = None) -> Verdict:
-    """Runs the check of a kind, by default its family's. An exception is a failure, unless the GPU
-    had too little memory.
+    """Runs the check of a kind, by default its family's.
+
+    An exception is a failure, unless the GPU had too little memory, or the check was not ready.
     """
     ready = False
 
@@ -60,21 +60,20 @@ def judge(kind: Kind, check: Check | None = None) -> Verdict:
             faults = check(kind.values, phase)
     except Exception as error:
         traceback.print_exc()
-        text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-        memory = "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
-        if memory or not ready:
-            return Verdict("untested", f"its self-test could not be run: {text}")
-        return Verdict("failed", text)
-    return (
-        Verdict("failed", "; ".join(faults))
-        if faults
-        else Verdict("passed", "it agrees with XLA, and repeatedly")
-    )
+        first_line = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+        out_of_memory = "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+        if out_of_memory or not ready:
+            return Verdict("untested", f"its self-test could not be run: {first_line}")
+        return Verdict("failed", first_line)
+    if faults:
+        return Verdict("failed", "; ".join(faults))
+    return Verdict("passed", "it agrees with XLA, and repeatedly")
 
 
 def end_with(parent: int) -> None:
-    """Ends this process when its parent has ended: a kernel that hangs would otherwise hold the GPU
-    of a run that was killed.
+    """Ends this process when its parent has ended.
+
+    Otherwise a kernel that hangs would hold the GPU of a run that was killed.
     """
     while os.getppid() == parent:
         time.sleep(0.5)

@@ -18,15 +18,15 @@ __all__ = ["VARIABLE", "Kind", "Verdict", "assess", "policy", "settle", "trusted
 VARIABLE = "MESH_LM_TRUST_KERNELS"
 Policy = Literal["test", "always", "never"]
 _settled: dict[Kind, Verdict] = {}
-"""What this process has decided. A kernel that was traced once must be chosen again when it is
+"""The decisions of this process. A kernel that was traced once must be chosen again when it is
 traced for the second time."""
 
 
 def policy() -> Policy:
-    """The value of the environment variable: test each kind before its first use (the default),
-    always trust ours, or never use them.
+    """The value of the environment variable `VARIABLE`. Raises ValueError for an unknown one.
 
-    Raises ValueError for any other value.
+    It means: test each kind before its first use (the default), always trust our kernels, or never
+    use them.
     """
     value = os.environ.get(VARIABLE) or "test"
     if value not in get_args(Policy):
@@ -35,18 +35,28 @@ def policy() -> Policy:
 
 
 def assess(kind: Kind, store: Store | None = None, trial: Trial | None = None) -> Verdict:
-    """The verdict on a kind on this machine's GPU: by the policy, else the one on disk, else from a
-    self-test, whose verdict is kept.
+    """The verdict on a kind on this machine's GPU.
+
+    It is that of the policy, else the one on disk, else that of a self-test, which is then stored.
     """
-    chosen, store, trial = policy(), store or Store(), trial or Trial()
-    if chosen != "test":
-        return Verdict("passed" if chosen == "always" else "untested", f"{VARIABLE}={chosen}")
-    if known := store.get(kind):
-        return known
+    chosen = policy()
+    store = store or Store()
+    trial = trial or Trial()
+    if chosen == "always":
+        return Verdict("passed", f"{VARIABLE}={chosen}")
+    if chosen == "never":
+        return Verdict("untested", f"{VARIABLE}={chosen}")
+
+    stored = store.get(kind)
+    if stored:
+        return stored
     with store.alone(trial.longest):
-        if known := store.get(kind):  # from the process that had the lock
-            return known
-        return store.put(kind, *trial(kind))
+        # The process that had the lock may have stored one.
+        stored = store.get(kind)
+        if stored:
+            return stored
+        verdict, output = trial(kind)
+        return store.put(kind, verdict, output)
 
 
 def settle(verdicts: Iterable[tuple[Kind, Verdict]]) -> None:
@@ -55,32 +65,34 @@ def settle(verdicts: Iterable[tuple[Kind, Verdict]]) -> None:
 
 
 def trusted(kind: Kind, store: Store | None = None, trial: Trial | None = None) -> Verdict:
-    """The verdict on a kind, the same each time in this process. The first call may take minutes:
-    it may run a self-test, and then warns of a failure.
+    """The verdict on a kind, the same each time in this process.
+
+    The first call may take minutes: it may run a self-test, and then warns of a failure.
 
     In a run of several processes, all must choose the same kernels, and none can ask the others
     while a program is traced. So only those verdicts count that were settled at the start.
     """
-    if kind not in _settled:
-        if policy() == "test" and jax.process_count() > 1:
-            verdict = Verdict(
-                "untested",
-                (
-                    "a run of several processes tests kernels at its start only, and did not "
-                    "foresee this kind"
-                ),
-            )
-        else:
-            verdict = assess(kind, store, trial)
-        _settled[kind] = verdict
-        if text := warning(kind, verdict):
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return _settled[kind]
+    if kind in _settled:
+        return _settled[kind]
+    if policy() == "test" and jax.process_count() > 1:
+        verdict = Verdict(
+            "untested",
+            "a run of several processes tests kernels at its start only, and did not foresee this "
+            "kind",
+        )
+    else:
+        verdict = assess(kind, store, trial)
+    _settled[kind] = verdict
+    text = warning(kind, verdict)
+    if text:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return verdict
 
 
 def warning(kind: Kind, verdict: Verdict) -> str:
-    """The warning about a verdict, with how to report a failure; empty if the kernel may be used,
-    or the user wants it that way.
+    """The warning about a verdict, with how to report a failure.
+
+    It is empty if the kernel may be used, or if the policy excludes it.
     """
     if verdict.passed or verdict.reason.startswith(VARIABLE):
         return ""
@@ -91,12 +103,8 @@ def warning(kind: Kind, verdict: Verdict) -> str:
         )
     text = (
         f"our {kind.family} kernel failed its self-test on this GPU and is not used: "
-        f"{verdict.reason}"
+        f"{verdict.reason}. Please report it as an issue of mesh_lm, with "
     )
-    about = (
-        f"the file {verdict.report}"
-        if verdict.report
-        else f"this line, the GPU and its driver, and kind {kind.facts}"
-    )
-    text += f". Please report it as an issue of mesh_lm, with {about}."
-    return text + (" Delete the file to run the test again." if verdict.report else "")
+    if verdict.report:
+        return text + f"the file {verdict.report}. Delete the file to run the test again."
+    return text + f"this line, the GPU and its driver, and kind {kind.facts}."

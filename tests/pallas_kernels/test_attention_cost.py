@@ -31,7 +31,8 @@ def test_pairs_are_those_of_the_mask(
     mask = BlockMask(np.random.default_rng(S).random(shape) < 0.5, 64) if sparse else None
 
     def pairs(offset: int) -> float:
-        row, key = offset + np.arange(S)[:, None], np.arange(T)
+        row = offset + np.arange(S)[:, None]
+        key = np.arange(T)
         visible = np.ones((2, S, T), bool) if mask is None else mask.dense(S, T).copy()
         if causal:
             visible &= row >= key
@@ -39,11 +40,9 @@ def test_pairs_are_those_of_the_mask(
             visible &= row - key < window
         return visible.sum() / 2
 
-    wanted = (pairs(0) + pairs(T - S)) / 2 if q_offset is None else pairs(q_offset)
-    assert (
-        visible_pairs(S, T, causal=causal, window=window, q_offset=q_offset, block_mask=mask)
-        == wanted
-    )
+    expected = (pairs(0) + pairs(T - S)) / 2 if q_offset is None else pairs(q_offset)
+    masks = {"causal": causal, "window": window, "block_mask": mask}
+    assert visible_pairs(S, T, q_offset=q_offset, **masks) == expected
 
 
 def test_the_numbers_are_attributes_of_the_program() -> None:
@@ -64,27 +63,16 @@ def test_the_numbers_are_attributes_of_the_program() -> None:
 def test_each_kernel_says_how_much_of_the_gpu_its_grid_fills() -> None:
     """A Llama 3 70B's attention on one of eight tensor-parallel devices: one kv head, and all grids
     go by query head."""
-    of = {
-        name: jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16)
-        for name, heads in (("q", 8), ("k", 1), ("v", 1))
-    }
+    q = jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, 8192, 1, 128), jnp.bfloat16)
 
     def loss(q, k, v):
-        return (
-            flash_attention(q, k, v, implementation="mosaic", platform="gpu", capability=(9, 0))
-            .astype(jnp.float32)
-            .sum()
-        )
+        out = flash_attention(q, k, v, implementation="mosaic", platform="gpu", capability=(9, 0))
+        return out.astype(jnp.float32).sum()
 
-    text = (
-        jax.jit(jax.grad(loss, (0, 1, 2)))
-        .trace(*of.values())
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
-    said = dict(
-        re.findall(r'kernel = "flash_attention_(\w+)",.*?kernel_occupancy = "([\d.]+)"', text)
-    )
-    assert set(said) == {"forward", "bwd"} and all(
-        float(share) > 0.99 for share in said.values()
-    ), said
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))
+    text = gradients.trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
+    attributes = r'kernel = "flash_attention_(\w+)",.*?kernel_occupancy = "([\d.]+)"'
+    shares = {kernel: float(share) for kernel, share in re.findall(attributes, text)}
+    assert set(shares) == {"forward", "bwd"}
+    assert all(share > 0.99 for share in shares.values()), shares

@@ -14,7 +14,8 @@ lengths = st.integers(1, 90)
 
 
 def plan_of(S: int, T: int, q_chunk: int, kv_chunk: int, **features) -> TilePlan:
-    q_shape, k_shape = (1, S, 1, 8), (1, T, 1, 8)
+    q_shape = (1, S, 1, 8)
+    k_shape = (1, T, 1, 8)
     problem = AttentionProblem(
         platform="cpu",
         capability=(8, 0),
@@ -46,7 +47,8 @@ def test_tiles_cover_what_is_visible_once_and_nothing_else(
 ) -> None:
     window = window if causal else None
     plan = plan_of(S, T, q_chunk, kv_chunk, causal=causal, window=window, q_offset=q_offset)
-    row, key = q_offset + np.arange(S)[:, None], np.arange(T)
+    row = q_offset + np.arange(S)[:, None]
+    key = np.arange(T)
     visible = np.ones((S, T), bool)
     if causal:
         visible &= row >= key

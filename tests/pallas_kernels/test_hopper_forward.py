@@ -2,7 +2,6 @@
 its machine code."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,9 +15,8 @@ from pallas_kernels.attention import tuning
 from pallas_kernels.attention.hopper import ForwardTiles, Tiles, Tiling, attention
 from pallas_kernels.attention.hopper import forward as forward_module
 from pallas_kernels.attention.hopper.forward import Overlapped
-from pallas_kernels.attention.hopper.spec import Spec
 from pallas_kernels.dev import machine_code
-from pallas_kernels.dev.autotune import EVERYTHING, Candidate, run, shapes
+from pallas_kernels.dev.autotune import EVERYTHING, Candidate, call
 from pallas_kernels.dev.interpreter import KernelError, interpreted
 
 COMPILE_BUDGET = 90
@@ -43,27 +41,25 @@ PACKED = {
 
 
 def check(tiles: ForwardTiles, S: int, seed: int | None = None, **features: Any) -> None:
-    """Against the formula, with two query heads for each kv head."""
-    q, k, v = (
-        normal(1, S, n, 64, seed=seed).astype(jnp.bfloat16) for n, seed in ((2, 0), (1, 3), (1, 1))
-    )
+    """Compares with the formula, with two query heads for each kv head."""
+    q = normal(1, S, 2, 64, seed=0).astype(jnp.bfloat16)
+    k = normal(1, S, 1, 64, seed=3).astype(jnp.bfloat16)
+    v = normal(1, S, 1, 64, seed=1).astype(jnp.bfloat16)
     problem = describe_attention(
         q, k, v, return_lse=True, platform="gpu", capability=(9, 0), **features
     )
-    sides = {name: features[name] for name in ("segment_ids",) if name in features}
-    sides |= {"kv_segment_ids": sides["segment_ids"]} if sides else {}
+    tiling = Tiling(tiles, Tiles(64, 2), Tiles(64, 2))
+    sides = {}
+    if "segment_ids" in features:
+        ids = features["segment_ids"]
+        sides = {"segment_ids": ids, "kv_segment_ids": ids}
     with interpreted(seed):
-        call = jax.jit(
-            lambda q, k, v: attention(
-                q, k, v, problem, Tiling(tiles, Tiles(64, 2), Tiles(64, 2)), **sides
-            )
-        )
-        found = jax.block_until_ready(call(q, k, v))
-    wanted = jax.jit(functools.partial(reference_attention, **features))(
-        *(np.asarray(x, np.float32) for x in (q, k, v))
-    )
-    assert_close(found, wanted, 0.01)
-    assert_close(found[1], wanted[1], 1e-5)
+        kernel = jax.jit(lambda q, k, v: attention(q, k, v, problem, tiling, **sides))
+        results = jax.block_until_ready(kernel(q, k, v))
+    formula = jax.jit(functools.partial(reference_attention, **features))
+    expected = formula(*(np.asarray(x, np.float32) for x in (q, k, v)))
+    assert_close(results, expected, 0.01)
+    assert_close(results[1], expected[1], 1e-5)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -88,30 +84,22 @@ def compiled(tiles: ForwardTiles, H: int, V: int, **features: Any) -> machine_co
         machine_code.tool("nvdisasm")
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    B, S = 2, 1536  # complete tiles of every size
-    spec = Spec(S, S, 1 / math.sqrt(H), **features)
-    ids = jax.ShapeDtypeStruct((B, S), jnp.int32)
-    sides: dict[str, Any] = {"q_ids": ids, "k_ids": ids} if spec.segments else {}
-    sides |= (
-        {"table": jax.ShapeDtypeStruct((B, S // tiles.rows, 4), jnp.int32)} if spec.segments else {}
-    )
-    sides |= {"sinks": jax.ShapeDtypeStruct((4,), jnp.float32)} if spec.sinks else {}
     candidate = Candidate("forward", (H, V), tiles)
-    [code] = machine_code.machine_code(
-        lambda *x: run(spec, candidate, *x), sides, *shapes(candidate, S, B, 4, 2, "bfloat16")
-    )
+    kernel, arguments = call(candidate, **features)
+    [code] = machine_code.machine_code(kernel, *arguments)
     assert code.local_memory == 0
     [loop] = code.loops
     return loop
 
 
 def assert_overlapped(loop: machine_code.Loop, tiles: ForwardTiles, H: int) -> None:
-    """QK is waited for with PV in flight, every exponential is computed meanwhile, and nothing else
-    waits for wgmmas."""
+    """The loop waits for QK with PV in flight, computes every exponential meanwhile, and then waits
+    for PV alone."""
     assert loop.count("HGMMA") == tiles.height // 64 * (H + tiles.block) // 16
     assert loop.waits == (1, 0)
     # One for each logit, one for each of the rows that a thread has.
-    assert loop.in_flight("MUFU.EX2") == (1,) * (tiles.height // 64 * (tiles.block // 2 + 2))
+    n_exponentials = tiles.height // 64 * (tiles.block // 2 + 2)
+    assert loop.in_flight("MUFU.EX2") == (1,) * n_exponentials
     assert loop.count("LDL", "STL") == 0
     assert loop.count("BAR") == (2 if tiles.named_barriers else 0)
 

@@ -1,5 +1,7 @@
-"""Differentiable attention on Hopper: pads to complete tiles, selects the blocks that each tile
-visits, runs the kernels.
+"""Differentiable attention on Hopper: pads to complete tiles and runs the kernels.
+
+It also selects the blocks that each tile visits, as tables or lists, where the kernels cannot
+compute them.
 
 Shape suffixes: B batch, S query sequence, T key sequence, N heads, K kv heads.
 """
@@ -8,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.attention.hopper.backward import backward
+from pallas_kernels.attention.hopper.backward import BackwardTiles, backward
 from pallas_kernels.attention.hopper.forward import forward
 from pallas_kernels.attention.hopper.fused_tiles import FusedTiles
 from pallas_kernels.attention.hopper.spec import ForwardTiles, Spec, Tiles
@@ -37,8 +39,8 @@ class Tiling:
     dkv: Tiles
     """Rows are keys, blocks are of queries."""
     fused: FusedTiles | None = None
-    """The fused backward pass uses these, unless sums must have a fixed order; None: the two
-    kernels above serve all calls."""
+    """For the fused backward pass, which serves calls whose sums need no fixed order; None: dq and
+    dkv serve all calls."""
 
 
 def attention(
@@ -58,8 +60,8 @@ def attention(
     problem: describes these arrays, which are as in `flash_attention`. A `jax.checkpoint` policy
     can save what the backward pass needs by the names "attention_out" and "attention_lse".
     """
-    sinks, ids, offset = _inputs(sinks, segment_ids, kv_segment_ids, q_offset)
-    return _attention(_spec(problem), tiling, q, k, v, sinks, ids, offset)
+    sides = _sides(sinks, segment_ids, kv_segment_ids, q_offset)
+    return _attention(_spec(problem), tiling, q, k, v, sides)
 
 
 def gradients(
@@ -77,17 +79,18 @@ def gradients(
     q_offset: int | Array = 0,
     sinks: Array | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Returns dq, dk, dv and dsinks as `attention_gradients` does. problem, tiling: as for
-    `attention`.
-    """
-    sinks, ids, offset = _inputs(sinks, segment_ids, kv_segment_ids, q_offset)
-    dq, dk, dv, dsinks, *_ = _backward(
-        _spec(problem), tiling, (q, k, v, sinks, ids, offset, out, lse), (dout, jnp.zeros_like(lse))
-    )
-    return dq, dk, dv, dsinks
+    """Returns dq, dk, dv and dsinks as `attention_gradients` does; arguments as of `attention`."""
+    sides = _sides(sinks, segment_ids, kv_segment_ids, q_offset)
+    residuals = _Residuals(q, k, v, sides, out, lse)
+    return _gradients(_spec(problem), tiling, residuals, dout, jnp.zeros_like(lse))
 
 
 def _spec(problem: AttentionProblem) -> Spec:
+    q_offset = problem.q_offset
+    if not problem.causal:
+        q_offset = 0
+    elif q_offset is not None:
+        q_offset = max(-_FAR, min(q_offset, _FAR))
     return Spec(
         S=problem.q_shape[1],
         T=problem.k_shape[1],
@@ -95,9 +98,7 @@ def _spec(problem: AttentionProblem) -> Spec:
         causal=problem.causal,
         window=None if problem.window is None else min(problem.window, _FAR),
         softcap=problem.softcap,
-        q_offset=(None if problem.q_offset is None else max(-_FAR, min(problem.q_offset, _FAR)))
-        if problem.causal
-        else 0,
+        q_offset=q_offset,
         segments=problem.segments,
         sinks=problem.sinks,
         block_mask=problem.block_mask,
@@ -106,136 +107,173 @@ def _spec(problem: AttentionProblem) -> Spec:
     )
 
 
-def _inputs(
+class _Sides(NamedTuple):
+    """The arrays of a call besides q, k and v."""
+
+    sinks: Array | None
+    q_ids: Array | None
+    k_ids: Array | None
+    offset: Array
+
+
+class _Residuals(NamedTuple):
+    """The arrays that the forward pass keeps for the backward pass."""
+
+    q: Array
+    k: Array
+    v: Array
+    sides: _Sides
+    out: Array
+    lse: Array
+
+
+def _sides(
     sinks: Array | None,
     segment_ids: Array | None,
     kv_segment_ids: Array | None,
     q_offset: int | Array,
-) -> tuple[Array | None, tuple[Array, Array] | None, Array]:
-    ids = (
-        None
-        if segment_ids is None or kv_segment_ids is None
-        else (segment_ids.astype(jnp.int32), kv_segment_ids.astype(jnp.int32))
-    )
-    return (
-        None if sinks is None else sinks.astype(jnp.float32),
-        ids,
-        jnp.asarray(q_offset, jnp.int32),
-    )
+) -> _Sides:
+    q_ids = k_ids = None
+    if segment_ids is not None and kv_segment_ids is not None:
+        q_ids = segment_ids.astype(jnp.int32)
+        k_ids = kv_segment_ids.astype(jnp.int32)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
+    return _Sides(sinks, q_ids, k_ids, jnp.asarray(q_offset, jnp.int32))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(
-    spec: Spec,
-    tiling: Tiling,
-    q: Array,
-    k: Array,
-    v: Array,
-    sinks: Array | None,
-    ids: tuple[Array, Array] | None,
-    offset: Array,
+    spec: Spec, tiling: Tiling, q: Array, k: Array, v: Array, sides: _Sides
 ) -> tuple[Array, Array]:
-    return _forward(spec, tiling, q, k, v, sinks, ids, offset)[0]
+    return _forward(spec, tiling, q, k, v, sides)[0]
 
 
 def _forward(
-    spec: Spec,
-    tiling: Tiling,
-    q: Array,
-    k: Array,
-    v: Array,
-    sinks: Array | None,
-    ids: tuple[Array, Array] | None,
-    offset: Array,
-) -> tuple[tuple[Array, Array], tuple]:
+    spec: Spec, tiling: Tiling, q: Array, k: Array, v: Array, sides: _Sides
+) -> tuple[tuple[Array, Array], _Residuals]:
     tiles = tiling.forward
-    queries, keys = partial(_padded, multiple=tiles.rows), partial(_padded, multiple=tiles.block)
-    sides = {"sinks": sinks, **_sides(spec, tiles, ids, offset, queries, keys)}
-    out, lse = forward(spec, tiles, queries(q), keys(k), keys(v), sides)
-    out, lse = (
-        checkpoint_name(out[:, : spec.S], "attention_out"),
-        checkpoint_name(lse.swapaxes(1, 2)[:, : spec.S], "attention_lse"),
-    )
-    return (out, lse), (q, k, v, sinks, ids, offset, out, lse)
+    pad_queries = partial(_padded, multiple=tiles.rows)
+    pad_keys = partial(_padded, multiple=tiles.block)
+    inputs = {"sinks": sides.sinks, **_side_inputs(spec, tiles, sides, pad_queries, pad_keys)}
+    out, lse_BNS = forward(spec, tiles, pad_queries(q), pad_keys(k), pad_keys(v), inputs)
+    out = checkpoint_name(out[:, : spec.S], "attention_out")
+    lse = checkpoint_name(lse_BNS.swapaxes(1, 2)[:, : spec.S], "attention_lse")
+    return (out, lse), _Residuals(q, k, v, sides, out, lse)
 
 
 def _backward(
-    spec: Spec, tiling: Tiling, residuals: tuple, cotangents: tuple[Array, Array]
-) -> tuple:
-    q, k, v, sinks, ids, offset, out, lse = residuals
-    dout, dlse = cotangents
-    empty = lse == -jnp.inf
-    delta = row_constant(dout, out, dlse, empty)
-    # Complete tiles of all kernels: the rows of one are the blocks of the other, and a tile's rows
-    # are a multiple of every block.
-    queries = keys = partial(_padded, multiple=tiling.dq.rows)
-    # +inf makes every probability of a row 0, for rows that see no key and for padding.
-    lse_BNS = queries(jnp.where(empty, jnp.inf, lse), fill=jnp.inf).swapaxes(1, 2)
-    dq, dk, dv = backward(
-        spec,
-        (tiling.fused, tiling.dq, tiling.dkv),
-        queries(q),
-        keys(k),
-        keys(v),
-        queries(dout.astype(q.dtype)),
-        lse_BNS,
-        queries(delta).swapaxes(1, 2),
-        lambda tiles, by_key: _sides(spec, tiles, ids, offset, queries, keys, by_key),
-    )
-    dsinks = (
-        None
-        if sinks is None
-        else -(jnp.exp(sinks - jnp.where(empty, jnp.inf, lse)) * delta).sum((0, 1))
-    )
-    return dq[:, : spec.S], dk[:, : spec.T], dv[:, : spec.T], dsinks, None, None
+    spec: Spec, tiling: Tiling, residuals: _Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, Array, _Sides]:
+    dq, dk, dv, dsinks = _gradients(spec, tiling, residuals, *cotangents)
+    # None: integers have no gradient.
+    d_sides: Any = _Sides(dsinks, None, None, None)  # pyright: ignore[reportArgumentType]
+    return dq, dk, dv, d_sides
 
 
 _attention.defvjp(_forward, _backward)
 
 
+def _gradients(
+    spec: Spec, tiling: Tiling, residuals: _Residuals, dout: Array, dlse: Array
+) -> tuple[Array, Array, Array, Array | None]:
+    """(dq, dk, dv, dsinks), the last of which is None without sinks."""
+    q, k, v, sides, out, lse = residuals
+    empty = lse == -jnp.inf
+    delta = row_constant(dout, out, dlse, empty)
+    # Complete tiles of all kernels: the rows of one are the blocks of the other, and a tile's rows
+    # are a multiple of every block.
+    pad = partial(_padded, multiple=tiling.dq.rows)
+    # +inf makes every probability of a row 0, for rows that see no key and for padding.
+    lse_BNS = pad(jnp.where(empty, jnp.inf, lse), fill=jnp.inf).swapaxes(1, 2)
+
+    def side_inputs(tiles: Tiles | FusedTiles, by_key: bool) -> dict[str, Array | None]:
+        return _side_inputs(spec, tiles, sides, pad, pad, by_key)
+
+    dq, dk, dv = backward(
+        spec,
+        BackwardTiles(tiling.fused, tiling.dq, tiling.dkv),
+        pad(q),
+        pad(k),
+        pad(v),
+        pad(dout.astype(q.dtype)),
+        lse_BNS,
+        pad(delta).swapaxes(1, 2),
+        side_inputs,
+    )
+    dsinks = None
+    if sides.sinks is not None:
+        p_sinks = jnp.exp(sides.sinks - jnp.where(empty, jnp.inf, lse))
+        dsinks = -(p_sinks * delta).sum((0, 1))
+    return dq[:, : spec.S], dk[:, : spec.T], dv[:, : spec.T], dsinks
+
+
 def _padded(x: Array, multiple: int, fill: float = 0) -> Array:
     """x with its sequence (dim 1) padded to a multiple."""
-    missing = -x.shape[1] % multiple
-    return (
-        jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
-        if missing
-        else x
-    )
+    n_missing = -x.shape[1] % multiple
+    if not n_missing:
+        return x
+    padding = [(0, 0), (0, n_missing)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, padding, constant_values=fill)
 
 
-def _sides(
+def _side_inputs(
     spec: Spec,
     tiles: Tiles | FusedTiles,
-    ids: tuple[Array, Array] | None,
-    offset: Array,
-    queries: Any,
-    keys: Any,
+    sides: _Sides,
+    pad_queries: Any,
+    pad_keys: Any,
     by_key: bool = False,
 ) -> dict[str, Array | None]:
     """The inputs of a kernel besides the matrices. by_key: whether its rows are keys."""
-    sides: dict[str, Array | None] = dict.fromkeys(
+    inputs: dict[str, Array | None] = dict.fromkeys(
         ("table", "counts", "blocks", "offset", "q_ids", "k_ids")
     )
     if spec.traced:
-        sides["offset"] = offset.reshape(1)
-    if ids is not None:
-        sides["q_ids"], sides["k_ids"] = queries(ids[0]), keys(ids[1])
-    band = spec.band(offset if spec.traced else None)
-    n_rows, n_columns, row_and_column_ids = spec.S, spec.T, ids or (None, None)
-    how = {}
+        inputs["offset"] = sides.offset.reshape(1)
+    if sides.q_ids is not None and sides.k_ids is not None:
+        inputs["q_ids"] = pad_queries(sides.q_ids)
+        inputs["k_ids"] = pad_keys(sides.k_ids)
+
+    band = spec.band(sides.offset if spec.traced else None)
+    n_rows = spec.S
+    n_columns = spec.T
+    row_ids = sides.q_ids
+    column_ids = sides.k_ids
     if by_key:
-        # Padding queries have probability 0 (see _backward).
-        band, n_rows, n_columns, how = band.transposed, spec.T, spec.S, {"pad_is_harmless": True}
-        row_and_column_ids = row_and_column_ids[::-1]
+        band = band.transposed
+        n_rows = spec.T
+        n_columns = spec.S
+        row_ids = sides.k_ids
+        column_ids = sides.q_ids
+    # Padding queries, the columns of a tile of keys, have probability 0 (see `_gradients`).
+    pad_is_harmless = by_key
+
     if spec.block_mask is not None:
-        visible = spec.block_mask.visible.swapaxes(1, 2) if by_key else spec.block_mask.visible
-        static = None if spec.tabled else band
+        visible = spec.block_mask.visible
+        if by_key:
+            visible = visible.swapaxes(1, 2)
         counts, blocks = lists(
-            visible, spec.block_mask.size, static, n_rows, n_columns, tiles.rows, tiles.block, **how
+            visible,
+            spec.block_mask.size,
+            None if spec.tabled else band,
+            n_rows,
+            n_columns,
+            tiles.rows,
+            tiles.block,
+            pad_is_harmless=pad_is_harmless,
         )
-        sides["counts"], sides["blocks"] = jnp.asarray(counts), jnp.asarray(blocks)
+        inputs["counts"] = jnp.asarray(counts)
+        inputs["blocks"] = jnp.asarray(blocks)
     elif spec.tabled:
-        sides["table"] = table(
-            band, n_rows, n_columns, tiles.rows, tiles.block, *row_and_column_ids, **how
+        inputs["table"] = table(
+            band,
+            n_rows,
+            n_columns,
+            tiles.rows,
+            tiles.block,
+            row_ids,
+            column_ids,
+            pad_is_harmless=pad_is_harmless,
         )
-    return sides
+    return inputs

@@ -1,5 +1,6 @@
-"""The tiles of the fused backward pass, and the shared memory and barriers that they take. Sizes as
-in `spec.py`.
+"""The tiles of the fused backward pass, and the shared memory and barriers that they take.
+
+Sizes as in `spec.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.hopper.backward_sweep import slots
-from pallas_kernels.attention.hopper.spec import COMPUTING, WARPGROUP, Spec
+from pallas_kernels.attention.hopper.backward_sweep import ring_sizes
+from pallas_kernels.attention.hopper.spec import COMPUTING, WARPGROUP, Spec, swizzled
 
 Addition = Literal["red", "tma"]
 ADDITIONS: tuple[Addition, ...] = ("red", "tma")
@@ -23,16 +24,16 @@ ROWS = WARPGROUP * COMPUTING
 
 @dataclasses.dataclass(frozen=True)
 class FusedTiles:
-    """Tile sizes of the fused kernel: `block` queries at a time, at most `stages` of them in shared
-    memory.
-
-    add: how dQ gets to global memory: "red", atomic additions from registers, or "tma", a reducing
-    copy from shared memory.
-    """
+    """Tile sizes of the fused kernel: 128 keys stay in place while blocks of queries pass."""
 
     block: int
+    """Queries of a block."""
     stages: int
+    """The most blocks that are in shared memory together."""
     add: Addition = "red"
+    """The way of dQ to global memory: "red", atomic additions from registers, or "tma", a reducing
+    copy from shared memory, which takes a buffer there. On an H200, "tma" had 0.95 to 0.99 of the
+    rate of "red" (benchmarks/results/gpu_suite_2026-11-26_h200-jax-0.11.2.md)."""
 
     def __post_init__(self) -> None:
         if self.block not in (64, 128) or self.stages < 1 or self.add not in ADDITIONS:
@@ -47,8 +48,9 @@ class FusedTiles:
         return ROWS
 
     def fitting(self, spec: Spec) -> FusedTiles:
-        """These tiles, or smaller ones if a call has too few registers: the slope of a soft cap
-        needs some for each query of a block.
+        """These tiles, or smaller ones with a soft cap.
+
+        Its slope needs registers for each query of a block.
         """
         return self if spec.softcap is None else dataclasses.replace(self, block=WARPGROUP)
 
@@ -60,27 +62,44 @@ class FusedShape(NamedTuple):
     part: int
     """Columns of dQ that a warpgroup makes of 64 queries: half of them, or all of those of its own
     64 of 128 queries."""
-    swizzled: int
-    """Columns of a tile of K, Q and dS^T in shared memory, which divide a part."""
+    tile_columns: int
+    """Columns of a swizzled tile of K, Q and dS^T in shared memory. They divide a part, because a
+    warpgroup multiplies by its part of K alone."""
     q_stages: int
     dout_stages: int
     with_dv: bool
+    """The kernel computes dV, too."""
     by_head: bool
+    """A block of threads visits the queries of one head, instead of all heads of a group."""
 
 
 def shape_of(tiles: FusedTiles, q: Array, k: Array, v: Array, by_head: bool) -> FusedShape:
     """The sizes for operands as of `backward_fused`."""
-    (_, S, N, H), (K, V), C = q.shape, v.shape[2:], tiles.block
+    _, S, N, H = q.shape
+    K, V = v.shape[2:]
+    C = tiles.block
     part = H // COMPUTING if C == WARPGROUP else H
-    turns = S // C * (1 if by_head else N // K)
-    kept = ROWS * (H + V) + 2 * ROWS * C + (2 * ROWS * part if tiles.add == "tma" else 0)
-    q_stages, dout_stages = slots(min(tiles.stages, turns), kept, C * H, C * V)
-    return FusedShape(C, part, math.gcd(part, 64), q_stages, dout_stages, sums_fit(H, V), by_head)
+    n_turns = S // C * (1 if by_head else N // K)
+    # K and V, two slots of dS^T, and dQ in fp32 if it is staged.
+    n_resident = ROWS * (H + V) + 2 * ROWS * C
+    if tiles.add == "tma":
+        n_resident += 2 * ROWS * part
+    q_stages, dout_stages = ring_sizes(min(tiles.stages, n_turns), n_resident, C * H, C * V)
+    return FusedShape(
+        block=C,
+        part=part,
+        tile_columns=math.gcd(part, 64),
+        q_stages=q_stages,
+        dout_stages=dout_stages,
+        with_dv=sums_fit(H, V),
+        by_head=by_head,
+    )
 
 
 def sums_fit(H: int, V: int) -> bool:
-    """Whether a thread's registers hold the sums of dK and dV of 64 keys, beside S^T and dP^T of 64
-    queries.
+    """Whether a thread's registers hold the sums of dK and dV of 64 keys.
+
+    They are beside S^T and dP^T of 64 queries.
     """
     return H + V <= 256
 
@@ -89,37 +108,40 @@ def scratch_of(
     spec: Spec, tiles: FusedTiles, shape: FusedShape, q: Array, k: Array, v: Array
 ) -> dict[str, Any]:
     """Shared memory and barriers."""
-    H, V, C, W = q.shape[3], v.shape[3], shape.block, COMPUTING
-    staged = math.gcd(shape.part, 32)
+    H = q.shape[3]
+    V = v.shape[3]
+    C = shape.block
+    W = COMPUTING
+    columns = shape.tile_columns
+    v_columns = math.gcd(V, 64)
+    dq_s = None
+    if tiles.add == "tma":
+        dq_s = swizzled(WARPGROUP, shape.part, jnp.float32, math.gcd(shape.part, 32), (W,))
+    # delta arrives with dO, or at a barrier of its own (see `_Kernel.step`).
+    delta_ready = None
+    if not shape.with_dv:
+        delta_ready = plgpu.Barrier(num_barriers=shape.dout_stages)
     return {
-        "k_s": _matrix(WARPGROUP, H, k.dtype, shape.swizzled, (W,)),
-        "v_s": _matrix(WARPGROUP, V, v.dtype, math.gcd(V, 64), (W,)),
-        "q_s": _matrix(C, H, q.dtype, shape.swizzled, (shape.q_stages,)),
-        "dout_s": _matrix(C, V, q.dtype, math.gcd(V, 64), (shape.dout_stages,)),
+        "k_s": swizzled(WARPGROUP, H, k.dtype, columns, (W,)),
+        "v_s": swizzled(WARPGROUP, V, v.dtype, v_columns, (W,)),
+        "q_s": swizzled(C, H, q.dtype, columns, (shape.q_stages,)),
+        "dout_s": swizzled(C, V, q.dtype, v_columns, (shape.dout_stages,)),
         # dS^T of each warpgroup. With two slots, one meeting a step says both that the other's is
         # there and that it has read mine.
-        "ds_s": _matrix(WARPGROUP, C, q.dtype, shape.swizzled, (2, W)),
-        "dq_s": _matrix(WARPGROUP, shape.part, jnp.float32, staged, (W,))
-        if tiles.add == "tma"
-        else None,
+        "ds_s": swizzled(WARPGROUP, C, q.dtype, columns, (2, W)),
+        "dq_s": dq_s,
         # lse and delta share one array, and so do numbers and ids, because each array takes at
         # least a kilobyte.
         "vectors_s": plgpu.SMEM((shape.q_stages + shape.dout_stages, C), jnp.float32),
         "ints_s": plgpu.SMEM((C + (ROWS + shape.q_stages * C) * spec.segments,), jnp.int32),
-        "here": plgpu.Barrier(num_arrivals=2 * W + spec.segments + 1, num_barriers=1),
-        "q_here": plgpu.Barrier(num_arrivals=2 + spec.segments, num_barriers=shape.q_stages),
-        "dout_here": plgpu.Barrier(num_arrivals=1 + shape.with_dv, num_barriers=shape.dout_stages),
-        "delta_here": None if shape.with_dv else plgpu.Barrier(num_barriers=shape.dout_stages),
+        # K and V of each warpgroup, all ids, and the loading warpgroup, which stores numbers.
+        "kv_ready": plgpu.Barrier(num_arrivals=2 * W + spec.segments + 1, num_barriers=1),
+        # Q, lse, and ids
+        "q_ready": plgpu.Barrier(num_arrivals=2 + spec.segments, num_barriers=shape.q_stages),
+        "dout_ready": plgpu.Barrier(num_arrivals=1 + shape.with_dv, num_barriers=shape.dout_stages),
+        "delta_ready": delta_ready,
         "q_free": plgpu.Barrier(num_arrivals=W, num_barriers=shape.q_stages),
         "dout_free": plgpu.Barrier(num_arrivals=W, num_barriers=shape.dout_stages),
+        # where the computing warpgroups meet
         "both": plgpu.Barrier(num_arrivals=W, num_barriers=1),
     }
-
-
-def _matrix(rows: int, columns: int, dtype: Any, wide: int, copies: tuple[int, ...]) -> Any:
-    """As `spec.matrix`, with tiles of `wide` columns."""
-    transforms = (
-        plgpu.TilingTransform((8, wide)),
-        plgpu.SwizzleTransform(jnp.dtype(dtype).itemsize * wide),
-    )
-    return plgpu.SMEM((*copies, rows, columns), dtype, transforms=transforms)

@@ -1,9 +1,8 @@
-"""Named barriers of a block (PTX: bar.sync, bar.arrive), with which one warpgroup waits for
-another.
+"""Named barriers of a block (PTX: bar.sync, bar.arrive): one warpgroup waits for another.
 
 They take one instruction and no shared memory; an mbarrier takes an arrival of every thread and a
 loop that tests it. Pallas has none, so these are primitives, which the interpreter knows too. They
-order instructions, not memory: nothing may be read on their account.
+order instructions, not memory: data that another warpgroup wrote needs another barrier.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.extend.core import Primitive
 
 _THREADS = 256
-"""Those of the warpgroup that waits and of the one that arrives."""
+"""Threads of two warpgroups: the one that waits and the one that arrives."""
 
 
 def wait(number: Any) -> None:
-    """Waits until another warpgroup arrives at a barrier. number: int32, 8 to 15, others belong to
-    Pallas and to CUDA.
+    """Waits until another warpgroup arrives at a barrier.
+
+    number: int32, 8 to 15; the others belong to Pallas and to CUDA.
     """
     _wait.bind(number)
 
@@ -36,6 +36,7 @@ def _primitive(name: str, instruction: str) -> Primitive:
 
     @primitive.def_effectful_abstract_eval
     def _(number: Any) -> tuple[tuple, set]:
+        # An effect, so that the primitive is neither removed nor reordered.
         return (), {core._memory_effect}
 
     @lowering.register_lowering_rule(primitive, mosaic.LoweringSemantics.Lane)

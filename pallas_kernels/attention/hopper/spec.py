@@ -1,5 +1,4 @@
-"""The static part of a call of the Hopper kernels, their tiles, and the refs that a kernel works
-on.
+"""The static part of a call of the Hopper kernels, its tiles, and the refs that a kernel works on.
 
 Shape suffixes of the kernels: B batch, S query sequence and T key sequence (padded to complete
 tiles), N heads, K kv heads, H head dim of queries and keys, V that of values; Q query rows and C
@@ -11,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +24,34 @@ from pallas_kernels.attention.cost import cost_metadata, visible_pairs
 from pallas_kernels.attention.hopper.walk import Band, Limits, Walk, limits
 
 LOG2E = math.log2(math.e)
-# Below every logit, but finite: a maximum that starts here never computes inf - inf, even in rows
-# that see no key.
 FLOOR = -1e30
+"""Below every logit, but finite: a maximum that starts here never computes inf - inf, even in rows
+that see no key."""
+
+
+class Registers(NamedTuple):
+    """Registers of a thread by the role of its warpgroup.
+
+    A block starts with equally many for each thread, and `setmaxnreg` moves those that the loading
+    warpgroup does not need to the computing ones (FlashAttention-3, arXiv 2407.08608, section 3.1).
+    An SM has 65,536: 512 for each of a warpgroup's 128 threads.
+    """
+
+    compute: int
+    load: int
+
+
 WARPGROUP = 64
 """Rows of one wgmma; a tile has this many for each warpgroup that computes."""
 COMPUTING = 2
 """Warpgroups that compute; one more warpgroup loads."""
-REGISTERS = 240, 24
-"""Registers of a thread that computes and of one that loads: 2 x 240 + 24 of the 512 for each of
-128 threads."""
-FORWARD_REGISTERS = {2: REGISTERS, 3: (160, 32)}
-"""The same by the number of warpgroups that compute: 3 x 160 + 32."""
+REGISTERS = Registers(compute=240, load=24)
+"""2 x 240 + 24 = 504 of the 512 registers."""
+FORWARD_REGISTERS = {2: REGISTERS, 3: Registers(compute=160, load=32)}
+"""Registers by the number of warpgroups that compute: 3 x 160 + 32 = 512."""
 SHARED_MEMORY = 232_448 - 2048
 """Bytes for matrices: the limit of a block, minus room for vectors and barriers."""
-GRID = "_attention_batch", "_attention_section", "_attention_tile", "_attention_head"
+GRID = ("_attention_batch", "_attention_section", "_attention_tile", "_attention_head")
 THREAD = "_attention_warpgroup"
 """Names that no mesh uses: for a mesh axis of the same name, jax silently returns the device's
 index instead of the block's."""
@@ -47,12 +59,12 @@ index instead of the block's."""
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of a kernel: 128 rows stay in place while blocks of `block` columns pass, at most
-    `stages` of them in shared memory.
-    """
+    """Tile sizes of a kernel: 128 rows stay in place while blocks of columns pass."""
 
     block: int
+    """Columns of a block."""
     stages: int
+    """The most blocks that are in shared memory together."""
 
     def __post_init__(self) -> None:
         if self.block not in (64, 128) or self.stages < 2:
@@ -69,22 +81,24 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTiles(Tiles):
-    """Tile sizes of the forward pass, and variants of its schedule (see `forward.py`), which only a
-    GPU can rank.
+    """Tile sizes of the forward pass, and variants of its schedule (see `forward.py`).
+
+    Only a GPU can rank the variants: benchmarks/results/gpu_suite_2026-11-26_h200-jax-0.11.2.md has
+    their rates. 3 warpgroups with named barriers alone had 1.20 times the default's for heads of 64
+    without a mask; with heads of 128 no variant was more than 4 % faster.
     """
 
     overlapped: bool = True
-    """Whether PV of a block is in flight during the softmax of the next one."""
+    """PV of a block is in flight during the softmax of the next one."""
     warpgroups: int = COMPUTING
     """Warpgroups that compute: 2, or 3 with fewer registers each."""
     height: int = WARPGROUP
-    """Rows of each of them."""
+    """Rows of a warpgroup."""
     named_barriers: bool = False
-    """Whether warpgroups take turns by the named barriers of a block instead of barriers in shared
+    """Warpgroups take turns by the named barriers of a block instead of barriers in shared
     memory."""
     automatic_barriers: bool = True
-    """Whether Pallas adds a barrier of the warpgroup to each copy and each access to shared
-    memory."""
+    """Pallas adds a barrier of the warpgroup to each copy and each access to shared memory."""
 
     def __post_init__(self) -> None:
         if self.block not in (64, 128, 192, 256) or self.stages < 2:
@@ -92,10 +106,8 @@ class ForwardTiles(Tiles):
                 "a block has 64, 128, 192 or 256 columns and there are at least 2 stages, not "
                 f"{self.block} and {self.stages}"
             )
-        if self.warpgroups not in FORWARD_REGISTERS or self.height not in (
-            WARPGROUP,
-            2 * WARPGROUP,
-        ):
+        heights = (WARPGROUP, 2 * WARPGROUP)
+        if self.warpgroups not in FORWARD_REGISTERS or self.height not in heights:
             raise ValueError(
                 f"2 or 3 warpgroups have 64 or 128 rows each, not {self.warpgroups} and "
                 f"{self.height}"
@@ -112,8 +124,8 @@ class ForwardTiles(Tiles):
         return self.warpgroups * self.height
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a thread that computes and of one that loads."""
+    def registers(self) -> Registers:
+        """Registers of a thread by the role of its warpgroup."""
         return FORWARD_REGISTERS[self.warpgroups]
 
 
@@ -128,14 +140,14 @@ class Spec:
     window: int | None = None
     softcap: float | None = None
     q_offset: int | None = 0
-    """None: traced; then the limits come in a table."""
+    """None: traced; then the limits of each tile come in a table."""
     segments: bool = False
     sinks: bool = False
     block_mask: BlockMask | None = None
     deterministic: bool = False
-    """Whether every sum has a fixed order."""
+    """Every sum has a fixed order."""
     unrounded: bool = False
-    """Whether the backward pass returns its sums in fp32."""
+    """The backward pass returns its sums in fp32."""
 
     @property
     def tabled(self) -> bool:
@@ -154,22 +166,26 @@ class Spec:
 
     @property
     def to_log2(self) -> float:
-        """Factor from (capped) dot products to logits to the base 2, so that probabilities are
-        `exp2`, one instruction.
+        """Factor from (capped) dot products to logits to the base 2.
+
+        Probabilities are then `exp2`, one instruction.
         """
         return (self.scale if self.softcap is None else self.softcap) * LOG2E
 
     def band(self, offset: int | Array | None = None) -> Band:
         """The band with queries as rows. `offset` is used if the spec has none."""
-        return Band.of(self.causal, self.window, (self.q_offset or 0) if offset is None else offset)
+        if offset is None:
+            offset = self.q_offset or 0
+        return Band.of(self.causal, self.window, offset)
 
     def masks(self, length: int, block: int) -> bool:
         """Whether some block of columns may need a mask."""
         return self.causal or self.segments or length % block != 0
 
     def flops(self, B: int, N: int, width: int) -> int:
-        """FLOPs of the matmuls over all visible pairs. width: the sum of the dimensions that they
-        contract or produce per pair.
+        """FLOPs of the matmuls over all visible pairs.
+
+        width: the sum of the dimensions that they contract or produce for each pair.
         """
         pairs = visible_pairs(
             self.S,
@@ -184,32 +200,34 @@ class Spec:
     def occupancy(
         self, B: int, N: int, K: int, width: int, *, keys: bool = False, split: bool = False
     ) -> float | None:
-        """The share of the SMs' time in which a grid of tiles of queries, or of keys, gives them
-        work.
+        """The share of the SMs' time in which a grid gives them work.
 
-        width: the sum of the widths of the heads of queries and of values. split: a tile of keys
-        has a block for each query head. None with a block mask, whose tiles differ in ways that are
-        not counted.
+        None with a block mask, whose tiles differ in ways that are not counted.
+
+        Args:
+          width: the sum of the widths of the heads of queries and of values.
+          keys: the tiles are of keys instead of queries.
+          split: a tile of keys has a block for each query head.
         """
         if self.block_mask is not None:
             return None
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "causal": self.causal,
             "window": self.window,
             "q_offset": self.q_offset,
             "width": width,
         }
         if keys:
-            return occupancy.of_keys(B, self.S, self.T, N, K, split=split, **how).efficiency
-        return occupancy.of_queries(B, self.S, self.T, N, K, **how).efficiency
+            return occupancy.of_keys(B, self.S, self.T, N, K, split=split, **options).efficiency
+        return occupancy.of_queries(B, self.S, self.T, N, K, **options).efficiency
 
 
-SIDES = "table", "counts", "blocks", "offset", "q_ids", "k_ids", "sinks"
+OPTIONAL_INPUTS = ("table", "counts", "blocks", "offset", "q_ids", "k_ids", "sinks")
 """Inputs that a kernel may have besides the matrices."""
 
 
 class Refs(dict[str, Any]):
-    """A kernel's refs by name; None for those that this call does not have."""
+    """A kernel's refs by name; None for inputs and scratch that this call does not have."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -231,21 +249,23 @@ def launch(
     moved: int | None = None,
     computing: int = COMPUTING,
     automatic_barriers: bool = True,
-    **how: Any,
 ) -> Refs:
-    """The outputs, by name, of `body(refs)` as a Mosaic GPU kernel. Inputs and scratch that are
-    None are left out.
+    """Returns the outputs, by name, of `body(refs)` as a Mosaic GPU kernel.
 
-    grid: batch, heads, tiles; section: heads that go through their tiles together (see
-    `occupancy.py`); flops, occupancy and moved: metadata, the last in bytes, None: each input and
-    output once; computing: warpgroups besides the one that loads; automatic_barriers: as in
-    `ForwardTiles`.
+    Args:
+      inputs, scratch: by name; those that are None are left out.
+      name, flops, occupancy: metadata.
+      moved: metadata, in bytes; None: each input and output once.
+      grid: batch, heads, tiles.
+      section: heads that go through their tiles together (see `occupancy.py`).
+      computing: warpgroups besides the one that loads.
+      automatic_barriers: as in `ForwardTiles`.
     """
-    absent = dict.fromkeys((*SIDES, *scratch))
-    inputs, scratch = (
-        {key: x for key, x in some.items() if x is not None} for some in (inputs, scratch)
-    )
-    each_once = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *out.values()))
+    absent = dict.fromkeys((*OPTIONAL_INPUTS, *scratch))
+    inputs = present(inputs)
+    scratch = present(scratch)
+    if moved is None:
+        moved = sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *out.values()))
 
     def entry(*refs: Any) -> None:
         body(Refs(absent | dict(zip((*inputs, *out, *scratch), refs, strict=True))))
@@ -266,16 +286,18 @@ def launch(
         num_threads=computing + 1,
         thread_name=THREAD,
         kernel_name=name,
-        **how,
     )
-    with cost_metadata(name, flops=flops, bytes_accessed=moved or each_once, occupancy=occupancy):
+    with cost_metadata(name, flops=flops, bytes_accessed=moved, occupancy=occupancy):
         return Refs(zip(out, call(*inputs.values()), strict=True))
 
 
+def present(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are not None."""
+    return {name: x for name, x in values.items() if x is not None}
+
+
 def in_sections(grid: tuple[int, int, int], section: int) -> tuple[int, int, int, int]:
-    """The sizes of the axes of GRID, of which the last is the fastest, from (batch, heads,
-    tiles).
-    """
+    """The sizes of the axes of GRID, the last the fastest, from those of (batch, heads, tiles)."""
     batch, heads, tiles = grid
     return batch, heads // section, tiles, section
 
@@ -292,15 +314,30 @@ def warpgroup() -> Any:
 
 
 def accumulator(columns: int, rows: int = WARPGROUP) -> Any:
-    """An accumulator in registers."""
+    """An accumulator of a wgmma, fp32 in registers."""
     return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def matrix(rows: int, columns: int, dtype: Any, copies: tuple[int, ...] = ()) -> Any:
-    """Shared memory for tiles [rows, columns], in a layout that both wgmma and TMA use."""
-    size = jnp.dtype(dtype).itemsize
-    wide = 128 // size if columns % (128 // size) == 0 else 64 // size
-    transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(size * wide))
+    """Shared memory for tiles [rows, columns], in a layout that both wgmma and TMA use.
+
+    It is divided into tiles of 8 rows, the widest of which have 128 bytes, the widest swizzle.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    tile_columns = 128 // itemsize
+    if columns % tile_columns:
+        tile_columns = 64 // itemsize
+    return swizzled(rows, columns, dtype, tile_columns, copies)
+
+
+def swizzled(
+    rows: int, columns: int, dtype: Any, tile_columns: int, copies: tuple[int, ...]
+) -> Any:
+    """Shared memory as of `matrix`, in tiles of 8 rows and `tile_columns`, each swizzled."""
+    transforms = (
+        plgpu.TilingTransform((8, tile_columns)),
+        plgpu.SwizzleTransform(jnp.dtype(dtype).itemsize * tile_columns),
+    )
     return plgpu.SMEM((*copies, rows, columns), dtype, transforms=transforms)
 
 
@@ -309,12 +346,12 @@ def transposed(ref: Any) -> Any:
     return ref.transpose((1, 0))
 
 
-def band_of(spec: Spec, refs: Refs) -> Band:
+def kernel_band(spec: Spec, refs: Refs) -> Band:
     """The band inside the kernel, with queries as rows."""
     return spec.band(refs.offset[0] if spec.traced else None)
 
 
-def walk_of(
+def tile_walk(
     tiles: Tiles,
     band: Band,
     n_rows: int,
@@ -323,35 +360,36 @@ def walk_of(
     batch: Any,
     head: Any,
     tile: Any,
-    **how: bool,
+    *,
+    pad_is_harmless: bool = False,
 ) -> Walk:
-    """The blocks of a tile, inside the kernel: read from the lists of a block mask or from the
-    table, or computed.
+    """The blocks of a tile, inside the kernel.
 
-    n_rows, n_columns: lengths without padding, of queries and keys or vice versa. how: as for
-    `limits`.
+    They are read from the lists of a block mask or from the table, or computed from the band.
+
+    Args:
+      n_rows, n_columns: lengths without padding, of queries and keys or vice versa.
+      pad_is_harmless: as for `limits`.
     """
     if refs.blocks is not None:
         row = head if refs.blocks.shape[0] > 1 else 0
-        return Walk(
-            refs.counts[row, tile, 0],
-            refs.counts[row, tile, 1],
-            lambda step: refs.blocks[row, tile, step],
-        )
+        n_full = refs.counts[row, tile, 0]
+        n = refs.counts[row, tile, 1]
+        return Walk(n_full, n, lambda step: refs.blocks[row, tile, step])
     if refs.table is not None:
         row = batch if refs.table.shape[0] > 1 else 0
         return Walk.of(Limits(*(refs.table[row, tile, i] for i in range(4))))
     first = tile * tiles.rows
+    last = jnp.minimum(first + tiles.rows, n_rows) - 1
     return Walk.of(
-        limits(
-            band, first, jnp.minimum(first + tiles.rows, n_rows) - 1, n_columns, tiles.block, **how
-        )
+        limits(band, first, last, n_columns, tiles.block, pad_is_harmless=pad_is_harmless)
     )
 
 
 def vector(ref: Any, axis: int) -> Array:
-    """A vector in shared memory, loaded into registers for `axis` of a tile in wgmma's layout: 0
-    one value a row, 1 one a column.
+    """A vector in shared memory, loaded into registers for `axis` of a tile in wgmma's layout.
+
+    axis: 0, one value for each row, or 1, one for each column.
     """
     return compat.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis))
 
@@ -362,11 +400,11 @@ def spread(x: Array, shape: tuple[int, ...], axis: int = 0) -> Array:
 
 
 def opaque(x: Any) -> Any:
-    """x, hidden from the compiler: if it knew that x is the same in every step, it would keep
-    values derived from it in registers.
+    """Returns x, hidden from the compiler.
 
-    From an operand's address it derives a descriptor for every 16 columns, two registers each: 64
-    registers for heads of 256.
+    If the compiler knew that x is the same in every step, it would keep values derived from it in
+    registers. From an operand's address it derives a descriptor for every 16 columns, two registers
+    each: 64 registers for heads of 256.
     """
     return lax.optimization_barrier(x)
 
@@ -380,19 +418,18 @@ def hidden(
     column_ids: Array | None,
     n_columns: int,
 ) -> Array | None:
-    """Mask of the invisible elements of a tile that starts at (row, column) of the band; None: all
-    are visible.
+    """Mask of the invisible elements of a tile that starts at (row, column) of the band.
+
+    None: all are visible.
 
     n_columns: the number of columns, beyond which nothing is visible; 0: no limit.
     """
     # One-dimensional, and hidden from the compiler, which would keep their differences in
     # registers, one for each element of the tile.
-    r = opaque(plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)))
-    c = spread(
-        plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=plgpu.Layout.WGMMA.reduce(0)),
-        shape,
-        1,
-    )
+    row_layout = plgpu.Layout.WGMMA.reduce(1)
+    column_layout = plgpu.Layout.WGMMA.reduce(0)
+    r = opaque(plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=row_layout))
+    c = spread(plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=column_layout), shape, 1)
     shift = row - column
     conditions = []
     if band.high is not None:

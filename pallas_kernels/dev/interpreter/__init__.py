@@ -1,5 +1,6 @@
-"""Runs Mosaic GPU kernels on the CPU, and checks their synchronisation. Needs no GPU and no
-compiler.
+"""Runs Mosaic GPU kernels on the CPU, and checks their synchronisation.
+
+It needs no GPU and no compiler.
 
     with interpreted():
         out = f(q, k, v)  # arrays on the CPU; f calls plgpu.kernel, in jit or not
@@ -45,14 +46,14 @@ from pallas_kernels.dev.interpreter.threads import KernelError
 
 __all__ = ["KernelError", "interpreted"]
 
-_FAULTS: list[list[KernelError]] = []
+_ERRORS: list[list[KernelError]] = []
 """The errors of each open context, innermost last, because XLA passes on an exception of a callback
 as text only."""
 
 
 @dataclass(frozen=True)
 class _Interpreted:
-    """Marks programs that are traced inside the context, so that jit caches them separately."""
+    """A mark of programs that are traced inside the context: jit caches them separately."""
 
     seed: int | None
 
@@ -61,48 +62,48 @@ class _Interpreted:
 def interpreted(seed: int | None = None) -> Iterator[None]:
     """A context in which plgpu.kernel programs that run on the CPU are interpreted.
 
-    Args:
-      seed: None: a warpgroup runs until it must wait. A number: warpgroups alternate at random, in
-      an order that depends on the seed.
-
     Inside the context, jax has a lowering rule of this module for Pallas programs on the CPU, and
     the interpret mode of Pallas has a value of this module, which is part of the key under which
     jax caches traces and compiled programs. Nothing else in jax is changed.
 
-    Raises ValueError for an unsupported version of jax. The first error of a kernel is raised as
-    KernelError when the context ends, whatever happened to jax's own exception: block on the
-    results inside.
+    Args:
+      seed: None: a warpgroup runs until it must wait. A number: warpgroups alternate at random, in
+        an order that depends on the seed.
+
+    Raises:
+      ValueError: the version of jax is not supported.
+      KernelError: the first error of a kernel, when the context ends, whatever happened to jax's
+        own exception: block on the results inside.
     """
-    # it uses internals of jax: mpmd_map, its parameters, the primitives of Mosaic GPU
+    # It uses internals of jax: mpmd_map, its parameters, the primitives of Mosaic GPU.
     if not compat.is_supported():
         raise ValueError(
             f"the interpreter supports {compat.SUPPORTED}, and this is jax {jax.__version__}"
         )
-    mode, rules = (
-        config.pallas_tpu_interpret_mode_context_manager,
-        mlir._platform_specific_lowerings["cpu"],
-    )
-    faults: list[KernelError] = []
-    outer, outer_rule = mode.swap_local(_Interpreted(seed)), rules.get(mpmd.mpmd_map_p)
+    mode = config.pallas_tpu_interpret_mode_context_manager
+    rules = mlir._platform_specific_lowerings["cpu"]
+    errors: list[KernelError] = []
+    outer_mode = mode.swap_local(_Interpreted(seed))
+    outer_rule = rules.get(mpmd.mpmd_map_p)
     mlir.register_lowering(mpmd.mpmd_map_p, _lowering, platform="cpu")
-    _FAULTS.append(faults)
+    _ERRORS.append(errors)
     try:
         yield
     except KernelError:
         raise
     except Exception:
-        if faults:
-            raise faults[0] from None
+        if errors:
+            raise errors[0] from None
         raise
     finally:
-        _FAULTS.pop()
-        mode.set_local(outer)
+        _ERRORS.pop()
+        mode.set_local(outer_mode)
         if outer_rule is None:
             del rules[mpmd.mpmd_map_p]
         else:
             rules[mpmd.mpmd_map_p] = outer_rule
-    if faults:
-        raise faults[0]
+    if errors:
+        raise errors[0]
 
 
 def _lowering(
@@ -117,23 +118,23 @@ def _lowering(
 ) -> Any:
     if not isinstance(interpret, _Interpreted):
         raise ValueError(f"{name}: traced outside interpreted(), compiled for the CPU inside")
-    [jaxpr], [mesh] = jaxprs, meshes
+    [jaxpr] = jaxprs
+    [mesh] = meshes
 
     def run(*arrays: Any) -> tuple[np.ndarray, ...]:
         try:
-            given = [np.asarray(array) for array in arrays]
             return run_kernel(
                 str(name),
                 jaxpr,
                 mesh,
-                given,
+                [np.asarray(array) for array in arrays],
                 ctx.avals_out,
                 dict(input_output_aliases),
                 interpret.seed,
             )
-        except KernelError as fault:
-            if _FAULTS:
-                _FAULTS[-1].append(fault)
+        except KernelError as error:
+            if _ERRORS:
+                _ERRORS[-1].append(error)
             raise
 
     results, _, _ = callback.emit_python_callback(

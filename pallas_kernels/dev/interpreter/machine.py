@@ -1,5 +1,6 @@
-"""Runs the traced program of a Mosaic GPU kernel on NumPy arrays, with a generator per warpgroup
-and a scheduler instead of OS threads.
+"""Runs the traced program of a Mosaic GPU kernel on NumPy arrays.
+
+There is a generator for each warpgroup, and a scheduler instead of OS threads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from pallas_kernels import compat
 from pallas_kernels.dev.interpreter.memory import Barrier, Fault, MemoryRef, blank
 from pallas_kernels.dev.interpreter.operations import OPERATIONS
 from pallas_kernels.dev.interpreter.primitives import PRIMITIVES
-from pallas_kernels.dev.interpreter.threads import Block, KernelError, Steps, Thread, Wait, place_of
+from pallas_kernels.dev.interpreter.threads import (
+    Block,
+    KernelError,
+    Steps,
+    Thread,
+    Wait,
+    source_line,
+)
 
 
 def run_kernel(
@@ -28,106 +36,132 @@ def run_kernel(
     aliases: Mapping[int, int],
     seed: int | None,
 ) -> tuple[np.ndarray, ...]:
-    """The outputs of a kernel. Runs its blocks one after another. Raises KernelError.
+    """Returns the outputs of a kernel, after its blocks ran one after another. Raises KernelError.
 
     Args:
       jaxpr: the kernel's program; its arguments are references to the operands, then to the
-      outputs. mesh: the kernel's plgpu.Mesh. aliases: operand -> the output that is initialised
-      with it. seed: None: a thread runs until it must wait; a number: threads alternate at random.
+        outputs.
+      mesh: the kernel's plgpu.Mesh.
+      aliases: operand -> the output that is initialised with it.
+      seed: None: a thread runs until it must wait; a number: threads alternate at random.
     """
-    names = [str(v) for v in getattr(jaxpr.debug_info, "arg_names", None) or ()] or [
-        f"operand {i}" for i in range(len(arrays))
-    ]
+    if any(size > 1 for size in mesh.cluster):
+        raise KernelError(f"{name}: the interpreter has no clusters, got {tuple(mesh.cluster)}")
+    operands, outputs = _global_memory(name, jaxpr, arrays, out_types, aliases)
+    axes = (*mesh.grid_names, *mesh.cluster_names)
+    n_threads = mesh.num_threads or 1
+    rng = random.Random(seed) if seed is not None else None
+    for point in itertools.product(*map(range, (*mesh.grid, *mesh.cluster))):
+        position = dict(zip(axes, point, strict=True))
+        named = [f"{axis}={i}" for axis, i in position.items() if isinstance(axis, str)]
+        block = Block(f"{name}, block {', '.join(named) or point}")
+        running = []
+        for i, clock in enumerate(np.eye(n_threads, dtype=np.int32)):
+            thread = Thread(i, clock, position | {mesh.thread_name: i}, block)
+            running.append((thread, evaluate(thread, jaxpr, (), [*operands, *outputs])))
+        # NaN and infinities are results here, as on the GPU.
+        with np.errstate(all="ignore"):
+            _run_block(block, running, rng)
+    return tuple(output.data for output in outputs)
+
+
+def _global_memory(
+    name: str,
+    jaxpr: Any,
+    arrays: Sequence[np.ndarray],
+    out_types: Sequence[Any],
+    aliases: Mapping[int, int],
+) -> tuple[list[Any], list[MemoryRef]]:
+    """(operands, outputs), the arguments of a kernel's program."""
+    arg_names = getattr(jaxpr.debug_info, "arg_names", None) or ()
+    names = [str(v) for v in arg_names] or [f"operand {i}" for i in range(len(arrays))]
     outputs = [MemoryRef(f"output {i}", blank(t.shape, t.dtype)) for i, t in enumerate(out_types)]
     for operand, output in aliases.items():
         outputs[output].data[...] = arrays[operand]
-    operands: list[Any] = [
-        MemoryRef(f"{names[i] if i < len(names) else i} (GMEM)", array)
-        if _is_reference(v)
-        else array
-        for i, (array, v) in enumerate(zip(arrays, jaxpr.invars, strict=False))
-    ]
-    for operand, output in aliases.items():
-        if _is_reference(jaxpr.invars[operand]):
+
+    operands: list[Any] = []
+    for i, (array, v) in enumerate(zip(arrays, jaxpr.invars, strict=False)):
+        if i in aliases and _is_reference(v):
             # one memory: a kernel may write through either reference
-            operands[operand] = outputs[output]
+            operands.append(outputs[aliases[i]])
+        elif _is_reference(v):
+            operands.append(MemoryRef(f"{names[i] if i < len(names) else i} (GMEM)", array))
+        else:
+            operands.append(array)
     if len(operands) + len(outputs) != len(jaxpr.invars):
         raise KernelError(
             f"{name}: {len(jaxpr.invars)} references for {len(operands)} operands and "
             f"{len(outputs)} outputs"
         )
-    if any(size > 1 for size in mesh.cluster):
-        raise KernelError(f"{name}: the interpreter has no clusters, got {tuple(mesh.cluster)}")
-    axes = (*mesh.grid_names, *mesh.cluster_names)
-    order = random.Random(seed) if seed is not None else None
-    for point in itertools.product(*map(range, (*mesh.grid, *mesh.cluster))):
-        position = dict(zip(axes, point, strict=True))
-        where = f"{name}, block {', '.join(f'{k}={v}' for k, v in position.items() if isinstance(k, str)) or point}"
-        block, count = Block(where), mesh.num_threads or 1
-        threads = [
-            Thread(i, np.eye(count, dtype=np.int32)[i], position | {mesh.thread_name: i}, block)
-            for i in range(count)
-        ]
-        with np.errstate(all="ignore"):
-            _run_block(
-                block, [(t, evaluate(t, jaxpr, (), [*operands, *outputs])) for t in threads], order
-            )
-    return tuple(output.data for output in outputs)
+    return operands, outputs
 
 
 def _run_block(
-    block: Block, running: list[tuple[Thread, Steps]], order: random.Random | None
+    block: Block, running: list[tuple[Thread, Steps]], rng: random.Random | None
 ) -> None:
+    """Runs the threads of a block to their ends, always one that is ready."""
     waits: dict[int, Wait | None] = {thread.index: None for thread, _ in running}
     while running:
-        if order:
-            order.shuffle(running)
-        thread, steps = next(
-            ((t, s) for t, s in running if _ready(block, t, waits[t.index])), (None, None)
-        )
-        if thread is None or steps is None:
-            blocked = [f"thread {i} waits for {wait.what()}" for i, wait in waits.items() if wait]
-            raise KernelError(f"{block.where}: deadlock: {'; '.join(blocked)}")
+        if rng:
+            rng.shuffle(running)
+        next_thread = _first_ready(block, running, waits)
+        if next_thread is None:
+            blocked = [
+                f"thread {i} waits for {wait.description()}" for i, wait in waits.items() if wait
+            ]
+            raise KernelError(f"{block.location}: deadlock: {'; '.join(blocked)}")
+        thread, steps = next_thread
         try:
             waits[thread.index] = next(steps)
         except StopIteration:
             running.remove((thread, steps))
             waits[thread.index] = None
-            _located(block.where, thread.check_done)
-    _located(block.where, block.check_done)
+            _located(block.location, thread.check_done)
+    _located(block.location, block.check_done)
 
 
-def _ready(block: Block, thread: Thread, wait: Wait | None) -> bool:
-    return wait is None or _located(f"{block.where}, thread {thread.index}", wait.ready)
+def _first_ready(
+    block: Block, running: list[tuple[Thread, Steps]], waits: Mapping[int, Wait | None]
+) -> tuple[Thread, Steps] | None:
+    for thread, steps in running:
+        wait = waits[thread.index]
+        location = f"{block.location}, thread {thread.index}"
+        if wait is None or _located(location, wait.ready):
+            return thread, steps
+    return None
 
 
-def _located(where: str, check: Callable[[], Any]) -> Any:
+def _located(location: str, check: Callable[[], Any]) -> Any:
+    """The result of `check()`. Raises its Fault as a KernelError with the location."""
     try:
         return check()
     except Fault as fault:
-        raise KernelError(f"{where}: {fault}") from None
+        raise KernelError(f"{location}: {fault}") from None
 
 
 def evaluate(thread: Thread, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Steps:
-    """The outputs of a program in one thread. References are MemoryRefs or arrays of Barriers,
-    values NumPy arrays.
+    """The outputs of a program in one thread.
+
+    References are MemoryRefs or arrays of Barriers, values NumPy arrays.
     """
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(v: Any) -> Any:
+        return _literal(v) if isinstance(v, core.Literal) else values[v]
+
     for eqn in jaxpr.eqns:
-        values = [_literal(v) if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
         try:
-            results = yield from _step(thread, eqn, values)
+            results = yield from _step(thread, eqn, [read(v) for v in eqn.invars])
         except KernelError:
             raise
-        except Exception as fault:
-            where = (
-                f"{thread.block.where}, thread {thread.index}, {eqn.primitive} at {place_of(eqn)}"
-            )
+        except Exception as error:
+            message = str(error) if isinstance(error, Fault) else repr(error)
             raise KernelError(
-                f"{where}: {fault if isinstance(fault, Fault) else repr(fault)}"
-            ) from fault
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [_literal(v) if isinstance(v, core.Literal) else known[v] for v in jaxpr.outvars]
+                f"{thread.block.location}, thread {thread.index}, {eqn.primitive} at "
+                f"{source_line(eqn)}: {message}"
+            ) from error
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def _literal(v: Any) -> np.ndarray:
@@ -136,14 +170,16 @@ def _literal(v: Any) -> np.ndarray:
 
 def _step(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     name = compat.primitive_name(eqn)
-    if rule := OPERATIONS.get(name):
+    rule = OPERATIONS.get(name)
+    if rule:
         [out] = eqn.outvars
         result = np.asarray(rule(eqn.params, *values)).astype(out.aval.dtype, copy=False)
         if result.shape != out.aval.shape:
             raise AssertionError(f"{name} gave {result.shape}, not {out.aval.shape}")
         return [result]
-    if control := CONTROL.get(name) or PRIMITIVES.get(name):
-        return (yield from control(thread, eqn, values))
+    steps = CONTROL.get(name) or PRIMITIVES.get(name)
+    if steps:
+        return (yield from steps(thread, eqn, values))
     raise NotImplementedError(f"the interpreter does not know the primitive {name}")
 
 
@@ -160,38 +196,37 @@ def _closed(thread: Thread, program: Any, values: Sequence[Any]) -> Steps:
 
 def _cond(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     branches = eqn.params["branches"]
-    return (
-        yield from _closed(
-            thread, branches[min(max(int(values[0]), 0), len(branches) - 1)], values[1:]
-        )
-    )
+    index = min(max(int(values[0]), 0), len(branches) - 1)
+    return (yield from _closed(thread, branches[index], values[1:]))
 
 
 def _while(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
-    of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_consts, body_consts, carry = (
-        values[:of_cond],
-        values[of_cond : of_cond + of_body],
-        values[of_cond + of_body :],
-    )
+    n_cond = eqn.params["cond_nconsts"]
+    n_consts = n_cond + eqn.params["body_nconsts"]
+    cond_consts = values[:n_cond]
+    body_consts = values[n_cond:n_consts]
+    carry = values[n_consts:]
     while bool((yield from _closed(thread, eqn.params["cond_jaxpr"], [*cond_consts, *carry]))[0]):
         carry = yield from _closed(thread, eqn.params["body_jaxpr"], [*body_consts, *carry])
     return carry
 
 
 def _scan(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
-    p = eqn.params
-    of_consts, of_carry = compat.scan_sizes(p)
-    consts, carry, xs = (
-        values[:of_consts],
-        values[of_consts : of_consts + of_carry],
-        values[of_consts + of_carry :],
-    )
-    steps: Sequence[int] = range(p["length"])
-    ys: list[Any] = [None] * p["length"]
-    for i in reversed(steps) if p["reverse"] else steps:
-        results = yield from _closed(thread, p["jaxpr"], [*consts, *carry, *(x[i] for x in xs)])
-        carry, ys[i] = results[:of_carry], results[of_carry:]
+    params = eqn.params
+    length = params["length"]
+    n_consts, n_carry = compat.scan_sizes(params)
+    consts = values[:n_consts]
+    carry = values[n_consts : n_consts + n_carry]
+    xs = values[n_consts + n_carry :]
+    steps: Sequence[int] = range(length)
+    if params["reverse"]:
+        steps = steps[::-1]
+    ys: list[Any] = [None] * length
+    for i in steps:
+        arguments = [*consts, *carry, *(x[i] for x in xs)]
+        results = yield from _closed(thread, params["jaxpr"], arguments)
+        carry = results[:n_carry]
+        ys[i] = results[n_carry:]
     return [*carry, *(np.stack(y) for y in zip(*ys, strict=True))]
 
 
@@ -200,57 +235,72 @@ def _is_reference(v: Any) -> bool:
 
 
 def _allocate(thread: Thread, v: Any, transforms: Sequence[Any], name: str) -> Any:
-    aval, kind = v.aval, type(v.aval).__name__
-    shape, dtype = aval.inner_aval.shape, aval.inner_aval.dtype
+    """New memory for a reference of a run_scoped, or an array of barriers."""
+    aval = v.aval
+    shape = aval.inner_aval.shape
+    dtype = aval.inner_aval.dtype
     if hasattr(dtype, "num_arrivals"):
-        if hasattr(dtype, "collective_axes"):
-            raise NotImplementedError("cluster barriers")
-        barriers = np.empty(shape, object)
-        for point in np.ndindex(*shape):
-            barrier = Barrier(
-                name + (str(list(point)) if point else ""), dtype.num_arrivals, len(thread.clock)
-            )
-            thread.block.barriers.append(barrier)
-            barriers[point] = barrier
-        return barriers
+        return _allocate_barriers(thread, shape, dtype, name)
     for transform in transforms:
         shape = transform.transform_type(aval.inner_aval.update(shape=shape)).shape
-    if kind == "WGMMAAbstractAccumulatorRef":
+    if type(aval).__name__ == "WGMMAAbstractAccumulatorRef":
         return MemoryRef(name, np.zeros(shape, dtype))
     space = str(aval.memory_space).lower()
     if "smem" in space:
-        thread.block.shared.append(ref := MemoryRef.shared(name, shape, dtype, len(thread.clock)))
+        ref = MemoryRef.shared(name, shape, dtype, len(thread.clock))
+        thread.block.shared.append(ref)
         return ref
     if "regs" in space or "gmem" in space or aval.memory_space is None:
         return MemoryRef(name, blank(shape, dtype))
     raise NotImplementedError(f"an allocation in {space}")
 
 
+def _allocate_barriers(thread: Thread, shape: Any, dtype: Any, name: str) -> np.ndarray:
+    if hasattr(dtype, "collective_axes"):
+        raise NotImplementedError("cluster barriers")
+    barriers = np.empty(shape, object)
+    for point in np.ndindex(*shape):
+        index = str(list(point)) if point else ""
+        barrier = Barrier(name + index, dtype.num_arrivals, len(thread.clock))
+        thread.block.barriers.append(barrier)
+        barriers[point] = barrier
+    return barriers
+
+
 def _run_scoped(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
-    jaxpr, collective = eqn.params["jaxpr"], bool(eqn.params["collective_axes"])
-    key = (id(eqn), thread.visits.get(id(eqn), 0))
-    thread.visits[id(eqn)] = key[1] + 1
+    jaxpr = eqn.params["jaxpr"]
+    collective = bool(eqn.params["collective_axes"])
     block = thread.block
-    if collective:  # all threads meet before memory of an earlier scope is allocated again
+    visit = thread.visits.get(id(eqn), 0)
+    thread.visits[id(eqn)] = visit + 1
+    key = (id(eqn), visit)
+    if collective:
+        # All threads meet before memory of an earlier scope is allocated again.
         arrivals = block.arrivals.setdefault(key, [])
         arrivals.append(thread.release())
         yield Wait(
             lambda: len(arrivals) == len(thread.clock), lambda: "the other threads at a run_scoped"
         )
         thread.acquire(np.max(arrivals, axis=0))
-    if not collective or key not in block.scopes:
-        names = list(getattr(jaxpr.debug_info, "arg_names", None) or ())[-len(jaxpr.invars) :]
-        names += [f"scratch {i}" for i in range(len(names), len(jaxpr.invars))]
-        transforms = eqn.params.get("ref_transforms") or ((),) * len(jaxpr.invars)
-        allocated = [
-            _allocate(thread, v, t, str(n))
-            for v, t, n in zip(jaxpr.invars, transforms, names, strict=True)
-        ]
-        if collective:
-            block.scopes[key] = allocated
+    if collective and key in block.scopes:
+        refs = block.scopes[key]
     else:
-        allocated = block.scopes[key]
-    return (yield from evaluate(thread, jaxpr, values, allocated))
+        refs = _allocate_scope(thread, eqn)
+    if collective:
+        block.scopes[key] = refs
+    return (yield from evaluate(thread, jaxpr, values, refs))
+
+
+def _allocate_scope(thread: Thread, eqn: Any) -> list[Any]:
+    jaxpr = eqn.params["jaxpr"]
+    n_refs = len(jaxpr.invars)
+    names = list(getattr(jaxpr.debug_info, "arg_names", None) or ())[-n_refs:]
+    names += [f"scratch {i}" for i in range(len(names), n_refs)]
+    transforms = eqn.params.get("ref_transforms") or ((),) * n_refs
+    return [
+        _allocate(thread, v, t, str(name))
+        for v, t, name in zip(jaxpr.invars, transforms, names, strict=True)
+    ]
 
 
 def _run_state(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
@@ -269,8 +319,16 @@ def _run_state(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
 
 
 CONTROL: dict[str, Callable[..., Steps]] = {
-    **dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "eval_jaxpr"), _call),
-    "cond": _cond, "while": _while, "scan": _scan, "run_scoped": _run_scoped,
+    "jit": _call,
+    "closed_call": _call,
+    "custom_jvp_call": _call,
+    "custom_vjp_call": _call,
+    "remat2": _call,
+    "eval_jaxpr": _call,
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+    "run_scoped": _run_scoped,
     "run_state": _run_state,
-}  # fmt: skip
-"""Rules by the name of the primitive, for those that run nested programs."""
+}
+"""Rules of the primitives that run nested programs, by name."""
