@@ -21,15 +21,15 @@ from mesh_lm.errors import ConfigError, did_you_mean, hub_hint
 
 DEFAULT = "configs/gpt_tiny.py"
 _PACKAGE = Path(__file__).resolve().parents[1]
-_OTHERS = {".yaml", ".yml", ".toml"}
-"""What the configs of other trainers end with."""
+_FOREIGN_SUFFIXES = {".yaml", ".yml", ".toml"}
+"""Of the configs of other trainers."""
 _NAME = re.compile(r"\w+")
-"""A config that is named, not one that is a path."""
+"""The name of a config, as opposed to a path."""
 
 
 def load(file: str) -> TrainConfig:
-    """What get_config() of a Python file returns, or what the config.json in the output of a run
-    says.
+    """Returns the config that get_config() of a Python file makes, or that the config.json in the
+    output of a run describes.
 
     file: a path, or the name of a config that comes with mesh_lm, such as gpt_tiny. A relative path
     is looked for in the working directory, beside the package mesh_lm, and inside it, where an
@@ -56,8 +56,8 @@ def load(file: str) -> TrainConfig:
 
 
 def _require_config(file: str) -> None:
-    """Raises ConfigError for what is no config of ours, with what to do: YAML, a model directory, a
-    name on the Hugging Face Hub.
+    """Raises ConfigError for a file that cannot be a config, with what to do instead: for YAML, a
+    model directory, and a name on the Hugging Face Hub.
     """
     path = Path(file).expanduser()
     if path.suffix in (".py", ".json") or _NAME.fullmatch(file):
@@ -68,10 +68,13 @@ def _require_config(file: str) -> None:
             f"--config={file}: a directory; a run's config is {file}/config.json, and a Hugging "
             f"Face model becomes a run by mesh-lm import {file} --output=runs/{name}"
         )
-    if not path.exists() and path.suffix not in _OTHERS and (hint := hub_hint(file)):
-        raise ConfigError(
-            f"--config={file}: no such file{hint}, then mesh-lm import {file} --output=runs/{name}"
-        )
+    if not path.exists() and path.suffix not in _FOREIGN_SUFFIXES:
+        hint = hub_hint(file)
+        if hint:
+            raise ConfigError(
+                f"--config={file}: no such file{hint}, then mesh-lm import {file} "
+                f"--output=runs/{name}"
+            )
     raise ConfigError(
         f"--config={file}: a config is a .py file with get_config(), or the config.json of a run; "
         "`mesh-lm configs` lists some to copy"
@@ -91,10 +94,10 @@ def is_config(word: str) -> bool:
 
 
 def imported(name: str, where: str) -> ModuleType:
-    """The module of this name; or, for a path that ends in .py, what that file makes, looked for as
-    `load` looks for a config.
+    """Returns the module of this name; for a path that ends in .py, the module of that file, which
+    is searched for as `load` searches for a config.
 
-    where: the field that names it, for errors. Raises ConfigError where it cannot be imported.
+    where: the field that names it, for errors. Raises ConfigError if it cannot be imported.
     """
     try:
         if not name.endswith(".py"):
@@ -105,19 +108,17 @@ def imported(name: str, where: str) -> ModuleType:
         raise
     except Exception as error:
         file = f"{name.replace('.', '/')}.py"
-        hint = (
-            f"; a file is named by its path: {file}"
-            if isinstance(error, ModuleNotFoundError) and Path(file).is_file()
-            else ""
-        )
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and Path(file).is_file():
+            hint = f"; a file is named by its path: {file}"
         raise ConfigError(
             f"{where}: {name!r} cannot be imported ({type(error).__name__}: {error}){hint}"
         ) from error
 
 
 def _executed(path: Path) -> ModuleType:
-    """The module that a file makes, by the name of its path, under which get_type_hints and the
-    help's docstrings find it.
+    """Executes a file and returns its module, which is registered under the name of its path, where
+    get_type_hints and the docstrings of the help find it.
 
     As in a script, it can import the files beside it; modules that are installed come first.
     """
@@ -126,33 +127,42 @@ def _executed(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(str(path), path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: expected a .py file")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
 def _find(file: str, where: str = "") -> Path:
-    """where: what the error begins with; empty: that it is a config."""
-    path, bases = Path(file).expanduser(), [Path.cwd(), _PACKAGE.parent, _PACKAGE]
-    for each in (path, Path("configs", f"{file}.py")) if _NAME.fullmatch(file) else (path,):
-        for base in dict.fromkeys(bases):
-            if (base / each).is_file():
-                return (base / each).resolve()
-    if _NAME.fullmatch(file):
-        known = [*shipped()]
-        near = did_you_mean(difflib.get_close_matches(file, known, n=1, cutoff=0.6))
-        raise ConfigError(
-            f"--config={file}: no such "
-            f"file{near or '; give the path of a .py file, or one of ' + ', '.join(known)}"
-        )
-    beside = [
-        str(Path(file).with_name(other.name))
-        for base in bases
-        for other in (base / path).parent.glob("[!_]*.py")
+    """Returns the absolute path of a file. where: the beginning of the error; empty: that of a
+    config's.
+    """
+    path = Path(file).expanduser()
+    is_name = bool(_NAME.fullmatch(file))
+    directories = list(dict.fromkeys([Path.cwd(), _PACKAGE.parent, _PACKAGE]))
+    candidates = [path, Path("configs", f"{file}.py")] if is_name else [path]
+    for candidate in candidates:
+        for directory in directories:
+            if (directory / candidate).is_file():
+                return (directory / candidate).resolve()
+    if is_name:
+        names = list(shipped())
+        hint = did_you_mean(difflib.get_close_matches(file, names, n=1, cutoff=0.6))
+        if not hint:
+            hint = f"; give the path of a .py file, or one of {', '.join(names)}"
+        raise ConfigError(f"--config={file}: no such file{hint}")
+
+    neighbours = [
+        str(Path(file).with_name(neighbour.name))
+        for directory in directories
+        for neighbour in (directory / path).parent.glob("[!_]*.py")
     ]
-    looked = "" if path.is_absolute() else f" in {' or '.join(map(str, dict.fromkeys(bases[:2])))}"
-    near = did_you_mean(difflib.get_close_matches(file, beside, n=1, cutoff=0.8))
-    raise ConfigError(f"{where or f'--config={file}'}: no such file{looked}{near}")
+    searched = ""
+    if not path.is_absolute():
+        checkout = dict.fromkeys([Path.cwd(), _PACKAGE.parent])
+        searched = f" in {' or '.join(map(str, checkout))}"
+    hint = did_you_mean(difflib.get_close_matches(file, neighbours, n=1, cutoff=0.8))
+    raise ConfigError(f"{where or f'--config={file}'}: no such file{searched}{hint}")
 
 
 @contextlib.contextmanager

@@ -53,7 +53,8 @@ def read(path: Path, shown: str, imported: Callable[[str, str], types.ModuleType
         described = plain.pop("model", None)
         if plain.get("class") != TrainConfig.__name__ or not isinstance(described, dict):
             raise ValueError("expected a config.json from the output of a run")
-        name, module = described.get("class"), described.pop("module", None)
+        name = described.get("class")
+        module = described.pop("module", None)
         if not isinstance(name, str) or not isinstance(module, str):
             raise ValueError("its model has no class and module")
         cls = getattr(imported(module, f"--config={shown}: the module of its model"), name, None)
@@ -73,16 +74,16 @@ def read(path: Path, shown: str, imported: Callable[[str, str], types.ModuleType
 
 
 def rules_from(plain: Mapping[str, Any]) -> Rules:
-    """Inverse of `Rules.as_dict`."""
-    given = {kind: plain[kind] for kind in get_args(Kind)}
-    columns = {
-        kind: column and {row: tuple(axes) or None for row, axes in column.items()}
-        for kind, column in given.items()
-    }
-    named: dict[str, Any] = {
-        name: plain[name] for name in ("axes", "context", "reduction", "node_axis") if name in plain
-    }
-    return Rules(plain["name"], **columns, **named)
+    """Returns the rules of which `Rules.as_dict` made this."""
+    columns: dict[str, Any] = {}
+    for kind in get_args(Kind):
+        column = plain[kind]
+        if column:
+            column = {row: tuple(axes) or None for row, axes in column.items()}
+        columns[kind] = column
+    optional = ("axes", "context", "reduction", "node_axis")
+    settings: dict[str, Any] = {name: plain[name] for name in optional if name in plain}
+    return Rules(plain["name"], **columns, **settings)
 
 
 def _section(cls: type, plain: Mapping[str, Any], where: str) -> Any:
@@ -91,16 +92,16 @@ def _section(cls: type, plain: Mapping[str, Any], where: str) -> Any:
     """
     if not isinstance(plain, Mapping):
         raise ValueError(f"{where.removesuffix('.')}: expected an object")
-    if (name := plain.get("class")) != cls.__qualname__:
+    name = plain.get("class")
+    if name != cls.__qualname__:
         raise ValueError(
             f"{where.removesuffix('.')} is a {name}, not a {cls.__qualname__}; set it in Python "
             "again"
         )
-    fields, hints = (
-        {field.name for field in dataclasses.fields(cls) if field.init},
-        get_type_hints(cls),
-    )
-    if unknown := plain.keys() - fields - {"class"}:
+    fields = {field.name for field in dataclasses.fields(cls) if field.init}
+    hints = get_type_hints(cls)
+    unknown = plain.keys() - fields - {"class"}
+    if unknown:
         raise ValueError(f"{where}{min(unknown)}: this version has no such field; remove it")
     values = {
         field: _value(hints[field], plain[field], f"{where}{field}")
@@ -111,7 +112,7 @@ def _section(cls: type, plain: Mapping[str, Any], where: str) -> Any:
 
 
 def _value(hint: Any, plain: Any, where: str) -> Any:
-    """Returns a value as the type that its field has."""
+    """Returns a value as the type that its field has. Raises ValueError if it is of another."""
     if isinstance(plain, ModelConfig):  # which was read before
         return plain
     if hint is Rules:
@@ -123,18 +124,19 @@ def _value(hint: Any, plain: Any, where: str) -> Any:
             ) from None
     if dataclasses.is_dataclass(hint):
         return _section(hint, plain, f"{where}.")  # pyright: ignore[reportArgumentType]
-    kind, arguments = get_origin(hint), get_args(hint)
+    kind = get_origin(hint)
+    arguments = get_args(hint)
     if kind in (Union, types.UnionType):
-        for each in arguments:
+        for alternative in arguments:
             try:
-                return _value(each, plain, where)
+                return _value(alternative, plain, where)
             except ValueError:
                 continue
     elif kind is Literal:
         if plain in arguments:
             return plain
     elif kind is tuple and isinstance(plain, list):
-        return tuple(_value(arguments[0], each, f"{where}[{i}]") for i, each in enumerate(plain))
+        return tuple(_value(arguments[0], x, f"{where}[{i}]") for i, x in enumerate(plain))
     elif hint is types.NoneType or hint in _SIMPLE:
         if type(plain) in _SIMPLE.get(hint, (types.NoneType,)):
             return plain

@@ -23,6 +23,7 @@ RULES = {
     "adafactor": "mesh_lm.optim.adafactor:Adafactor",
 }
 """optimizer.name -> module:class. A rule is constructed from the config's section `optimizer`."""
+_SMALLEST_NORM = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +35,18 @@ class Optimizer:
     config: OptimizerConfig
     steps: int
     """Length of the learning-rate schedule."""
-    own: Rule | None = None
+    custom_rule: Rule | None = None
     """A rule object that was passed in; None: the rule that optimizer.name names."""
 
     @cached_property
     def rule(self) -> Rule:
         """The update rule. Raises ConfigError as `make_rule` does."""
-        return self.own or make_rule(self.config)
+        return self.custom_rule or make_rule(self.config)
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
-        """The optimizer state of parameters, see `Rule.slots`. Raises ConfigError for flat vectors
-        if the rule is not elementwise.
+        """Returns the optimizer state of parameters, see `Rule.slots`.
+
+        Raises ConfigError for flat vectors if the rule is not elementwise.
         """
         flat = [name for name, leaf in leaves.items() if leaf.form == "flat"]
         if flat and not self.rule.elementwise:
@@ -65,93 +67,101 @@ class Optimizer:
         *,
         leaves: ArraySpecs,
     ) -> tuple[Params, Slots]:
-        """(updated parameters, updated slots).
+        """Returns (updated parameters, updated slots).
 
-        norm: global L2 norm of grads; step: int32, for the schedule; count: number of earlier
-        updates; leaves: of the parameters.
+        norm: global L2 norm of grads. step: int32, for the schedule. count: the number of earlier
+        updates. leaves: the specs of the parameters.
         """
-        c = self.config
-        if c.clip_norm:
-            scale = jnp.minimum(1.0, c.clip_norm / jnp.maximum(norm, 1e-30))
+        config = self.config
+        if config.clip_norm:
+            # The floor is for a norm of 0, where the gradients are 0, too.
+            scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, _SMALLEST_NORM))
             grads = jax.tree.map(lambda g: g * scale, grads)
-        direction, after = self.rule.direction(grads, slots, params, count=count, leaves=leaves)
-        rate, matrices = self.learning_rate(step), decayed(leaves)
-        new = {
-            name: p - rate * (direction[name] + (c.weight_decay * p if name in matrices else 0))
-            for name, p in params.items()
-        }
-        return new, after
+        directions, new_slots = self.rule.direction(
+            grads, slots, params, count=count, leaves=leaves
+        )
+        rate = self.learning_rate(step)
+        decayed_names = decayed(leaves)
+        new_params: Params = {}
+        for name, param in params.items():
+            decay = config.weight_decay * param if name in decayed_names else 0
+            new_params[name] = param - rate * (directions[name] + decay)
+        return new_params, new_slots
 
     def learning_rate(self, step: jax.Array | int) -> jax.Array:
-        """The learning rate of step `step` (0, 1, ...): linear from 0 during the warm-up, then by
-        the schedule.
+        """Returns the learning rate of step `step` (0, 1, ...), float32.
+
+        It rises linearly from 0 during the warm-up, and then follows the schedule.
         """
-        c, warm = self.config, self.config.warmup_steps
-        rest, end = max(1, self.steps - warm), self.config.final_fraction
-        decay = min(rest, max(1, int(c.decay_fraction * self.steps)))
-        shapes = {
-            "cosine": optax.cosine_decay_schedule(1.0, rest, alpha=end),
-            "linear": optax.linear_schedule(1.0, end, rest),
-            "wsd": optax.linear_schedule(1.0, end, decay, rest - decay),
+        config = self.config
+        final = config.final_fraction
+        n_after_warmup = max(1, self.steps - config.warmup_steps)
+        n_decay = min(n_after_warmup, max(1, int(config.decay_fraction * self.steps)))
+        schedules = {
+            "cosine": optax.cosine_decay_schedule(1.0, n_after_warmup, alpha=final),
+            "linear": optax.linear_schedule(1.0, final, n_after_warmup),
+            # Warm-up, stable, decay: constant until the last n_decay steps.
+            "wsd": optax.linear_schedule(1.0, final, n_decay, n_after_warmup - n_decay),
             "constant": optax.constant_schedule(1.0),
         }
-        schedule = optax.join_schedules(
-            [optax.linear_schedule(0.0, 1.0, max(1, warm)), shapes[c.schedule]], [warm]
-        )
-        return jnp.asarray(c.learning_rate * schedule(jnp.asarray(step) + 1), jnp.float32)
+        warmup = optax.linear_schedule(0.0, 1.0, max(1, config.warmup_steps))
+        schedule = optax.join_schedules([warmup, schedules[config.schedule]], [config.warmup_steps])
+        # Step 0 already moves: its rate is the first after 0.
+        factor = schedule(jnp.asarray(step) + 1)
+        return jnp.asarray(config.learning_rate * factor, jnp.float32)
 
 
 def make_rule(config: OptimizerConfig) -> Rule:
-    """The rule that optimizer.name names: one of RULES, module:class, or FILE.py:class.
+    """Returns the rule that optimizer.name names: one of RULES, module:class, or FILE.py:class.
 
     Raises ConfigError for an unknown name, a module that cannot be imported, and a class that does
     not implement `Rule`.
     """
-    what, where = f"optimizer.name={config.name}", RULES.get(config.name, config.name)
-    path, colon, name = where.rpartition(":")
+    setting = f"optimizer.name={config.name}"
+    path, colon, name = RULES.get(config.name, config.name).rpartition(":")
     if not colon:
         hint = did_you_mean(name, list(RULES))
-        raise ConfigError(
-            f"{what}: no such optimizer{hint}"
-            + ("" if hint.endswith("?") else ", or module:class for a custom one")
-        )
-    module = files.imported(path, what)
+        if not hint.endswith("?"):
+            hint += ", or module:class for a custom one"
+        raise ConfigError(f"{setting}: no such optimizer{hint}")
+    module = files.imported(path, setting)
     if not hasattr(module, name):
         rules = [
-            each
-            for each, value in vars(module).items()
+            candidate
+            for candidate, value in vars(module).items()
             if getattr(value, "__module__", "") == path and hasattr(value, "direction")
         ]
-        raise ConfigError(
-            f"{what}: {path!r} has no {name!r}{did_you_mean(name, rules) if rules else ''}"
-        )
-    return _checked_rule(getattr(module, name), config, what)
+        hint = did_you_mean(name, rules) if rules else ""
+        raise ConfigError(f"{setting}: {path!r} has no {name!r}{hint}")
+    return _checked_rule(getattr(module, name), config, setting)
 
 
-def own_rule(config: OptimizerConfig, given: Rule | type) -> tuple[OptimizerConfig, Rule]:
-    """(the config with the name of a custom rule, the rule). given: the rule or its class. Raises
-    ConfigError as `make_rule` does.
+def own_rule(config: OptimizerConfig, rule: Rule | type) -> tuple[OptimizerConfig, Rule]:
+    """Returns (the config with the name of a custom rule, the rule), from the rule or its class.
+
+    Raises ConfigError as `make_rule` does.
     """
-    rule_class = given if isinstance(given, type) else type(given)
+    rule_class = rule if isinstance(rule, type) else type(rule)
+    make = rule if isinstance(rule, type) else lambda config: rule
     name = f"{rule_class.__module__}:{rule_class.__qualname__}"
-    rule = _checked_rule(
-        given if isinstance(given, type) else lambda config: given, config, f"optimizer={name}"
-    )
-    return dataclasses.replace(config, name=name), rule
+    checked = _checked_rule(make, config, f"optimizer={name}")
+    return dataclasses.replace(config, name=name), checked
 
 
 def _checked_rule(
-    make: Callable[[OptimizerConfig], Any], config: OptimizerConfig, what: str
+    make: Callable[[OptimizerConfig], Any], config: OptimizerConfig, setting: str
 ) -> Rule:
     try:
-        instance = make(config)
+        rule = make(config)
     except Exception as error:
         raise ConfigError(
-            f"{what}: cannot be made from the section optimizer ({type(error).__name__}: {error})"
+            f"{setting}: cannot be made from the section optimizer "
+            f"({type(error).__name__}: {error})"
         ) from error
-    fits = {"elementwise": bool, "slots": Callable, "direction": Callable}
-    if lacks := [
-        each for each, kind in fits.items() if not isinstance(getattr(instance, each, None), kind)
-    ]:
-        raise ConfigError(f"{what}: lacks {', '.join(lacks)}; implement mesh_lm.optim.Rule")
-    return instance
+    types = {"elementwise": bool, "slots": Callable, "direction": Callable}
+    missing = [
+        name for name, kind in types.items() if not isinstance(getattr(rule, name, None), kind)
+    ]
+    if missing:
+        raise ConfigError(f"{setting}: lacks {', '.join(missing)}; implement mesh_lm.optim.Rule")
+    return rule
