@@ -80,15 +80,17 @@ _STRATEGIES = (
     # copy is all-gathered, once a step.
     Rules("distributed", params=_WEIGHTS, activations=_DATA, optimizer=_FLAT_OVER_DATA),
     # zero3: ZeRO-3 of the layers on the same vectors. No device has a copy of a layer's matrices:
-    # they are gathered during the layer before, and their gradient is summed during the next one.
+    # in every microbatch they are all-gathered during the layer before, and their gradient is
+    # reduce-scattered during the next one.
     Rules(
         "zero3",
         params={**_WEIGHTS, "flat": "data"},
         activations=_DATA,
         optimizer=_FLAT_OVER_DATA,
     ),
-    # fsdp: ZeRO-3 / FSDP (arXiv 2304.11277). Weights are sharded along embed, too. Each layer
-    # all-gathers its own when it runs, and reduce-scatters their gradient, in every microbatch.
+    # fsdp: ZeRO-3 / FSDP (arXiv 2304.11277). Weights are sharded along embed, too. In every
+    # microbatch each layer all-gathers its own in the forward and again in the backward, and their
+    # gradient is reduce-scattered.
     Rules("fsdp", params=_EMBED_OVER_FSDP, activations={**_ACTIVATIONS, "batch": "fsdp"}),
     # hsdp: hybrid sharding. FSDP inside a group, with replicas of the group along data, over which
     # gradients are all-reduced once a step.

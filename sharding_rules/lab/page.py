@@ -75,8 +75,8 @@ def page(
     """Returns the whole page. Everything from the report is escaped.
 
     Args:
-      report: of `compile_report`.
-      findings: of `lint`, the gravest first.
+      report: as `compile_report` returns it.
+      findings: those of `lint`, the gravest first.
       fixes: what would make it fit, or make it smaller, the best first.
       facts: (label, value) that the head shows beside the mesh: ("parameters", "174.6 B").
     """
@@ -121,13 +121,13 @@ def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str
         sentences.append(f'<a href="#findings">{n} finding{"s" if n > 1 else ""}</a>.')
     else:
         sentences.append("No findings.")
-    known = [
+    labelled = [
         ("devices", f"{report.n_devices:,} x {report.target.upper() or 'as they are'}"),
         ("mesh", mesh_words(report)),
         *facts,
     ]
     items = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in known
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in labelled
     )
     return (
         f"<header>\n<h1>{escape(report.name)}</h1>\n"
@@ -228,9 +228,9 @@ def _bar(
         tip = f"{part or 'unnamed'}\n{size(part_bytes[part])} over {axes}"
         shares.append(Share("", part_bytes[part], part_colours.get(part, _OTHER_COLOUR), tip))
     chart = stack(shares, largest, label=f"{size(sent)} over {axes}", height=18)
-    where = link(max(row.nodes for row in same_axes))
+    slowest_link = link(max(row.nodes for row in same_axes))
     group = max(row.one.group for row in same_axes)
-    label = f"<span>{escape(axes)}<small>{where}, {group} devices</small></span>"
+    label = f"<span>{escape(axes)}<small>{slowest_link}, {group} devices</small></span>"
     return f'<div class="bar">{label}{chart}<b>{size(sent)}</b></div>'
 
 

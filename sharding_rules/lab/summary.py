@@ -269,7 +269,7 @@ class Row:
         sent = Counter[tuple[str, str]]()
         for c in self.collectives:
             sent[_innermost(c), c.where.phase] += round(c.times * c.wire)
-        large = [place for place, n in sent.most_common() if n >= _SMALL_SHARE * self.wire]
+        large = [scope for scope, n in sent.most_common() if n >= _SMALL_SHARE * self.wire]
         parts = list(dict.fromkeys(part for part, _ in large if part))
         large_phases = {phase for _, phase in large}
         phases = []

@@ -72,8 +72,8 @@ def screen(
     What does not fit on a screen of LINES is counted, not shown.
 
     Args:
-      report: of `compile_report`.
-      findings: of `lint`, the gravest first.
+      report: as `compile_report` returns it.
+      findings: those of `lint`, the gravest first.
       fixes: what would make it fit, or make it smaller, the best first.
       facts: (label, value) that the head shows beside the mesh: ("parameters", "174.6 B").
     """

@@ -149,11 +149,13 @@ class _Program(Prices):
 
         active: the conditionals with a slot that run.
         """
-        if (computation, active) not in self._runs:
-            self._runs[computation, active] = run = _Run(self, active=active)
+        key = (computation, active)
+        if key not in self._runs:
+            run = _Run(self, active=active)
+            self._runs[key] = run
             run.computation(computation, ())
             run.wait(max(run.free.values(), default=0.0))
-        return self._runs[computation, active]
+        return self._runs[key]
 
     def runs_outside_loops(self, conditional: Instruction) -> bool:
         """Whether a conditional with a slot is in no loop, and runs on a stage.
@@ -180,16 +182,13 @@ class _Program(Prices):
         for trip in range(n_trips):
             active_by_stage = []
             for stage in range(self.module.n_stages):
-                active = {
-                    name
-                    for name, slot in slots.items()
-                    if slot.stages[stage][trip : trip + 1] == "1"
-                }
+                active = []
+                for name, slot in slots.items():
+                    if slot.stages[stage][trip : trip + 1] == "1":
+                        active.append(name)
                 active_by_stage.append(frozenset(active))
-            # Equal stages are priced once.
             slowest = max(
-                dict.fromkeys(active_by_stage),
-                key=lambda active: self.run_alone(loop.body, active).clock,
+                active_by_stage, key=lambda active: self.run_alone(loop.body, active).clock
             )
             trips[slowest] += 1
         return trips
