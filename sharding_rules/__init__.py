@@ -1,5 +1,9 @@
-"""Sharding rules as data, the mesh that they map to, and `Shard`, which binds the two. Imports
-nothing else of this project.
+"""Sharding rules as data, the mesh that they map to, and `Shard`, which binds the two.
+
+    shard = Shard(preset("fsdp+megatron"), make_mesh(MeshConfig(fsdp=2, tensor=4)))
+    x = shard(x, "batch", "seq", "embed")
+
+Nothing else of this project is imported.
 """
 
 from sharding_rules.mesh import AXES as AXES

@@ -27,108 +27,105 @@ from sharding_rules.presets import preset
 from sharding_rules.rules import Rules
 
 PROGRAMS = "sharding_rules.programs"
-"""Entry points of this group know a kind of config: (--config=FILE and its like, rules, target,
-number of devices) -> Report."""
+"""The group of entry points that can compile a config. Each is a ConfigReader."""
 
 ConfigReader = Callable[[list[str], Rules, str, int], Report]
+"""(--config=FILE and changes of its fields, rules, target, number of devices) -> Report."""
 
 
 def main(argv: list[str]) -> int:
-    """Runs `python -m sharding_rules` with these arguments and returns the exit status. A user's
-    mistake prints one message.
+    """Runs `python -m sharding_rules` with these arguments and returns the exit status.
+
+    A user's mistake prints one message.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # a locale may lack characters of the report
+        # A locale may lack characters of the report.
         sys.stdout.reconfigure(errors="backslashreplace")
-    parser = argparse.ArgumentParser(
-        "python -m sharding_rules", description=__doc__, allow_abbrev=False
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    _report_options(
-        commands.add_parser(
-            "report",
-            help="compile a function of a Python file, and show the report",
-            allow_abbrev=False,
-        )
-    )
-    _diff_options(
-        commands.add_parser(
-            "diff",
-            help="compare two saved reports, or a config under two sets of rules",
-            allow_abbrev=False,
-        )
-    )
-    arguments, changes = parser.parse_known_args(argv)
-    # XLA would take a GPU that is here, and its memory, to compile for those that are not
+    arguments, unknown = _parser().parse_known_args(argv)
+
+    # XLA would take a GPU that is here, and its memory, to compile for those that are not.
     jax.config.update("jax_platforms", "cpu")
     try:
         if arguments.devices < 0:
             raise LabError(f"--devices={arguments.devices} must be at least 1")
-        return (
-            _report(arguments, changes)
-            if arguments.command == "report"
-            else _diff(arguments, changes)
-        )
-    except (
-        ValueError
-    ) as error:  # of this package, and of the program's own: they are all messages for the user
+        if arguments.command == "report":
+            return _report(arguments, unknown)
+        return _diff(arguments, unknown)
+    except ValueError as error:
+        # The subclasses, of this package and of the program's own, are messages for the user.
         if type(error) is ValueError:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
-def _report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m sharding_rules", description=__doc__, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    report = commands.add_parser(
+        "report",
+        help="compile a function of a Python file, and show the report",
+        allow_abbrev=False,
+    )
+    report.add_argument(
         "program",
         metavar="FILE.py:FUNCTION",
         help="FUNCTION(devices) returns (step, arguments, mesh)",
     )
-    parser.add_argument(
+    report.add_argument(
         "--target", default="h100", choices=list(TARGETS), help="the GPU (default: h100)"
     )
-    parser.add_argument(
+    report.add_argument(
         "--devices", type=int, default=8, help="how many of them; whole nodes of 8 (default: 8)"
     )
-    parser.add_argument(
+    report.add_argument(
         "--out",
         default="",
         metavar="FILE",
         help=f"a file instead of the screen; it ends in {ENDINGS}",
     )
 
-
-def _diff_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    compare = commands.add_parser(
+        "diff",
+        help="compare two saved reports, or a config under two sets of rules",
+        allow_abbrev=False,
+    )
+    compare.add_argument(
         "reports", nargs="*", metavar="REPORT.json", help="two saved reports, before and after"
     )
-    parser.add_argument(
+    compare.add_argument(
         "--config",
         default="",
         help="or a run; its fields can be changed as in training: --config.model.n_layers=2",
     )
-    parser.add_argument(
+    compare.add_argument(
         "--rules", default="", help="a preset, or a product such as hsdp+megatron_sp"
     )
-    parser.add_argument("--against", default="", help="the rules that it is compared with")
-    parser.add_argument("--target", default="h100", choices=list(TARGETS))
-    parser.add_argument(
+    compare.add_argument("--against", default="", help="the rules that it is compared with")
+    compare.add_argument("--target", default="h100", choices=list(TARGETS))
+    compare.add_argument(
         "--devices", type=int, default=0, help="0: as many as the config's mesh says"
     )
-    parser.add_argument(
+    compare.add_argument(
         "--out", default="", metavar="FILE.html", help="a page instead of the screen"
     )
+    return parser
 
 
-def _report(arguments: argparse.Namespace, rest: list[str]) -> int:
-    if rest:
-        raise LabError(f"unknown option {rest[0]}; the options are --target, --devices and --out")
+def _report(arguments: argparse.Namespace, unknown: list[str]) -> int:
+    if unknown:
+        raise LabError(
+            f"unknown option {unknown[0]}; the options are --target, --devices and --out"
+        )
     if arguments.out and not arguments.out.endswith((".html", ".json")):
         raise LabError(f"--out={arguments.out}: expected a file that ends in {ENDINGS}")
-    make = _function(arguments.program)
-    step, args, mesh = _program(
-        arguments.program, make(devices(arguments.target, arguments.devices))
-    )
+
+    make_program = _load_function(arguments.program)
+    program = make_program(devices(arguments.target, arguments.devices))
+    step, args, mesh = _checked(arguments.program, program)
     report = compile_report(step, *args, mesh=mesh, name=arguments.program.rpartition(":")[2])
     findings = lint(report)
     if arguments.out:
@@ -139,33 +136,36 @@ def _report(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0 if report.fits else 1
 
 
-def _function(words: str) -> Callable[..., Any]:
-    """The function that FILE.py:FUNCTION names. What the file raises when it is imported passes
-    through.
+def _load_function(program: str) -> Callable[..., Any]:
+    """Returns the function that FILE.py:FUNCTION names.
+
+    What the file raises when it is imported passes through.
     """
-    file, _, name = words.rpartition(":")
+    file, _, name = program.rpartition(":")
     if not (file.endswith(".py") and name):
-        raise LabError(f"{words!r} is not FILE.py:FUNCTION")
+        raise LabError(f"{program!r} is not FILE.py:FUNCTION")
     if not Path(file).is_file():
         raise LabError(f"the file {file} does not exist")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    # The file may import its neighbours, as it may if Python runs it.
     sys.path.insert(0, str(Path(file).resolve().parent))
     spec.loader.exec_module(module)
-    if not callable(function := getattr(module, name, None)):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise LabError(f"{file} has no function {name}")
     return function
 
 
-def _program(words: str, returned: Any) -> tuple[Any, tuple[Any, ...], jax.sharding.Mesh]:
-    """Step, arguments and mesh, which the function that `words` names returned."""
-    match returned:
+def _checked(program: str, result: Any) -> tuple[Any, tuple[Any, ...], jax.sharding.Mesh]:
+    """Returns the step, arguments and mesh that the function of this name has returned."""
+    match result:
         case (step, tuple() | list() as args, jax.sharding.Mesh() as mesh) if callable(step):
             return step, tuple(args), mesh
     raise LabError(
-        f"{words} must return (step, arguments, mesh): a function, a tuple of its arguments, and a "
-        "jax.sharding.Mesh of the devices"
+        f"{program} must return (step, arguments, mesh): a function, a tuple of its arguments, and "
+        "a jax.sharding.Mesh of the devices"
     )
 
 
@@ -176,29 +176,33 @@ def _diff(arguments: argparse.Namespace, changes: list[str]) -> int:
                 "diff takes two saved reports, BEFORE.json AFTER.json, or --config, --rules and "
                 "--against"
             )
-        before, after = map(load, arguments.reports)
+        old, new = map(load, arguments.reports)
     else:
-        before, after = _under_rules(arguments, changes)
+        old, new = _compile_under_both_rules(arguments, changes)
     if not arguments.out:
-        print(diff(before, after))
+        print(diff(old, new))
         return 0
-    write(arguments.out, compare_page(before, after))
+    write(arguments.out, compare_page(old, new))
     print(f"wrote {arguments.out}")
     return 0
 
 
-def _under_rules(arguments: argparse.Namespace, changes: list[str]) -> tuple[Report, Report]:
-    if missing := [
-        option for option in ("config", "rules", "against") if not getattr(arguments, option)
-    ]:
-        raise LabError(
-            f"diff needs --{missing[0]}: --config=FILE --rules=A --against=B, or two saved "
-            "reports, BEFORE.json AFTER.json"
-        )
-    both = [preset(name) for name in (arguments.against, arguments.rules)]
-    read, words = _config_reader(), [f"--config={arguments.config}", *changes]
-    before, after = (read(words, rules, arguments.target, arguments.devices) for rules in both)
-    return before, after
+def _compile_under_both_rules(
+    arguments: argparse.Namespace, changes: list[str]
+) -> tuple[Report, Report]:
+    """Returns the reports of a config under the rules of --against and under those of --rules."""
+    for option in ("config", "rules", "against"):
+        if not getattr(arguments, option):
+            raise LabError(
+                f"diff needs --{option}: --config=FILE --rules=A --against=B, or two saved "
+                "reports, BEFORE.json AFTER.json"
+            )
+    # Both names are looked up before the first compilation.
+    rules = [preset(arguments.against), preset(arguments.rules)]
+    compile_config = _config_reader()
+    words = [f"--config={arguments.config}", *changes]
+    old, new = (compile_config(words, r, arguments.target, arguments.devices) for r in rules)
+    return old, new
 
 
 def _config_reader() -> ConfigReader:

@@ -25,9 +25,13 @@ Exchange = Literal["gather", "ulysses", "ring"]
 
 FLAT = "flat"
 """The row of flat vectors: see `Rules.params` and `Rules.optimizer`."""
+
 TABLES = "tables"
-"""The scope of parameters outside of the layers, such as the embedding and the output head: the row
-"tables/embed" is that axis in them."""
+"""The scope of parameters outside of the layers, such as the embedding and the output head.
+
+The row "tables/embed" is the logical axis embed in them.
+"""
+
 _UNSCOPED = {
     "batch": "the whole model has one batch",
     "layers": "all segments are divided into the same stages",
@@ -35,152 +39,161 @@ _UNSCOPED = {
 
 
 class ShardingRuleError(ValueError):
-    """Raised for a rule with an unknown logical or mesh axis, or that cannot shard a tensor. The
-    message says what would work.
+    """Raised for a rule with an unknown axis, or that cannot shard a tensor.
+
+    The message says what would work.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The mesh axes of every logical axis. There are no defaults: a logical axis without a row is
-    an error.
+    """The mesh axes that shard every logical axis, for each kind of tensor.
 
-    An experiment changes a row: `rules.replace(params={"mlp": None})`.
+    A column maps a logical axis, such as "mlp", to the mesh axis that shards it, to several mesh
+    axes, outermost first, or to None: replicated. There are no defaults: a logical axis without a
+    row is an error. An experiment changes a row: `rules.replace(params={"mlp": None})`.
     """
 
     name: str
     """A name for logs and checkpoints."""
+
     params: Column
     """Weights as stored between steps.
 
     The row "flat", if there is one, has the mesh axes over which each layer gathers its matrices
     from the optimizer's flat vectors.
     """
+
     activations: Column
-    """Activations. The row "batch" has the mesh axes that the batch is sharded over."""
+    """Activations. The row "batch" has the mesh axes that shard the batch."""
+
     gathered: Column | None = None
-    """Weights while a layer uses them. None: as `params`, without the axes of the batch, over which
-    they are gathered (FSDP)."""
+    """Weights while a layer uses them.
+
+    None: as `params`, without the axes of the batch, over which they are gathered (FSDP).
+    """
+
     gradients: Column | None = None
     """Gradients as the optimizer receives them. None: as `params`."""
+
     optimizer: Column | None = None
     """Optimizer state, such as Adam's moments. None: as `params`.
 
     The row "flat", if there is one, has the mesh axes that shard flat vectors of many weights; no
     dimension needs to divide by them.
     """
+
     axes: Mapping[str, AxisType] = dataclasses.field(default_factory=dict)
     """Additional mesh axes that these rules use; `MeshConfig.extra` has their sizes.
 
-    auto: XLA shards along the axis and inserts the collectives, as along fsdp and tensor. manual:
-    the axis shards the batch or the sequence only, weights are replicated along it, and gradients
-    are summed over it once a step, as along data.
+    auto: XLA shards along the axis and inserts the collectives, as along fsdp and tensor.
+    manual: the axis shards the batch or the sequence only. Weights are replicated along it, and
+    gradients are summed over it once a step, as along data.
     """
-    context: Mapping[str, Exchange] = dataclasses.field(default_factory=dict)
-    """How attention sees all keys, for each mesh axis that shards the sequence (the row "seq" of
-    activations): context parallelism.
 
-    gather: every device gathers the keys and values of all tokens. ulysses: an all-to-all gives
-    each device all tokens of a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). ring: keys
-    and values travel from device to device, beside the attention of those that came before (arXiv
-    2310.01889). One axis may have gather or ring, and further axes inside of it ulysses (USP, arXiv
-    2405.07719).
+    context: Mapping[str, Exchange] = dataclasses.field(default_factory=dict)
+    """Context parallelism: how attention sees all keys, for each mesh axis that shards "seq".
+
+    gather: every device gathers the keys and values of all tokens.
+    ulysses: an all-to-all gives each device all tokens of a part of the heads
+    (DeepSpeed-Ulysses, arXiv 2309.14509).
+    ring: keys and values travel from device to device, beside the attention to those that arrived
+    earlier (arXiv 2310.01889).
+
+    One axis may have gather or ring, and further axes inside of it ulysses (USP, arXiv 2405.07719).
     """
+
     reduction: Reduction = "auto"
-    """The type in which gradients of matrices are summed over devices. Those of vectors are always
-    summed in float32.
+    """The type in which gradients of matrices are summed over devices.
+
+    Gradients of vectors are always summed in float32.
 
     auto: float32 along the axes that a step is manual over (data), where gradients are summed once
-    a step; the type of the matmul along those that XLA handles (fsdp), where every microbatch sums.
-    float32: along all axes, twice the bytes. bfloat16: along all, half of them. int8: along the
-    axes that a step is manual over, in blocks with a scale each and with error feedback, a quarter
-    of the bytes; along others as auto.
+    a step; along the axes that XLA handles (fsdp), where every microbatch sums, the type of the
+    matmul.
+    float32: along all axes, at twice the bytes of bfloat16.
+    bfloat16: along all axes, at half the bytes of float32.
+    int8: along the axes that a step is manual over, in blocks with a scale each and with error
+    feedback, at a quarter of the bytes of float32; along other axes as auto.
     """
+
     node_axis: str = ""
-    """The mesh axis along which replicas are in one node: gradients of matrices are
-    reduce-scattered along it, summed across nodes, and gathered along it, so that each device sends
-    its own part of them across nodes alone. Empty: one sum over all replicas.
+    """The mesh axis along which replicas are in one node. Empty: one sum over all replicas.
+
+    Gradients of matrices are reduce-scattered along it, summed across nodes, and gathered along it,
+    so that each device sends only its own part of them across nodes.
     """
 
     def __post_init__(self) -> None:
-        # Tables of its own, so that an experiment that changes a row in place changes no other
-        # rules.
+        # Copies, so that an experiment that changes a row in place changes no other rules.
         for field in dataclasses.fields(self):
             table = getattr(self, field.name)
             if isinstance(table, dict):
                 object.__setattr__(self, field.name, dict(table))
+
         if "batch" not in self.activations:
             raise ShardingRuleError(
                 "rules.activations needs a row 'batch': the mesh axes that shard the batch, or None"
             )
-        for axis, kind in self.axes.items():
+        for axis, axis_type in self.axes.items():
             if axis in AXES:
                 raise ShardingRuleError(
                     f"rules.axes[{axis!r}]: every mesh has an axis of that name; choose another"
                 )
-            if kind not in get_args(AxisType):
+            if axis_type not in get_args(AxisType):
                 raise ShardingRuleError(
-                    f"rules.axes[{axis!r}]={kind!r}: a mesh axis is one of "
+                    f"rules.axes[{axis!r}]={axis_type!r}: a mesh axis is one of "
                     f"{', '.join(get_args(AxisType))}"
                 )
         for axis, exchange in self.context.items():
             if exchange not in get_args(Exchange):
-                known = did_you_mean(str(exchange), get_args(Exchange))
+                hint = did_you_mean(str(exchange), get_args(Exchange))
                 raise ShardingRuleError(
-                    f"rules.context[{axis!r}]={exchange!r}: attention has no such exchange{known}"
+                    f"rules.context[{axis!r}]={exchange!r}: attention has no such exchange{hint}"
                 )
         if self.reduction not in get_args(Reduction):
-            known = did_you_mean(str(self.reduction), get_args(Reduction))
+            hint = did_you_mean(str(self.reduction), get_args(Reduction))
             raise ShardingRuleError(
-                f"rules.reduction={self.reduction!r}: gradients cannot be summed in this "
-                f"type{known}"
+                f"rules.reduction={self.reduction!r}: gradients cannot be summed in this type{hint}"
             )
-        if self.node_axis and self.node_axis not in self.manual_axes() - {ISLAND, "pipeline"}:
-            along = ", ".join(
-                axis for axis in self.order() if axis in self.manual_axes() - {ISLAND, "pipeline"}
-            )
-            raise ShardingRuleError(
-                f"rules.node_axis={self.node_axis!r}: gradients are not summed along it once a "
-                f"step; known: {along}"
-            )
+        self._require_summed_node_axis()
         for kind in get_args(Kind):
             for row, entry in (getattr(self, kind) or {}).items():
-                if not (
-                    entry is None
-                    or isinstance(entry, str)
-                    or (isinstance(entry, tuple) and all(isinstance(a, str) for a in entry))
-                ):
+                if not _is_entry(entry):
                     raise ShardingRuleError(
                         f"rules.{kind}[{row!r}]={entry!r}: expected a mesh axis, a tuple of them, "
                         "or None"
                     )
         for row in self._rows():
-            scope, _, name = row.rpartition("/")
-            if "/" in scope or (not (scope and name) and "/" in row):
-                raise ShardingRuleError(
-                    f"rules have a row {row!r}: a row is a logical axis or scope/axis, as in "
-                    "'moe/mlp'"
-                )
-            if scope and name in _UNSCOPED:
-                raise ShardingRuleError(
-                    f"rules have a row {row!r}: {_UNSCOPED[name]}; leave the scope out"
-                )
+            _require_valid_row(row)
+
+    def _require_summed_node_axis(self) -> None:
+        summed_axes = self.manual_axes() - {ISLAND, "pipeline"}
+        if self.node_axis and self.node_axis not in summed_axes:
+            known = ", ".join(axis for axis in self.order() if axis in summed_axes)
+            raise ShardingRuleError(
+                f"rules.node_axis={self.node_axis!r}: gradients are not summed along it once a "
+                f"step; known: {known}"
+            )
 
     def column(self, kind: Kind) -> Column:
-        """The rows for one kind of tensor, with the defaults of the optional columns filled in."""
-        if (column := getattr(self, kind)) is not None:
+        """Returns the rows for one kind of tensor, with a default for an optional column."""
+        column = getattr(self, kind)
+        if column is not None:
             return column
-        if kind == "gathered":
-            batch = axes_of(self.activations["batch"])
-            return {
-                name: tuple(a for a in axes_of(entry) if a not in batch) or None
-                for name, entry in self.params.items()
-            }
-        return self.params
+        if kind != "gathered":
+            return self.params
+        batch = axes_of(self.activations["batch"])
+        return {
+            row: tuple(axis for axis in axes_of(entry) if axis not in batch) or None
+            for row, entry in self.params.items()
+        }
 
     def own_rows(self, kind: Kind) -> Column:
-        """The rows from which a column of its own is made where the rules leave it out: as
-        `column`, but gradients have no flat vectors, whose row is the optimizer's.
+        """Returns the rows that an explicit column starts from: those of `column`.
+
+        Gradients that default to the rows of parameters have no row "flat", because flat vectors
+        belong to the optimizer.
         """
         column = self.column(kind)
         if kind != "gradients" or self.gradients is not None:
@@ -188,23 +201,25 @@ class Rules:
         return {row: entry for row, entry in column.items() if row.rpartition("/")[2] != FLAT}
 
     def row(self, kind: Kind, logical: str) -> str | None:
-        """The row of a column for a logical axis: its own, or that of its name without the scope.
-        None: there is neither.
+        """Returns the row of a column that applies to a logical axis; None if there is none.
+
+        A scoped axis without a row of its own has the row of its name without the scope.
         """
         return row_of(self.column(kind), logical)
 
     def scopes(self) -> set[str]:
-        """The scopes of all rows."""
-        return {scope for scope, slash, _ in (row.partition("/") for row in self._rows()) if slash}
+        """Returns the scopes of all rows."""
+        return {row.partition("/")[0] for row in self._rows() if "/" in row}
 
     def manual_axes(self) -> frozenset[str]:
-        """The mesh axes that a training step is manual over: it sums gradients over them once
-        itself. XLA handles all others.
+        """Returns the mesh axes that a training step is manual over.
+
+        The step itself sums gradients over them, once. XLA handles all other axes.
         """
-        return MANUAL | {axis for axis, kind in self.axes.items() if kind == "manual"}
+        return MANUAL | {axis for axis, axis_type in self.axes.items() if axis_type == "manual"}
 
     def order(self) -> tuple[str, ...]:
-        """Every mesh axis that these rules may use, outermost first."""
+        """Returns every mesh axis that these rules may use, outermost first."""
         return (*AXES, *self.axes)
 
     def replace(
@@ -217,35 +232,43 @@ class Rules:
         node_axis: str | None = None,
         **columns: Column,
     ) -> Rules:
-        """A copy with some rows changed or added: `rules.replace(params={"mlp": None},
-        activations={"mlp": None})`.
+        """Returns a copy with some rows changed or added.
 
-        axes: additional mesh axes to declare. context: changed or added, too. reduction, node_axis:
-        None: unchanged.
+        To replicate the MLP over all devices:
+        `rules.replace(params={"mlp": None}, activations={"mlp": None})`.
+
+        Args:
+          name: the name of the copy; None: the old name, with "(changed)" behind it.
+          axes: mesh axes to declare, beside those that are.
+          context: exchanges to change or add.
+          reduction: None: unchanged.
+          node_axis: None: unchanged.
+          columns: rows to change or add, by the kind of tensor.
+
+        Raises ShardingRuleError for an unknown column, and for rules that are not valid.
         """
         if not (name is None or isinstance(name, str)):
             raise ShardingRuleError(
                 f"replace({name!r}) names no column; write replace(params={name!r}, "
                 f"activations={name!r})"
             )
-        if unknown := sorted(set(columns) - set(get_args(Kind))):
+        unknown = sorted(set(columns) - set(get_args(Kind)))
+        if unknown:
             near = difflib.get_close_matches(unknown[0], get_args(Kind), n=1)
-            hint = (
-                f"; did you mean {near[0]!r}?"
-                if near and len(unknown) == 1
-                else f"; columns are {', '.join(get_args(Kind))}"
-            )
+            if near and len(unknown) == 1:
+                hint = f"; did you mean {near[0]!r}?"
+            else:
+                hint = f"; columns are {', '.join(get_args(Kind))}"
             raise ShardingRuleError(f"rules have no column {' or '.join(map(repr, unknown))}{hint}")
-        changed = {kind: {**self.own_rows(kind), **rows} for kind, rows in columns.items()}  # pyright: ignore[reportArgumentType]
-        changed |= {
-            "axes": {**self.axes, **(axes or {})},
-            "context": {**self.context, **(context or {})},
+        changes: dict[str, Any] = {
+            kind: {**self.own_rows(kind), **rows}  # pyright: ignore[reportArgumentType]
+            for kind, rows in columns.items()
         }
-        changed |= {
-            "reduction": reduction or self.reduction,
-            "node_axis": self.node_axis if node_axis is None else node_axis,
-        }
-        return dataclasses.replace(self, name=name or f"{self.name} (changed)", **changed)
+        changes["axes"] = {**self.axes, **(axes or {})}
+        changes["context"] = {**self.context, **(context or {})}
+        changes["reduction"] = reduction or self.reduction
+        changes["node_axis"] = self.node_axis if node_axis is None else node_axis
+        return dataclasses.replace(self, name=name or f"{self.name} (changed)", **changes)
 
     def spec(
         self,
@@ -255,20 +278,27 @@ class Rules:
         mesh: Mesh | None = None,
         name: str = "tensor",
     ) -> PartitionSpec:
-        """The PartitionSpec of a tensor whose dimensions are named `axes` (None: never sharded).
-        Scoped names fall back to plain ones.
+        """Returns the PartitionSpec of a tensor whose dimensions are named `axes`.
+
+        Args:
+          kind: the column to look in.
+          axes: a logical axis for each dimension; None: the dimension is never sharded. Scoped
+            axes without a row of their own have that of the plain axis.
+          shape: if given, each size must divide by the shards of its dimension.
+          mesh: if given, it must have all mesh axes.
+          name: the tensor's name in messages.
 
         Raises ShardingRuleError for an unknown logical axis, a mesh axis on two dimensions, a mesh
-        axis that `mesh` does not have, and, if `shape` is given, a size that does not divide.
+        axis that `mesh` does not have, and a size that does not divide.
         """
         column = self.column(kind)
-        owner: dict[str, str] = {}
-        entries: list[MeshAxes] = []
         if shape and len(shape) != len(axes):
             raise ShardingRuleError(
                 f"{name}{tuple(axes)}: {len(axes)} logical axes for {len(shape)} dimensions "
                 f"{tuple(shape)}"
             )
+        row_by_axis: dict[str, str] = {}
+        entries: list[MeshAxes] = []
         for dim, logical in enumerate(axes):
             if logical is None:
                 entries.append(None)
@@ -281,18 +311,21 @@ class Rules:
                 )
             n_shards = 1
             for axis in axes_of(column[row]):
-                if axis in owner:
+                if axis in row_by_axis:
                     raise ShardingRuleError(
-                        f"{name}{tuple(axes)}: mesh axis {axis!r} shards both {owner[axis]!r} and "
-                        f"{row!r}; set one of them to None in rules.{kind}"
+                        f"{name}{tuple(axes)}: mesh axis {axis!r} shards both "
+                        f"{row_by_axis[axis]!r} and {row!r}; set one of them to None in "
+                        f"rules.{kind}"
                     )
-                owner[axis] = row
-                if mesh is not None and axis not in mesh.shape:
+                row_by_axis[axis] = row
+                if mesh is None:
+                    continue
+                if axis not in mesh.shape:
                     raise ShardingRuleError(
                         f"rules.{kind}[{row!r}]: mesh axis {axis!r} is not in mesh "
                         f"{dict(mesh.shape)}"
                     )
-                n_shards *= mesh.shape[axis] if mesh is not None else 1
+                n_shards *= mesh.shape[axis]
             if shape and shape[dim] % n_shards:
                 raise ShardingRuleError(
                     f"{name}: dimension {dim} ({logical!r}, size {shape[dim]}) does not divide "
@@ -309,84 +342,100 @@ class Rules:
         shape: Sequence[int] = (),
         name: str = "tensor",
     ) -> NamedSharding:
-        """`spec` as a NamedSharding. Raises as it does."""
+        """Returns `spec` as a NamedSharding. Raises ShardingRuleError as `spec` does."""
         return NamedSharding(mesh, self.spec(kind, axes, shape, mesh, name))
 
     def mesh_axes(self) -> set[str]:
-        """All mesh axes that some row uses."""
-        columns = (getattr(self, kind) or {} for kind in get_args(Kind))
-        return {axis for column in columns for entry in column.values() for axis in axes_of(entry)}
+        """Returns all mesh axes that some row uses."""
+        used: set[str] = set()
+        for kind in get_args(Kind):
+            for entry in (getattr(self, kind) or {}).values():
+                used.update(axes_of(entry))
+        return used
 
     def as_dict(self) -> dict[str, Any]:
-        """The rules as plain data for JSON."""
-        plain = {kind: getattr(self, kind) for kind in get_args(Kind)}
-        return {
-            "name": self.name,
-            **{
-                k: None
-                if column is None
-                else {row: list(axes_of(entry)) for row, entry in column.items()}
-                for k, column in plain.items()
-            },
-            **({"axes": dict(self.axes)} if self.axes else {}),
-            **({"context": dict(self.context)} if self.context else {}),
-            **({"reduction": self.reduction} if self.reduction != "auto" else {}),
-            **({"node_axis": self.node_axis} if self.node_axis else {}),
-        }
+        """Returns the rules as plain data for JSON, without fields that have their defaults."""
+        plain: dict[str, Any] = {"name": self.name}
+        for kind in get_args(Kind):
+            column = getattr(self, kind)
+            if column is None:
+                plain[kind] = None
+            else:
+                plain[kind] = {row: list(axes_of(entry)) for row, entry in column.items()}
+        if self.axes:
+            plain["axes"] = dict(self.axes)
+        if self.context:
+            plain["context"] = dict(self.context)
+        if self.reduction != "auto":
+            plain["reduction"] = self.reduction
+        if self.node_axis:
+            plain["node_axis"] = self.node_axis
+        return plain
 
     def _rows(self) -> list[str]:
-        """The rows of all columns that are given, each once, in their order there."""
-        return list(
-            dict.fromkeys(row for kind in get_args(Kind) for row in getattr(self, kind) or ())
-        )
+        """Returns the rows of all explicit columns, without duplicates, in their order."""
+        columns = [getattr(self, kind) or {} for kind in get_args(Kind)]
+        return list(dict.fromkeys(row for column in columns for row in column))
 
     def __hash__(self) -> int:
         return hash(repr(self.as_dict()))
 
 
 def axes_of(entry: MeshAxes) -> tuple[str, ...]:
-    """The mesh axes of a table entry as a tuple."""
+    """Returns the mesh axes of a table entry as a tuple."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def row_of(column: Column, logical: str) -> str | None:
-    """The row of a column for a logical axis, "moe/mlp" before "mlp"; None if there is none."""
+    """Returns the row for a logical axis, "moe/mlp" before "mlp"; None if there is none."""
     plain = logical.rpartition("/")[2]
-    return logical if logical in column else plain if plain in column else None
+    for row in (logical, plain):
+        if row in column:
+            return row
+    return None
 
 
 def unknown_scopes(rules: Rules, known: Collection[str]) -> list[str]:
-    """A sentence for each scope of the rules that the model does not have, so that its rows would
-    have no effect.
+    """Returns a sentence for each scope of the rules that the model does not have.
+
+    The rows of such a scope would have no effect. known: the scopes of the model.
     """
-    has = f"the model has {', '.join(map(repr, sorted(known))) or 'none'}"
-    unknown = sorted(rules.scopes() - set(known))
-    rows = {
-        scope: sorted(row for row in rules._rows() if row.startswith(f"{scope}/"))
-        for scope in unknown
-    }
-    return [
-        (
-            f"rules have the scope {scope!r} ({', '.join(rows[scope])}), which the model does not "
-            "have; "
+    sentences = []
+    for scope in sorted(rules.scopes() - set(known)):
+        rows = sorted(row for row in rules._rows() if row.startswith(f"{scope}/"))
+        near = difflib.get_close_matches(scope, known, n=1)
+        if near:
+            hint = f"did you mean {near[0]!r}?"
+        else:
+            hint = f"the model has {', '.join(map(repr, sorted(known))) or 'none'}"
+        sentences.append(
+            f"rules have the scope {scope!r} ({', '.join(rows)}), which the model does not "
+            f"have; {hint}"
         )
-        + (
-            f"did you mean {near[0]!r}?"
-            if (near := difflib.get_close_matches(scope, known, n=1))
-            else has
-        )
-        for scope in unknown
-    ]
+    return sentences
 
 
 def did_you_mean(word: str, known: Sequence[str] | Column) -> str:
-    """The end of an error message: the known name nearest to an unknown one, or all known names."""
-    # in a scoped word, the name or the scope may be wrong
-    tries = dict.fromkeys((word.rpartition("/")[2], word))
-    near = next(
-        filter(
-            None, (difflib.get_close_matches(each, list(known), n=1, cutoff=0.6) for each in tries)
-        ),
-        [],
-    )
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+    """Returns the end of a message about an unknown name: the nearest known one, or all of them."""
+    # In a scoped word, the name or the scope may be misspelt.
+    for spelling in (word.rpartition("/")[2], word):
+        near = difflib.get_close_matches(spelling, list(known), n=1, cutoff=0.6)
+        if near:
+            return f"; did you mean {near[0]!r}?"
+    return f"; known: {', '.join(sorted(known))}"
+
+
+def _is_entry(entry: object) -> bool:
+    if isinstance(entry, tuple):
+        return all(isinstance(axis, str) for axis in entry)
+    return entry is None or isinstance(entry, str)
+
+
+def _require_valid_row(row: str) -> None:
+    scope, slash, name = row.rpartition("/")
+    if slash and (not (scope and name) or "/" in scope):
+        raise ShardingRuleError(
+            f"rules have a row {row!r}: a row is a logical axis or scope/axis, as in 'moe/mlp'"
+        )
+    if scope and name in _UNSCOPED:
+        raise ShardingRuleError(f"rules have a row {row!r}: {_UNSCOPED[name]}; leave the scope out")

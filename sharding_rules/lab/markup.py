@@ -1,5 +1,6 @@
 """HTML for the pages: the whole document, sections, and tables whose numbers align and sort.
-Everything given as text is escaped.
+
+Text that is not HTML yet (the title of a document, code) is escaped; all else is HTML already.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from sharding_rules.lab.summary import Unit
 
-_WHOLE = """<!doctype html>
+_DOCUMENT = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -34,23 +35,21 @@ _WHOLE = """<!doctype html>
 
 
 def document(title: str, head: str, main: str, foot: str) -> str:
-    """The whole page, with its style and script in it. `title` is text, the rest is HTML."""
-    style, script = (
-        Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
-        for kind in ("css", "js")
-    )
-    return _WHOLE.format(
+    """Returns the whole page, with its style and script in it."""
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
+    return _DOCUMENT.format(
         title=escape(title), style=style, script=script, head=head, main=main, foot=foot
     )
 
 
 def section(name: str, title: str, body: str) -> str:
-    """A section of the page, with its heading and its anchor."""
+    """Returns a section of the page, with its heading and its anchor."""
     return f'<section id="{name}">\n<h2>{title}</h2>\n{body}\n</section>\n'
 
 
 def code(text: str) -> str:
-    """Text in a code element, escaped."""
+    """Returns text in a code element, escaped."""
     return f"<code>{escape(text)}</code>"
 
 
@@ -68,14 +67,16 @@ class Number(str):
         bar: float | None = None,
         show: str | None = None,
     ) -> Number:
-        """The value with `digits` decimals after `before`, or the text `show`."""
-        self = super().__new__(cls, f"{before}{value:,.{digits}f}" if show is None else show)
-        self.value, self.bar = value, bar
-        return self
+        """Returns the value with `digits` decimals after `before`, or the text `show`."""
+        text = f"{before}{value:,.{digits}f}" if show is None else show
+        number = super().__new__(cls, text)
+        number.value = value
+        number.bar = bar
+        return number
 
 
 def amount(n: float, unit: Unit, bar: float | None = None) -> Number:
-    """Bytes as a number in the unit of their table."""
+    """Returns bytes as a number in the unit of their table."""
     return Number(n / unit.scale, unit.digits, bar=bar)
 
 
@@ -87,33 +88,34 @@ def table(
     foot: Sequence[str] | None = None,
     cls: str = "",
 ) -> str:
-    """Cells are HTML already."""
-    numeric = [
-        bool(lines) and all(isinstance(line[i], Number) for line in lines)
-        for i in range(len(names))
-    ]
-    head = "".join(
-        f'<th scope="col"{_class(n)}>{name}</th>' for name, n in zip(names, numeric, strict=True)
-    )
-    tags = list(tags) or [""] * len(lines)
-    body = "".join(
-        f"<tr {tag}>{''.join(map(_cell, line))}</tr>" for line, tag in zip(lines, tags, strict=True)
-    )
+    """Returns a table. A column is numeric if all its cells are `Number`s.
+
+    Args:
+      names: the heading of each column.
+      lines: the cells of each row.
+      tags: attributes of each row; empty: none.
+      foot: the cells of the last row.
+      cls: the classes of the table.
+    """
+    head = ""
+    for column, name in enumerate(names):
+        numeric = bool(lines) and all(isinstance(line[column], Number) for line in lines)
+        align = ' class="n"' if numeric else ""
+        head += f'<th scope="col"{align}>{name}</th>'
+    body = ""
+    for line, tag in zip(lines, list(tags) or [""] * len(lines), strict=True):
+        body += f"<tr {tag}>{''.join(map(_cell, line))}</tr>"
     last = f"<tfoot><tr>{''.join(map(_cell, foot))}</tr></tfoot>" if foot else ""
     return (
-        '<div class="scroll"><table '
-        f'class="{cls}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{last}</table></div>'
+        f'<div class="scroll"><table class="{cls}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody>{last}</table></div>"
     )
 
 
-def _cell(text: str) -> str:
-    if not isinstance(text, Number):
-        return f"<td>{text}</td>"
-    behind = f' style="--bar:{100 * text.bar:.1f}%"' if text.bar is not None else ""
-    return (
-        f'<td class="n{" behind" * bool(behind)}" data-value="{text.value!r}"{behind}>{text}</td>'
-    )
-
-
-def _class(numeric: bool) -> str:
-    return ' class="n"' if numeric else ""
+def _cell(cell: str) -> str:
+    if not isinstance(cell, Number):
+        return f"<td>{cell}</td>"
+    if cell.bar is None:
+        return f'<td class="n" data-value="{cell.value!r}">{cell}</td>'
+    bar = f"--bar:{100 * cell.bar:.1f}%"
+    return f'<td class="n behind" data-value="{cell.value!r}" style="{bar}">{cell}</td>'

@@ -1,5 +1,4 @@
-"""What is in a device's memory when the most of it is: every buffer, its class and its place in the
-model.
+"""A device's memory at its peak: every buffer, its class and its place in the model.
 
 XLA says where each value lies (buffer assignment) and from when to when it lives (live ranges);
 memory in use at a time is the union of the two. The section "Live ranges at N (peak)" of XLA's own
@@ -15,7 +14,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharding_rules.lab import hlo
 from sharding_rules.lab.lineage import Lineage
@@ -32,11 +31,14 @@ _VALUE = re.compile(
     r"(.*)$"
 )
 _RANGE = re.compile(r"^\s+([\w.\-]+)\{([\d, ]*)\}:(\d+)-(\d+)$", re.M)
-_PLACE = re.compile(r"^\s+\d+:([\w.\-]+)$", re.M)
+_SCHEDULED = re.compile(r"^\s+\d+:([\w.\-]+)$", re.M)
+_HOST_MEMORY = "color 5"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
+    """A value in an allocation that XLA lays out over time."""
+
     name: str
     index: tuple[int, ...]
     """Index in the tuple that the instruction makes."""
@@ -48,6 +50,13 @@ class _Value:
     """First and last moment at which it lives, in the order of the program."""
 
 
+class _Occupied(NamedTuple):
+    """A value, and the bytes that it does not share with another."""
+
+    value: _Value
+    bytes: int
+
+
 def memory(
     module: hlo.Module,
     provenance: Provenance,
@@ -56,236 +65,275 @@ def memory(
     live_ranges: str,
     arguments: tuple[Argument, ...],
 ) -> Memory:
-    """The memory of one device, with all that is live at the peak.
+    """Returns the memory of one device, with all that is live at the peak.
 
     Args:
+      module: the compiled program.
+      provenance: that of the module.
       stats: `compiled.memory_analysis()`.
       assignment: XLA's dump `*buffer-assignment.txt`.
       live_ranges: XLA's dump `*live-range.txt`. Without the two, all temporaries are one buffer.
       arguments: of the program; those that the program does not use take no memory.
     """
-    namer = _Namer(
-        module, provenance, arguments, _PLACE.findall(live_ranges.partition("BufferLiveRange:")[0])
-    )
+    schedule = _SCHEDULED.findall(live_ranges.partition("BufferLiveRange:")[0])
+    classifier = _Classifier(module, provenance, arguments, schedule)
+    buffers = list(classifier.arguments())
     temporaries = _at_peak(_heaps(assignment, _ranges(live_ranges)))
-    result = [*namer.arguments(), *(namer.buffer(value, size) for value, size in temporaries)]
+    buffers += [classifier.buffer(value, size) for value, size in temporaries]
     peak = int(stats.peak_memory_in_bytes)
     if not temporaries:
-        result.append(
-            Buffer("temporaries", "other", "", peak - sum(b.bytes for b in result), Location())
-        )
+        size = peak - sum(buffer.bytes for buffer in buffers)
+        buffers.append(Buffer("temporaries", "other", "", size, Location()))
     return Memory(
         arguments=int(stats.argument_size_in_bytes),
         outputs=int(stats.output_size_in_bytes - stats.alias_size_in_bytes),
         temporaries=int(stats.temp_size_in_bytes),
         peak=peak,
-        buffers=_complete(result, peak),
+        buffers=_complete(buffers, peak),
     )
+
+
+# 1. The values that are live at the peak.
 
 
 def _ranges(text: str) -> dict[tuple[str, str], tuple[int, int]]:
+    """Returns (start, end) of each value, by its name and the text of its index."""
     section = text.partition("BufferLiveRange:")[2].partition("Live ranges at")[0]
-    return {
-        (name, index): (int(start), int(end)) for name, index, start, end in _RANGE.findall(section)
-    }
+    ranges = {}
+    for name, index, start, end in _RANGE.findall(section):
+        ranges[name, index] = (int(start), int(end))
+    return ranges
 
 
 def _heaps(text: str, ranges: dict[tuple[str, str], tuple[int, int]]) -> list[list[_Value]]:
-    """The values of every allocation that XLA lays out over time, on the device."""
+    """Returns the values of every allocation that XLA lays out over time, on the device."""
     heaps: list[list[_Value]] = []
-    inside = False
+    is_heap = False
     for line in text.splitlines():
-        if match := _ALLOCATION.match(line):
-            # 5: memory of the host
-            inside = "preallocated-temp" in match[2] and "color 5" not in match[2]
-            heaps += [[]] if inside else []
-        elif (
-            inside
-            and (match := _VALUE.match(line))
-            and (lives := ranges.get((match[1], match[2] or "")))
-        ):
-            index = tuple(int(i) for i in re.findall(r"\d+", match[2] or ""))
-            shape = "tuple" if match[5].startswith("(") else str(hlo.arrays(match[5])[0])
-            heaps[-1].append(_Value(match[1], index, shape, int(match[3]), int(match[4]), *lives))
+        allocation = _ALLOCATION.match(line)
+        if allocation:
+            is_heap = "preallocated-temp" in allocation[2] and _HOST_MEMORY not in allocation[2]
+            if is_heap:
+                heaps.append([])
+            continue
+        match = _VALUE.match(line) if is_heap else None
+        if not match:
+            continue
+        name, index, size, offset, shape = match.groups(default="")
+        if (name, index) in ranges:
+            start, end = ranges[name, index]
+            value = _Value(
+                name=name,
+                index=tuple(map(int, re.findall(r"\d+", index))),
+                shape="tuple" if shape.startswith("(") else str(hlo.arrays(shape)[0]),
+                size=int(size),
+                offset=int(offset),
+                start=start,
+                end=end,
+            )
+            heaps[-1].append(value)
     return heaps
 
 
-def _at_peak(heaps: list[list[_Value]]) -> list[tuple[_Value, int]]:
-    """Returns the values that are live when most memory is in use, each with the bytes that it does
-    not share with another.
-    """
+def _at_peak(heaps: list[list[_Value]]) -> list[_Occupied]:
+    """Returns the values that are live when most memory is in use."""
     times = sorted({value.start for heap in heaps for value in heap})
-    live: list[list[list[_Value]]] = [[[] for _ in heaps] for _ in times]
-    for number, heap in enumerate(heaps):
-        for value in sorted(heap, key=lambda v: (v.offset, -v.size, -v.start)):
-            for at in range(
-                bisect.bisect_left(times, value.start), bisect.bisect_right(times, value.end)
-            ):
-                live[at][number].append(value)
-    used = [[each for heap in moment for each in _union(heap)] for moment in live]
-    return max(used, key=lambda moment: sum(size for _, size in moment), default=[])
+    occupied: list[list[_Occupied]] = [[] for _ in times]
+    for heap in heaps:
+        live: list[list[_Value]] = [[] for _ in times]
+        for value in sorted(heap, key=lambda value: (value.offset, -value.size, -value.start)):
+            # A value is there at its end, too, when its successor is already allocated.
+            first = bisect.bisect_left(times, value.start)
+            last = bisect.bisect_right(times, value.end)
+            for moment in range(first, last):
+                live[moment].append(value)
+        for moment, values in enumerate(live):
+            occupied[moment] += _union(values)
+    return max(occupied, key=lambda values: sum(value.bytes for value in values), default=[])
 
 
-def _union(values: list[_Value]) -> list[tuple[_Value, int]]:
-    """Returns those of the values, in the order of their offsets, that occupy bytes of their own,
-    and how many; views drop out.
+def _union(values: list[_Value]) -> list[_Occupied]:
+    """Returns the values that occupy bytes of their own; views drop out.
+
+    values: in the order of their offsets.
     """
-    found, end = [], 0
+    occupied = []
+    end = 0
     for value in values:
-        if (own := value.offset + value.size - max(end, value.offset)) > 0:
-            found.append((value, own))
-            end = value.offset + value.size
-    return found
+        value_end = value.offset + value.size
+        n_bytes = value_end - max(end, value.offset)
+        if n_bytes > 0:
+            occupied.append(_Occupied(value, n_bytes))
+            end = value_end
+    return occupied
 
 
-def _complete(found: list[Buffer], peak: int) -> tuple[Buffer, ...]:
-    """Buffers that add up to the peak, largest first: the small ones merged, and holes as a buffer
-    of their own.
+def _complete(buffers: list[Buffer], peak: int) -> tuple[Buffer, ...]:
+    """Returns buffers that add up to the peak, largest first.
+
+    Small ones are merged, and holes are a buffer of their own.
     """
-    merged = {
-        kind: sum(b.bytes for b in found if b.kind == kind and b.bytes < SMALL) for kind in KINDS
-    }
-    rest = peak - sum(b.bytes for b in found)
+    small_bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
+    for buffer in buffers:
+        if buffer.bytes < SMALL:
+            small_bytes[buffer.kind] = small_bytes.get(buffer.kind, 0) + buffer.bytes
     # XLA counts some scalars once that two values hold, so that a few bytes may be missing.
-    merged["fragmentation" if rest > 0 else "other"] += rest
-    small = (
-        Buffer(f"small {kind}" if kind != "fragmentation" else kind, kind, "", size, Location())
-        for kind, size in merged.items()
-        if size
-    )
-    return tuple(sorted([*(b for b in found if b.bytes >= SMALL), *small], key=lambda b: -b.bytes))
+    missing = peak - sum(buffer.bytes for buffer in buffers)
+    small_bytes["fragmentation" if missing > 0 else "other"] += missing
+
+    complete = [buffer for buffer in buffers if buffer.bytes >= SMALL]
+    for kind, size in small_bytes.items():
+        if size:
+            name = kind if kind == "fragmentation" else f"small {kind}"
+            complete.append(Buffer(name, kind, "", size, Location()))
+    return tuple(sorted(complete, key=lambda buffer: -buffer.bytes))
 
 
-class _Namer:
-    """Buffers from values: what each is for, and where in the model."""
+# 2. Their classes, and their places in the model.
+
+
+class _Parameter(NamedTuple):
+    """A parameter of the model, and its shape on one device."""
+
+    argument: Argument
+    local: tuple[int, ...]
+
+
+class _Classifier:
+    """Makes buffers from values: what each is for, and where in the model it is made."""
 
     def __init__(
         self,
         module: hlo.Module,
         provenance: Provenance,
         arguments: tuple[Argument, ...],
-        order: list[str],
+        schedule: list[str],
     ) -> None:
-        self._module, self._provenance = module, provenance
-        self._given = {argument.name: argument for argument in arguments}
+        """schedule: the names of all instructions in their order."""
+        self._module = module
+        self._provenance = provenance
+        self._arguments = {argument.name: argument for argument in arguments}
         self._inputs = [
             one for one in module.computations[module.entry] if one.opcode == "parameter"
         ]
-        weights = [
-            (given, one.arrays[0].dims)
-            for one in self._inputs
-            if (given := self._given.get(one.op_name)) and given.kind == "params"
-        ]
-        self._lineage = Lineage(module, (given.name for given, _ in weights))
-        self._forms = {form for given, local in weights for form in _forms(given.shape, local)}
-        names = provenance.vocabulary
-        self._loss, self._stash = set(names.loss_parts), set(names.stash_parts)
-        self._vocabulary = {
-            size for given, local in weights for size in _vocabulary(given, local, names.tables)
-        }
-        self._outer = _outer(order, module)
+        params = []
+        for one in self._inputs:
+            argument = self._arguments.get(one.op_name)
+            if argument and argument.kind == "params":
+                params.append(_Parameter(argument, one.arrays[0].dims))
+        self._lineage = Lineage(module, (param.argument.name for param in params))
+
+        vocabulary = provenance.vocabulary
+        self._loss = set(vocabulary.loss_parts)
+        self._stash = set(vocabulary.stash_parts)
+        self._gradient_forms: set[tuple[int, ...]] = set()
+        self._vocabulary_sizes: set[int] = set()
+        for param in params:
+            self._gradient_forms.update(_gradient_forms(param.argument.shape, param.local))
+            if _is_table(param, vocabulary.tables):
+                # The vocabulary, whole and sharded, is the larger of the two dimensions.
+                dim = param.argument.shape.index(max(param.argument.shape))
+                self._vocabulary_sizes |= {param.argument.shape[dim], param.local[dim]}
+        self._outer = _asynchronous_instructions(schedule, module)
 
     def arguments(self) -> Iterator[Buffer]:
+        """Yields a buffer for each argument that the program uses."""
         for one in self._inputs:
-            given = self._given.get(one.op_name)
-            axes = given.axes if given else None
+            argument = self._arguments.get(one.op_name)
             yield Buffer(
-                one.op_name or one.name,
-                given.kind if given else "other",
-                str(one.arrays[0]),
-                one.bytes,
-                Location(),
-                axes,
+                name=one.op_name or one.name,
+                kind=argument.kind if argument else "other",
+                shape=str(one.arrays[0]),
+                bytes=one.bytes,
+                where=Location(),
+                axes=argument.axes if argument else None,
             )
 
     def buffer(self, value: _Value, size: int) -> Buffer:
-        label = value.name + (f"{{{','.join(map(str, value.index))}}}" if value.index else "")
+        """Returns the buffer of a value. size: its bytes."""
+        label = value.name
+        if value.index:
+            label += f"{{{','.join(map(str, value.index))}}}"
         name = value.name if value.name in self._module.by_name else self._outer.get(value.name, "")
         if not name:
             return Buffer(label, "other", value.shape, size, Location())
         index = value.index if name == value.name else ()
         writer, _ = self._lineage.writer(name, index)
-        made_of = self._lineage.weights(name, index)
-        # What XLA itself makes of a weight before the program's first line has no place in the
-        # model.
-        outside = (
-            made_of and not writer.op_name and self._module.home[writer.name] == self._module.entry
-        )
-        where = Location(op="layout") if outside else self._provenance.of(writer)
-        return Buffer(
-            label + (f" of {', '.join(sorted(made_of))}" if made_of else ""),
-            self._kind(value, where, made_of),
-            value.shape,
-            size,
-            where,
-        )
+        weights = self._lineage.weights(name, index)
+        location = self._provenance.of(writer)
+        if weights:
+            label += f" of {', '.join(sorted(weights))}"
+            # What XLA itself makes of a weight before the program's first line has no place in the
+            # model.
+            if not writer.op_name and self._module.home[writer.name] == self._module.entry:
+                location = Location(op="layout")
+        kind = self._kind(value, location, is_weight=bool(weights))
+        return Buffer(label, kind, value.shape, size, location)
 
-    def _kind(self, value: _Value, where: Location, made_of: frozenset[str] | None) -> str:
+    def _kind(self, value: _Value, location: Location, is_weight: bool) -> str:
         if value.shape == "tuple":
             return "other"
-        if made_of:
+        if is_weight:
             return "weights in use"
-        dims, parts = hlo.arrays(value.shape)[0].dims, set(where.part.split("/"))
+        dims = hlo.arrays(value.shape)[0].dims
+        parts = set(location.part.split("/"))
         # A loss may make its gradients in the forward.
-        if _form(dims) in self._forms and (where.phase in ("backward", "") or parts & self._loss):
+        makes_gradients = location.phase in ("backward", "") or parts & self._loss
+        if makes_gradients and _form(dims) in self._gradient_forms:
             return "gradients"
-        stored = (
-            where.op == "dynamic_update_slice"
-            and where.phase in ("forward", "recompute")
-            and len(dims) > 2
-        )
-        if parts & self._stash or stored:
+        is_forward = location.phase in ("forward", "recompute")
+        if is_forward and location.op == "dynamic_update_slice" and len(dims) > 2:
             return "residuals"
-        if parts & self._loss and self._vocabulary & set(dims):
+        if parts & self._stash:
+            return "residuals"
+        if parts & self._loss and self._vocabulary_sizes & set(dims):
             return "logits"
-        return "activations" if where.phase in ("forward", "recompute", "backward") else "other"
+        return "activations" if is_forward or location.phase == "backward" else "other"
 
 
 def _form(dims: Iterable[int]) -> tuple[int, ...]:
-    """Dimensions in any order, those of size 1 left out: a shape however it is laid out."""
+    """Returns dimensions in any order, without those of size 1: a shape however it is laid out."""
     return tuple(sorted(d for d in dims if d > 1))
 
 
-def _forms(whole: tuple[int, ...], local: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The forms that gradients of a parameter take: as it is stored, one layer of it, either with
-    dimensions that are not yet scattered.
+def _gradient_forms(whole: tuple[int, ...], local: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yields the forms that gradients of a parameter take.
+
+    They are those of the parameter as it is stored and of one layer of it, either with dimensions
+    that are not yet scattered.
     """
     yield _form(local)
-    for first in (0, 1):
-        for dims in itertools.product(
-            *({w, n} for w, n in zip(whole[first:], local[first:], strict=True))
-        ):
+    for first_dim in (0, 1):  # 1: one layer
+        sizes = list(zip(whole[first_dim:], local[first_dim:], strict=True))
+        for dims in itertools.product(*({w, n} for w, n in sizes)):
             # A whole vector, and a replicated table, have the shapes of activations.
-            kept = any(
-                d == n != w for d, w, n in zip(dims, whole[first:], local[first:], strict=True)
-            )
-            if len(dims) >= 2 and (kept or (first and len(whole) >= 3)):
-                yield _form(dims)
-                for at in range(1, len(dims)):
-                    yield _form((math.prod(dims[:at]), math.prod(dims[at:])))
+            is_sharded = any(d == n != w for d, (w, n) in zip(dims, sizes, strict=True))
+            is_layer = first_dim == 1 and len(whole) >= 3
+            if len(dims) < 2 or not (is_sharded or is_layer):
+                continue
+            yield _form(dims)
+            # As a matrix, whose rows or columns are several dimensions.
+            for n_rows in range(1, len(dims)):
+                yield _form((math.prod(dims[:n_rows]), math.prod(dims[n_rows:])))
 
 
-def _vocabulary(given: Argument, local: tuple[int, ...], tables: tuple[str, ...]) -> Iterator[int]:
-    """Yields the sizes of the vocabulary, whole and sharded, if the parameter is a table: the
-    larger of its two dimensions.
+def _is_table(param: _Parameter, words: tuple[str, ...]) -> bool:
+    name = param.argument.name
+    if len(param.local) != 2 or "bias" in name:
+        return False
+    return any(word in name.lower() for word in words)
+
+
+def _asynchronous_instructions(schedule: list[str], module: hlo.Module) -> dict[str, str]:
+    """Returns the asynchronous instruction around each one that the program's text leaves out.
+
+    It is the next in the schedule that the text has.
     """
-    if (
-        len(local) == 2
-        and "bias" not in given.name
-        and any(word in given.name.lower() for word in tables)
-    ):
-        at = given.shape.index(max(given.shape))
-        yield from {given.shape[at], local[at]}
-
-
-def _outer(order: list[str], module: hlo.Module) -> dict[str, str]:
-    """The asynchronous instruction around each one that the program's text leaves out: the next in
-    the schedule that it does not.
-    """
-    found, after = {}, ""
-    for name in reversed(order):
+    outer = {}
+    following = ""
+    for name in reversed(schedule):
         if name in module.by_name:
-            after = name
-        elif after:
-            found[name] = after
-    return found
+            following = name
+        elif following:
+            outer[name] = following
+    return outer

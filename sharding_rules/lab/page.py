@@ -1,5 +1,6 @@
-"""A report as one HTML file: tables and charts, nothing fetched from anywhere, readable without
-JavaScript and on paper.
+"""A report as one HTML file with tables and charts.
+
+Nothing is fetched from anywhere, and it is readable without JavaScript and on paper.
 """
 
 from __future__ import annotations
@@ -44,15 +45,25 @@ from sharding_rules.lab.summary import (
 )
 
 _BUFFERS = 16
-_PIECES = 0.004
+"""The most rows of buffers."""
+_INSTRUCTIONS = 12
+"""The most instructions that the tip of a row of collectives lists."""
+_SMALLEST_PIECE = 0.004
 """Share of the step below which a piece of the schedule is not drawn."""
-_PHASES = {
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+"""Names of pieces, in the chart of the step and below it."""
+
+# Variables of page.css.
+_OTHER_COLOUR = "--rest"
+_WAIT_COLOUR = "--wait"
+_PHASE_COLOURS = {
     "forward": "--p0",
     "recompute": "--p1",
     "backward": "--p2",
     "optimizer": "--p3",
-    "": "--rest",
+    "": _OTHER_COLOUR,
 }
+_KIND_COLOURS = {kind: f"--m{i}" for i, kind in enumerate(KINDS)}
 
 
 def page(
@@ -61,20 +72,21 @@ def page(
     fixes: Sequence[Fix] = (),
     facts: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """The whole page. Everything from the report is escaped.
+    """Returns the whole page. Everything from the report is escaped.
 
     Args:
-      findings: of `lint`, the gravest first.
+      report: as `compile_report` returns it.
+      findings: those of `lint`, the gravest first.
       fixes: what would make it fit, or make it smaller, the best first.
       facts: (label, value) that the head shows beside the mesh: ("parameters", "174.6 B").
     """
-    in_schedule = pieces(report.timeline) if report.timeline else []
-    parts = _colours_of_parts(report, in_schedule)
+    schedule_pieces = pieces(report.timeline) if report.timeline else []
+    part_colours = _part_colours(report, schedule_pieces)
     sections = [
         section("memory", "Memory at the peak", _memory(report)),
-        section("network", "What travels", _network(report, parts)),
+        section("network", "What travels", _network(report, part_colours)),
         section("segments", "By segment", _segments(report)) if len(report.segments) > 1 else "",
-        section("schedule", "The schedule", _schedule(report, in_schedule, parts)),
+        section("schedule", "The schedule", _schedule(report, schedule_pieces, part_colours)),
         section("matmuls", "Matmuls", _matmuls(report)),
         section("findings", "Findings", _findings(report, findings)),
         section("fixes", "What would help", _fixes(fixes)) if fixes else "",
@@ -89,149 +101,157 @@ def page(
 
 
 def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str, str]]) -> str:
-    of = f" of {size(report.hbm)}" if report.hbm else ""
     fits = verdict(report)
-    told = [
-        f"<strong class={'good' if report.fits else 'bad'}>{escape(fits[0].upper() + fits[1:])}.</strong>"
+    cls = "good" if report.fits else "bad"
+    hbm = f" of {size(report.hbm)}" if report.hbm else ""
+    sentences = [
+        f"<strong class={cls}>{escape(fits[0].upper() + fits[1:])}.</strong>",
+        f"The peak is {size(report.peak_bytes)}{hbm} on each device.",
     ]
-    told.append(f"The peak is {size(report.peak_bytes)}{of} on each device.")
-    if line := report.timeline:
-        rates = efficiency(report), ratio(report)
-        told.append(
+    line = report.timeline
+    if line:
+        step = (
             f"A step takes {duration(line.step)} ({PREDICTED}), of which {duration(line.exposed)} "
-            f"({percent(line.exposed, line.step)}) wait for the "
-            f"network{': ' * any(rates)}{', '.join(filter(None, rates))}."
+            f"({percent(line.exposed, line.step)}) wait for the network"
         )
+        rates = ", ".join(filter(None, (efficiency(report), ratio(report))))
+        sentences.append(f"{step}: {rates}." if rates else f"{step}.")
     n = len(findings)
-    told.append(f'<a href="#findings">{n} finding{"s" * (n > 1)}</a>.' if n else "No findings.")
-    known = [
+    if n:
+        sentences.append(f'<a href="#findings">{n} finding{"s" if n > 1 else ""}</a>.')
+    else:
+        sentences.append("No findings.")
+    labelled = [
         ("devices", f"{report.n_devices:,} x {report.target.upper() or 'as they are'}"),
         ("mesh", mesh_words(report)),
         *facts,
     ]
     items = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in known
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in labelled
     )
     return (
-        f"<header>\n<h1>{escape(report.name)}</h1>\n<p "
-        f'class="verdict">{" ".join(told)}</p>\n<dl>{items}</dl>\n</header>'
+        f"<header>\n<h1>{escape(report.name)}</h1>\n"
+        f'<p class="verdict">{" ".join(sentences)}</p>\n<dl>{items}</dl>\n</header>'
     )
+
+
+# Memory.
 
 
 def _memory(report: Report) -> str:
-    kinds = report.memory.by_kind
-    colour = {kind: f"--m{i}" for i, kind in enumerate(KINDS)}
-    whole, unit = report.hbm or report.peak_bytes, Unit.of(report.peak_bytes)
-    shares = [
-        Share(
-            f"{kind} {n / unit.scale:.1f}",
-            n,
-            colour.get(kind, "--rest"),
-            f"{kind}\n{size(n)}, {percent(n, whole)} of {'HBM' if report.hbm else 'the peak'}",
-        )
-        for kind, n in kinds.items()
-    ]
-    scale = max(whole, report.peak_bytes) or 1
+    peak = report.peak_bytes
+    unit = Unit.of(peak)
+    limit = report.hbm or peak
+    limit_name = "HBM" if report.hbm else "the peak"
+    shares = []
+    lines = []
+    for kind, n in report.memory.by_kind.items():
+        colour = _KIND_COLOURS.get(kind, _OTHER_COLOUR)
+        tip = f"{kind}\n{size(n)}, {percent(n, limit)} of {limit_name}"
+        shares.append(Share(f"{kind} {n / unit.scale:.1f}", n, colour, tip))
+        lines.append((f"{swatch(colour)} {kind}", amount(n, unit), percent(n, limit)))
     chart = stack(
         shares,
-        scale,
+        max(limit, peak) or 1,
         label=f"memory by class: {verdict(report)}",
         height=34,
         limit=report.hbm,
         limit_label=f"{size(report.hbm)} of HBM",
     )
-    lines = [
-        (swatch(colour.get(kind, "--rest")) + f" {kind}", amount(n, unit), percent(n, whole))
-        for kind, n in kinds.items()
-    ]
-    classes = table(
-        ["class", unit.name, ""],
-        lines,
-        foot=("peak", amount(report.peak_bytes, unit), percent(report.peak_bytes, whole)),
-    )
-    merged = alike(report.memory.buffers)
-    lines = [
-        (
-            swatch(colour.get(b.kind, "--rest")),
-            amount(n * b.bytes, unit),
-            code(f"{n} x {b.shape}" if n > 1 else b.shape),
-            escape(whose(b)),
-        )
-        for n, b in merged[:_BUFFERS]
-    ]
-    rest = merged[_BUFFERS:]
-    foot = (
-        (
-            "",
-            amount(sum(n * b.bytes for n, b in rest), unit),
-            f"{sum(n for n, _ in rest):,} more",
-            "",
-        )
-        if rest
-        else None
-    )
-    buffers = table(["", unit.name, "array", "live for"], lines, foot=foot)
+    foot = ("peak", amount(peak, unit), percent(peak, limit))
+    classes = table(["class", unit.name, ""], lines, foot=foot)
     return (
-        f'<figure>{chart}</figure>\n<div class="beside"><div>{classes}</div><div '
-        f'class="wide">{buffers}</div></div>'
+        f'<figure>{chart}</figure>\n<div class="beside"><div>{classes}</div>'
+        f'<div class="wide">{_buffers(report, unit)}</div></div>'
     )
 
 
-def _network(report: Report, parts: dict[str, str]) -> str:
-    listed = rows(report, by_meaning)
-    if not listed:
+def _buffers(report: Report, unit: Unit) -> str:
+    merged = alike(report.memory.buffers)
+    lines = []
+    for n, buffer in merged[:_BUFFERS]:
+        cells = (
+            swatch(_KIND_COLOURS.get(buffer.kind, _OTHER_COLOUR)),
+            amount(n * buffer.bytes, unit),
+            code(f"{n} x {buffer.shape}" if n > 1 else buffer.shape),
+            escape(whose(buffer)),
+        )
+        lines.append(cells)
+    foot = None
+    hidden = merged[_BUFFERS:]
+    if hidden:
+        n_bytes = sum(n * buffer.bytes for n, buffer in hidden)
+        foot = ("", amount(n_bytes, unit), f"{sum(n for n, _ in hidden):,} more", "")
+    return table(["", unit.name, "array", "live for"], lines, foot=foot)
+
+
+# Network.
+
+
+def _network(report: Report, part_colours: dict[str, str]) -> str:
+    collectives = rows(report, by_meaning)
+    if not collectives:
         return "<p>Nothing: the program has no collectives.</p>"
     sent = wire_by_axes(report)
-    widest = max(sent.values())
+    largest = max(sent.values())
     bars = []
-    for axes in dict.fromkeys(row.one.axes for row in listed):
-        mine = [row for row in listed if row.one.axes == axes]
-        by_part = Counter[str]()
-        for row in mine:
-            by_part[_scope(row.one.where.part)] += round(row.wire)
-        where = link(max(row.nodes for row in mine))
-        shares = [
-            Share(
-                "",
-                by_part[part],
-                parts.get(part, "--rest"),
-                f"{part or 'unnamed'}\n{size(by_part[part])} over {over(axes)}",
-            )
-            for part in sorted(by_part, key=list(parts).index)
-        ]
-        chart = stack(shares, widest, label=f"{size(sent[axes])} over {over(axes)}", height=18)
-        group = max(row.one.group for row in mine)
-        label = f"<span>{escape(over(axes))}<small>{where}, {group} devices</small></span>"
-        bars.append(f'<div class="bar">{label}{chart}<b>{size(sent[axes])}</b></div>')
+    chips = []
+    for axes in dict.fromkeys(row.one.axes for row in collectives):
+        same_axes = [row for row in collectives if row.one.axes == axes]
+        bars.append(_bar(same_axes, sent[axes], largest, part_colours))
+    for axes in sent:
+        if any(row.one.axes == axes for row in collectives):
+            name = escape(over(axes))
+            chips.append(f'<button type="button" data-axis="{name}">{name}</button>')
     lead = "<p>Bytes that one device sends in a step, by mesh axis and part of the model.</p>"
-    chips = "".join(
-        f'<button type="button" data-axis="{escape(over(axes))}">{escape(over(axes))}</button>'
-        for axes in sent
-        if any(r.one.axes == axes for r in listed)
-    )
+    chart = f"<figure>{''.join(bars)}{legend(part_colours, 'unnamed')}</figure>"
     filters = (
         '<p class="chips" hidden>over <button type="button" data-axis="" '
-        f'aria-pressed="true">all</button>{chips}</p>'
+        f'aria-pressed="true">all</button>{"".join(chips)}</p>'
     )
-    chart = f"<figure>{''.join(bars)}{legend(parts, 'unnamed')}</figure>"
-    return f"{lead}{chart}\n{_matrix(report)}<h3>Collectives</h3>\n{filters}{_collectives(listed)}"
+    return (
+        f"{lead}{chart}\n{_matrix(report)}<h3>Collectives</h3>\n{filters}"
+        f"{_collectives(collectives)}"
+    )
+
+
+def _bar(
+    same_axes: Sequence[Row], sent: float, largest: float, part_colours: dict[str, str]
+) -> str:
+    """Returns the traffic over some mesh axes, divided by part. largest: that of any axes."""
+    axes = over(same_axes[0].one.axes)
+    part_bytes = Counter[str]()
+    for row in same_axes:
+        part_bytes[_innermost(row.one.where.part)] += round(row.wire)
+    shares = []
+    for part in sorted(part_bytes, key=list(part_colours).index):
+        tip = f"{part or 'unnamed'}\n{size(part_bytes[part])} over {axes}"
+        shares.append(Share("", part_bytes[part], part_colours.get(part, _OTHER_COLOUR), tip))
+    chart = stack(shares, largest, label=f"{size(sent)} over {axes}", height=18)
+    slowest_link = link(max(row.nodes for row in same_axes))
+    group = max(row.one.group for row in same_axes)
+    label = f"<span>{escape(axes)}<small>{slowest_link}, {group} devices</small></span>"
+    return f'<div class="bar">{label}{chart}<b>{size(sent)}</b></div>'
 
 
 def _matrix(report: Report) -> str:
-    """Bytes by mesh axes and part, with a column for each phase, and their time; that of each cell
-    shows under the pointer.
+    """Returns bytes and times by mesh axes and part, with a column for each phase.
+
+    The time of each cell shows under the pointer.
     """
     cells = matrix(report)
-    phases = [phase for phase in _PHASES if any(phase in row for row in cells.values())]
-    unit = Unit.of(max(row.wire for each in cells.values() for row in each.values()))
-    lines, tags = [], []
+    phases = [phase for phase in _PHASE_COLOURS if any(phase in row for row in cells.values())]
+    largest = max(row.wire for by_phase in cells.values() for row in by_phase.values())
+    unit = Unit.of(largest)
+    lines = []
+    tags = []
     for (axes, part), by_phase in cells.items():
-        every = [by_phase.get(phase) for phase in phases]
-        sent = (amount(row.wire, unit) if row else Number(0, show="") for row in every)
-        busy, exposed = (
-            sum(getattr(row, name) for row in by_phase.values()) / 1e3
-            for name in ("busy", "exposed")
-        )
+        sent = []
+        for phase in phases:
+            row = by_phase.get(phase)
+            sent.append(amount(row.wire, unit) if row else Number(0, show=""))
+        busy = sum(row.busy for row in by_phase.values()) / 1e3
+        exposed = sum(row.exposed for row in by_phase.values()) / 1e3
         lines.append(
             (
                 escape(over(axes)),
@@ -241,11 +261,10 @@ def _matrix(report: Report) -> str:
                 Number(exposed, 1),
             )
         )
-        told = (
-            f"{name or 'no phase'}: {size(row.wire)}, {duration(row.exposed)} exposed"
-            for name, row in by_phase.items()
-        )
-        tags.append(f'data-tip="{escape(chr(10).join([f"{over(axes)}, {part}", *told]))}"')
+        tip = [f"{over(axes)}, {part}"]
+        for phase, row in by_phase.items():
+            tip.append(f"{phase or 'no phase'}: {size(row.wire)}, {duration(row.exposed)} exposed")
+        tags.append(_tip(tip))
     names = [
         "over",
         "part",
@@ -256,9 +275,9 @@ def _matrix(report: Report) -> str:
     return f"<h3>By axis, part and phase</h3>\n{table(names, lines, tags=tags, cls='sortable')}"
 
 
-def _collectives(listed: Sequence[Row]) -> str:
-    most = max(row.wire for row in listed) or 1
-    unit = Unit.of(most)
+def _collectives(collectives: Sequence[Row]) -> str:
+    largest = max(row.wire for row in collectives) or 1
+    unit = Unit.of(largest)
     names = [
         "over",
         "by",
@@ -272,32 +291,36 @@ def _collectives(listed: Sequence[Row]) -> str:
         "ms",
         "ms exposed",
     ]
-    lines, tags = [], []
-    for row in listed:
+    lines = []
+    tags = []
+    for row in collectives:
         one = row.one
-        every = "\n".join(
-            f"{c.name}: {' x '.join(map(str, c.loops)) or 1} times, {location_text(c.where)}"
-            for c in row.collectives[:12]
+        cells = (
+            escape(over(one.axes)),
+            link(row.nodes),
+            escape(one.kind) + (" (part of the axis)" if one.partial else ""),
+            code(shapes(one.shapes)),
+            escape(one.where.part),
+            escape(one.where.phase),
+            Number(row.times, before="≤ " if row.bounded else ""),
+            Number(one.payload / 2**20, 1),
+            amount(row.wire, unit, bar=row.wire / largest),
+            Number(row.busy / 1e3, 1),
+            Number(row.exposed / 1e3, 1),
         )
-        lines.append(
-            (
-                escape(over(one.axes)), link(row.nodes),
-                escape(one.kind) + (" (part of the axis)" if one.partial else ""),
-                code(shapes(one.shapes)), escape(one.where.part), escape(one.where.phase),
-                Number(row.times, before="≤ " * row.bounded),
-                Number(one.payload / 2**20, 1),
-                amount(row.wire, unit, bar=row.wire / most),
-                Number(row.busy / 1e3, 1), Number(row.exposed / 1e3, 1),
-            )
-        )  # fmt: skip
-        tags.append(f'data-axis="{escape(over(one.axes))}" data-tip="{escape(every)}"')
+        lines.append(cells)
+        tip = []
+        for collective in row.collectives[:_INSTRUCTIONS]:
+            times = " x ".join(map(str, collective.loops)) or 1
+            tip.append(f"{collective.name}: {times} times, {location_text(collective.where)}")
+        tags.append(f'data-axis="{escape(over(one.axes))}" {_tip(tip)}')
     foot = (
-        *[""] * 6,
-        Number(sum(r.times for r in listed)),
+        *[""] * names.index("times"),
+        Number(sum(row.times for row in collectives)),
         "",
-        amount(sum(r.wire for r in listed), unit),
-        Number(sum(r.busy for r in listed) / 1e3, 1),
-        Number(sum(r.exposed for r in listed) / 1e3, 1),
+        amount(sum(row.wire for row in collectives), unit),
+        Number(sum(row.busy for row in collectives) / 1e3, 1),
+        Number(sum(row.exposed for row in collectives) / 1e3, 1),
     )
     return table(names, lines, tags=tags, foot=foot, cls="collectives sortable") + _NOTE
 
@@ -310,149 +333,129 @@ _NOTE = (
 
 
 def _segments(report: Report) -> str:
-    cells = ([Number(0, show=cell) for cell in row] for row in segment_table(report))
-    header, *lines, step = ([escape(row[0]), *row[1:]] for row in cells)
+    lines = []
+    for name, *costs in segment_table(report):
+        lines.append([escape(name), *(Number(0, show=cost) for cost in costs)])
+    header, *segments, step = lines
     note = (
         f"Times are {PREDICTED}. The rest: embedding, loss and optimizer, and what XLA has merged "
-        "from several segments, "
+        "from several segments, such as the sum of all gradients."
     )
-    note += "such as the sum of all gradients."
-    return f'{table(header, lines, foot=step)}<p class="note">{note}</p>'
+    return f'{table(header, segments, foot=step)}<p class="note">{note}</p>'
 
 
-def _schedule(report: Report, found: Sequence[Piece], parts: dict[str, str]) -> str:
+# Schedule.
+
+
+def _schedule(
+    report: Report, schedule_pieces: Sequence[Piece], part_colours: dict[str, str]
+) -> str:
     line = report.timeline
-    if not line or not found:
+    if not line or not schedule_pieces:
         return "<p>There are no estimates for these devices.</p>"
-    drawn = [piece for piece in found if piece.total >= _PIECES * line.step]
     shares = []
+    panels = []
+    drawn = [piece for piece in schedule_pieces if piece.total >= _SMALLEST_PIECE * line.step]
     for i, piece in enumerate(drawn):
-        tip = (
-            f"{piece.name}\n{piece.times:,} x {duration(piece.duration)} = {duration(piece.total)}"
+        letter = _LETTERS[i % len(_LETTERS)]
+        trips = f"{piece.times:,} x {duration(piece.duration)} = {duration(piece.total)}"
+        waiting = f"of it {duration(piece.waiting)} waiting for the network"
+        compute = max(piece.total - piece.waiting, 0)
+        tip = f"{piece.name}\n{trips}"
+        shares.append(Share(letter, compute, f"--s{i % 2}", f"{tip}\ncompute"))
+        shares.append(Share("", piece.waiting, _WAIT_COLOUR, f"{tip}\n{waiting}"))
+        caption = (
+            f"<b>{letter}</b> {escape(piece.name)} "
+            f"<small>{trips if piece.times > 1 else duration(piece.total)}, "
+            f"{percent(piece.total, line.step)} of the step, "
+            f"{percent(piece.waiting, piece.total)} of it waiting</small>"
         )
-        shares.append(
-            Share(
-                f"{'abcdefghijklmnopqrstuvwxyz'[i % 26]}",
-                max(piece.total - piece.waiting, 0),
-                f"--s{i % 2}",
-                f"{tip}\ncompute",
-            )
+        panels.append(
+            f'<figure class="piece"><figcaption>{caption}</figcaption>'
+            f"{schedule(piece, part_colours)}</figure>"
         )
-        shares.append(
-            Share(
-                "",
-                piece.waiting,
-                "--wait",
-                f"{tip}\nof it {duration(piece.waiting)} waiting for the network",
-            )
-        )
-    whole = max(sum(share.value for share in shares), 1e-9)
-    waits = (
-        f" By mesh axes and by phase: {exposed_words(report)} of the step."
-        if exposed_words(report)
-        else ""
-    )
+    words = exposed_words(report)
+    waits = f" By mesh axes and by phase: {words} of the step." if words else ""
     lead = (
         f"<p>The schedule replayed with estimates, XLA's and the data sheets', {PREDICTED}: "
         f"{duration(line.step)} a step, compute {duration(line.compute)}, network "
         f"{duration(line.network)}, of which {duration(line.exposed)} are exposed: compute waits "
-        f"for them ({swatch('--wait')}).{waits} Below, one trip of each piece at its own scale: "
-        "compute above the axis, matmuls tall; the network below it.</p>"
+        f"for them ({swatch(_WAIT_COLOUR)}).{waits} Below, one trip of each piece at its own "
+        "scale: compute above the axis, matmuls tall; the network below it.</p>"
     )
-    chart = f"<figure>{stack(shares, whole, label='the step, piece by piece', height=18)}</figure>"
-    panels = []
-    for i, piece in enumerate(drawn):
-        often = (
-            f"{piece.times:,} x {duration(piece.duration)} = {duration(piece.total)}"
-            if piece.times > 1
-            else duration(piece.total)
-        )
-        share = (
-            f"{percent(piece.total, line.step)} of the step, {percent(piece.waiting, piece.total)} "
-            "of it waiting"
-        )
-        caption = (
-            f"<b>{'abcdefghijklmnopqrstuvwxyz'[i % 26]}</b> {escape(piece.name)} <small>{often}, "
-            f"{share}</small>"
-        )
-        panels.append(
-            f'<figure class="piece"><figcaption>{caption}</figcaption>{schedule(piece, parts)}</figure>'
-        )
-    return lead + chart + legend(parts, "unnamed") + "".join(panels)
+    total = max(sum(share.value for share in shares), 1e-9)
+    chart = f"<figure>{stack(shares, total, label='the step, piece by piece', height=18)}</figure>"
+    return lead + chart + legend(part_colours, "unnamed") + "".join(panels)
 
 
 def _matmuls(report: Report) -> str:
-    known = {phase: n for phase, n in report.flops.items() if n}
-    whole = sum(known.values())
-    if not whole:
+    total = sum(report.flops.values())
+    if not total:
         return "<p>None.</p>"
-    shares = [
-        Share(
-            f"{phase or 'no phase'} {flop(n)}",
-            n,
-            _PHASES.get(phase, "--rest"),
-            f"{phase or 'no phase'}\n{flop(n)}, {percent(n, whole)}",
-        )
-        for phase, n in known.items()
-    ]
-    chart = f"<figure>{stack(shares, whole, label='FLOPs of matmuls by phase', height=18)}</figure>"
+    shares = []
+    for phase, n in report.flops.items():
+        if n:
+            name = phase or "no phase"
+            colour = _PHASE_COLOURS.get(phase, _OTHER_COLOUR)
+            tip = f"{name}\n{flop(n)}, {percent(n, total)}"
+            shares.append(Share(f"{name} {flop(n)}", n, colour, tip))
+    chart = f"<figure>{stack(shares, total, label='FLOPs of matmuls by phase', height=18)}</figure>"
+    lead = f"<p>{flop(total)} on each device in a step{stages_words(report)}.</p>"
+    if not report.kernels:
+        return f"{lead}{chart}"
+
     kernels = Counter((target, where.part, where.phase) for target, _, where in report.kernels)
-    lines = [
-        (Number(n), code(target), escape(part), escape(phase))
-        for (target, part, phase), n in kernels.most_common()
-    ]
-    listed = (
-        f"<details><summary>{len(report.kernels)} custom "
-        f"calls</summary>{table(['', 'kernel', 'part', 'phase'], lines)}</details>"
-    )
+    lines = []
+    for (target, part, phase), n in kernels.most_common():
+        lines.append((Number(n), code(target), escape(part), escape(phase)))
     return (
-        f"<p>{flop(whole)} on each device in a "
-        f"step{stages_words(report)}.</p>{chart}{listed if lines else ''}"
+        f"{lead}{chart}<details><summary>{len(report.kernels)} custom calls</summary>"
+        f"{table(['', 'kernel', 'part', 'phase'], lines)}</details>"
     )
+
+
+# Advice.
 
 
 def _findings(report: Report, findings: Sequence[Finding]) -> str:
     items = []
     for one in findings:
-        where = location_text(one.where) if one.where != Location() else ""
         cls = ' class="notice"' if one.severity == "notice" else ""
         cost = f"<b>{size(one.bytes)}</b>" if one.bytes else ""
+        location = ""
+        if one.where != Location():
+            location = f"<small>{escape(location_text(one.where))}</small>"
         fix = f'<p class="fix">{escape(one.fix)}</p>' if one.fix else ""
-        at = f"<small>{escape(where)}</small>" if where else ""
         items.append(
-            f'<li{cls}><div class="check">{escape(one.check)}{cost}</div><div><p>{escape(one.text)} {at}</p>{fix}</div></li>'
+            f'<li{cls}><div class="check">{escape(one.check)}{cost}</div>'
+            f"<div><p>{escape(one.text)} {location}</p>{fix}</div></li>"
         )
-    said = "".join(f"<li>{code(line)}</li>" for line in report.warnings)
-    warned = (
-        (
-            f"<details><summary>{len(report.warnings)} warnings of XLA's "
-            f"partitioner</summary><ul>{said}</ul></details>"
+    text = f'<ol class="findings">{"".join(items)}</ol>' if items else "<p>None.</p>"
+    if report.warnings:
+        warnings = "".join(f"<li>{code(line)}</li>" for line in report.warnings)
+        text += (
+            f"<details><summary>{len(report.warnings)} warnings of XLA's partitioner</summary>"
+            f"<ul>{warnings}</ul></details>"
         )
-        if said
-        else ""
-    )
-    return (f'<ol class="findings">{"".join(items)}</ol>' if items else "<p>None.</p>") + warned
+    return text
 
 
 def _fixes(fixes: Sequence[Fix]) -> str:
     lines = []
     for fix in fixes:
-        step = f"x {fix.cost:.2f}" if fix.cost is not None else "not known"
-        fits = (
-            '<span class="good">fits</span>'
-            if fix.fits
-            else '<span class="bad">does not fit</span>'
+        if fix.fits:
+            fits = '<span class="good">fits</span>'
+        else:
+            fits = '<span class="bad">does not fit</span>'
+        cells = (
+            code(fix.text),
+            escape(fix.kind),
+            Number(fix.saves / GIB, 2),
+            Number(fix.report.peak_bytes / GIB, 2),
+            f"x {fix.cost:.2f}" if fix.cost is not None else "not known",
+            fits,
         )
-        lines.append(
-            (
-                code(fix.text),
-                escape(fix.kind),
-                Number(fix.saves / GIB, 2),
-                Number(fix.report.peak_bytes / GIB, 2),
-                step,
-                fits,
-            )
-        )
+        lines.append(cells)
     lead = (
         "<p>Each was compiled. The step is the predicted time divided by that of the program as it "
         "is.</p>"
@@ -461,45 +464,54 @@ def _fixes(fixes: Sequence[Fix]) -> str:
 
 
 def _arguments(report: Report) -> str:
-    lines = [
-        (
-            escape(path(a.name)),
-            escape(a.kind),
-            code(f"{a.dtype}[{','.join(map(str, a.shape))}]"),
-            escape(over(a.axes)) if a.axes else "replicated",
-            Number(a.bytes / 2**20, 1),
+    lines = []
+    for argument in sorted(report.arguments, key=lambda argument: -argument.bytes):
+        dims = ",".join(map(str, argument.shape))
+        cells = (
+            escape(path(argument.name)),
+            escape(argument.kind),
+            code(f"{argument.dtype}[{dims}]"),
+            escape(over(argument.axes)) if argument.axes else "replicated",
+            Number(argument.bytes / 2**20, 1),
         )
-        for a in sorted(report.arguments, key=lambda a: -a.bytes)
-    ]
-    total = sum(a.bytes for a in report.arguments)
-    summary = f"<summary>{len(lines)} arrays, {size(total)} on each device</summary>"
-    return f"<details>{summary}{table(['argument', 'class', 'whole array', 'sharded over', 'MiB'], lines, cls='sortable')}</details>"
+        lines.append(cells)
+    total = sum(argument.bytes for argument in report.arguments)
+    names = ["argument", "class", "whole array", "sharded over", "MiB"]
+    return (
+        f"<details><summary>{len(lines)} arrays, {size(total)} on each device</summary>"
+        f"{table(names, lines, cls='sortable')}</details>"
+    )
 
 
 def _foot(report: Report) -> str:
-    about = [f"Compiled in {report.compile_seconds:.1f} s", f"{report.instructions:,} instructions"]
-    about += [f"{name} {version}" for name, version in report.versions.items()] + [
-        f"{name}={value}" for name, value in report.options.items()
-    ]
-    return f"<footer>{escape(', '.join(about))}</footer>"
+    facts = [f"Compiled in {report.compile_seconds:.1f} s", f"{report.instructions:,} instructions"]
+    facts += [f"{name} {version}" for name, version in report.versions.items()]
+    facts += [f"{name}={value}" for name, value in report.options.items()]
+    return f"<footer>{escape(', '.join(facts))}</footer>"
 
 
-def _colours_of_parts(report: Report, found: Sequence[Piece]) -> dict[str, str]:
-    """Innermost scopes: those with most predicted time and traffic first, so that they get the
-    colours.
+def _part_colours(report: Report, schedule_pieces: Sequence[Piece]) -> dict[str, str]:
+    """Returns the colours of innermost scopes.
+
+    Scopes with most predicted time and traffic are first, so that they get the colours.
     """
-    weight = Counter[str]()
-    step = report.timeline.step if report.timeline else 1
-    for piece in found:
+    # Billionths of the step and of the traffic, as integers.
+    weights = Counter[str]()
+    step = max(report.timeline.step if report.timeline else 1, 1e-9)
+    for piece in schedule_pieces:
         for span in piece.spans:
-            weight[_scope(span.where.part)] += round(
-                1e9 * span.duration * piece.times / max(step, 1e-9)
-            )
+            weights[_innermost(span.where.part)] += round(1e9 * span.duration * piece.times / step)
     sent = sum(wire_by_axes(report).values()) or 1
     for one in report.collectives:
-        weight[_scope(one.where.part)] += round(1e9 * one.times * one.wire / sent)
-    return colours(part for part, _ in weight.most_common())
+        weights[_innermost(one.where.part)] += round(1e9 * one.times * one.wire / sent)
+    return colours(part for part, _ in weights.most_common())
 
 
-def _scope(part: str) -> str:
+def _innermost(part: str) -> str:
     return part.split("/")[-1]
+
+
+def _tip(lines: Sequence[str]) -> str:
+    """Returns the attribute of an element that shows lines of text under the pointer."""
+    text = "\n".join(lines)
+    return f'data-tip="{escape(text)}"'

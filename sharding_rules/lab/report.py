@@ -1,8 +1,7 @@
-"""What a compiled program does, as data: collectives, memory, matmuls, timeline. Everything else in
-the lab makes it or reads it.
+"""A compiled program as data: collectives, memory, matmuls, timeline.
 
-A report is for one device of the mesh (all run the same program) and one run of the program, in
-bytes and microseconds.
+Everything else in the lab makes a report or reads one. A report is for one device of the mesh (all
+run the same program) and one run of the program, in bytes and microseconds.
 """
 
 from __future__ import annotations
@@ -18,23 +17,24 @@ from typing import Any, Literal
 from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 
 Phase = Literal["forward", "recompute", "backward", "optimizer", ""]
-"""Where a training step is; empty: none of them, or XLA does not say."""
-
+"""The phase of a training step; empty: none of them, or XLA does not say."""
 
 SCALAR = 1024
-"""Bytes: collectives with less payload are norms, counts and losses, which no count and no table
-lists."""
+"""Bytes: collectives with less payload are norms, counts and losses. No count and no table lists
+them."""
 
 
 class LabError(ValueError):
-    """A program that cannot be compiled or does not keep its budget. The text is the whole
-    message.
+    """A program that cannot be compiled or does not keep its budget.
+
+    The text is the whole message.
     """
 
 
 class CompilerMissing(LabError):
-    """XLA's compiler for CUDA is not installed. `what` is missing; the message adds what to
-    install.
+    """XLA's compiler for CUDA is not installed.
+
+    `what` says what is missing; the message adds `fix`, what to install.
     """
 
     def __init__(self, what: str, fix: str) -> None:
@@ -44,18 +44,19 @@ class CompilerMissing(LabError):
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """When a conditional in a loop runs, which XLA does not know: a pipeline's forward slot is idle
-    while the pipeline fills and drains.
+    """The trips of a loop in which a conditional runs. XLA does not know them.
 
-    Raises LabError where it is no table.
+    A pipeline's forward slot, for example, is idle while the pipeline fills and drains. Raises
+    LabError where `stages` is no table.
     """
 
     scope: str
     """The named scope around the conditional, `forward_slot`, or several, `backward_slot/head`; the
     innermost that fits counts."""
     stages: tuple[str, ...]
-    """By stage (devices that take the same branches), a letter for each trip of the loop, or of the
-    loops that run the same table one after another: "1" it runs, "0" it is skipped."""
+    """By stage (devices that take the same branches), a letter for each trip: "1" it runs, "0" it
+    is skipped. The trips are those of the loop, or of the loops that run the same table one after
+    another."""
 
     def __post_init__(self) -> None:
         if len(set(map(len, self.stages))) != 1 or set("".join(self.stages)) - {"0", "1"}:
@@ -66,15 +67,14 @@ class Slot:
 
     @staticmethod
     def of(scope: str, active: Any) -> Slot:
-        """From a table [trips, stages] of what is true where it runs: `Slot.of("forward_slot",
-        microbatch >= 0)`.
+        """Returns a slot from a table [trips, stages], true where the conditional runs.
+
+        `Slot.of("forward_slot", microbatch >= 0)`.
         """
-        return Slot(
-            scope,
-            tuple(
-                "".join("01"[bool(runs)] for runs in stage) for stage in zip(*active, strict=True)
-            ),
-        )
+        stages = []
+        for stage in zip(*active, strict=True):
+            stages.append("".join("1" if runs else "0" for runs in stage))
+        return Slot(scope, tuple(stages))
 
     @property
     def trips(self) -> int:
@@ -82,15 +82,11 @@ class Slot:
         return len(self.stages[0])
 
     def within(self, begin: int, end: int) -> Slot:
-        """The slot of a loop that runs only the trips from `begin` to before `end`."""
-        return (
-            self
-            if (begin, end) == (0, self.trips)
-            else Slot(self.scope, tuple(stage[begin:end] for stage in self.stages))
-        )
+        """Returns the slot of a loop that runs only the trips from `begin` to before `end`."""
+        return Slot(self.scope, tuple(stage[begin:end] for stage in self.stages))
 
     def runs(self, stage: int) -> int:
-        """How often it runs there in one execution of the loop."""
+        """Returns how often it runs on a stage in one execution of the loop."""
         return self.stages[stage].count("1")
 
 
@@ -141,14 +137,13 @@ class Collective:
     partial: bool = False
     """The group is a part of its axes."""
     by_hand: bool = False
-    """The program's author called it (lax.psum and its like); the others are those that XLA's
-    partitioner inserts."""
+    """The program's author called it (lax.psum and its like); XLA's partitioner inserts the
+    others."""
     made_of: tuple[str, ...] = ()
     """By array, the arguments whose values it holds, gathered, cast or sliced, with a space
     between; "" where anything else goes in."""
     beside: tuple[str, ...] = ()
-    """Parameters that the matmuls next to it multiply with: those that make what it sends, and
-    those that take what it returns."""
+    """Parameters that the nearest matmuls multiply with, before the collective and after it."""
     bounded: bool = False
     """In a branch without a Slot: it counts as if the branch were always taken, so that `times` is
     an upper bound."""
@@ -246,12 +241,12 @@ class Memory:
 
     @cached_property
     def by_kind(self) -> dict[str, int]:
-        """Bytes at the peak, in the order of KINDS."""
-        return {
-            kind: total
-            for kind in KINDS
-            if (total := sum(b.bytes for b in self.buffers if b.kind == kind))
-        }
+        """Bytes at the peak, in the order of KINDS, without classes that have none."""
+        by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
+        for buffer in self.buffers:
+            if buffer.kind in by_kind:
+                by_kind[buffer.kind] += buffer.bytes
+        return {kind: n for kind, n in by_kind.items() if n}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,18 +261,17 @@ class Span:
     duration: float
     """Microseconds, one time."""
     loops: tuple[int, ...]
-    """The timeline shows one trip of each loop; these are the trip counts around the span, in a
-    Slot those in which it is waited for."""
+    """The trip counts around the span, of which the timeline shows one trip each; in a Slot, the
+    trips in which it is waited for."""
     where: Location
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The schedule replayed with XLA's own estimates: one compute stream, and those of the network.
-    A second opinion, not a measurement.
+    """The schedule replayed with XLA's own estimates. A second opinion, not a measurement.
 
-    In a program with Slots each trip of the loop lasts as long as on its slowest stage, and the
-    streams are those of that stage.
+    There is one compute stream, and there are several of the network. In a program with Slots each
+    trip of the loop lasts as long as on its slowest stage, and the streams are those of that stage.
     """
 
     step: float
@@ -295,8 +289,9 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the compiler made of a program for one mesh. `report.count("reduce-scatter", "tensor")`,
-    `report.wire_bytes("fsdp")`.
+    """What the compiler made of a program for one mesh.
+
+    `report.count("reduce-scatter", "tensor")`, `report.wire_bytes("fsdp")`.
     """
 
     name: str
@@ -327,10 +322,10 @@ class Report:
     versions: dict[str, str]
     options: dict[str, Any]
     slots: tuple[Slot, ...] = ()
+    """The trips in which conditionals run, as far as they are known."""
     tick_loops: tuple[int, ...] = ()
     """Trips of the loops that run the table of the slots, one after another; empty without
     slots."""
-    """When the conditionals run, as far as it is known."""
     stage_flops: tuple[int, ...] = ()
     """FLOPs of matmuls on a device of each stage; one number if there are no slots."""
     copies: tuple[Copy, ...] = ()
@@ -338,7 +333,7 @@ class Report:
     """FLOPs that the model itself needs of one device in a step, without what the program computes
     twice; 0 where unknown."""
     attention_flops: float = 0.0
-    """Those of `model_flops` that are attention's."""
+    """The part of `model_flops` that is attention's."""
     model_us: float = 0.0
     """Predicted microseconds of `model_flops` alone, at the timeline's rates of matmuls and
     attention; 0 where unknown."""
@@ -371,15 +366,25 @@ class Report:
         phase: str | None = None,
         part: str | None = None,
     ) -> Iterator[Collective]:
-        """Collectives of a kind, whose groups vary along `axis` (a name: that axis among others;
-        several names: exactly those).
+        """Yields the collectives that match.
+
+        Args:
+          kind: "all-gather" and the like.
+          axis: mesh axes along which the groups vary. A name: that axis among others; several
+            names: exactly those.
+          phase: as in Location.
+          part: a named scope, or a word of one that XLA has merged from several.
         """
         for one in self.collectives:
-            along = axis is None or (
-                axis in one.axes if isinstance(axis, str) else set(axis) == set(one.axes)
-            )
-            in_part = part is None or part in re.split(r"[/+]", one.where.part)
-            if along and in_part and kind in (None, one.kind) and phase in (None, one.where.phase):
+            if kind not in (None, one.kind) or phase not in (None, one.where.phase):
+                continue
+            if part is not None and part not in re.split(r"[/+]", one.where.part):
+                continue
+            if isinstance(axis, str):
+                along = axis in one.axes
+            else:
+                along = axis is None or set(axis) == set(one.axes)
+            if along:
                 yield one
 
     def count(
@@ -390,59 +395,59 @@ class Report:
         at_least: int = SCALAR,
         **where: str,
     ) -> int:
-        """How many times they run in a step, those with less than `at_least` bytes of payload
-        (scalars) left out.
+        """Returns how many times the collectives that `select` finds run in a step.
+
+        at_least: bytes of payload; collectives with less (scalars) are left out.
         """
         return sum(one.times for one in self.select(kind, axis, **where) if one.payload >= at_least)
 
     def wire_bytes(
         self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str
     ) -> float:
-        """Bytes that one device sends in a step."""
+        """Returns the bytes that one device sends in a step."""
         return sum(one.times * one.wire for one in self.select(kind, axis, **where))
 
     def payload_bytes(
         self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str
     ) -> int:
-        """Bytes of the whole arrays that collectives work on in a step."""
+        """Returns the bytes of the whole arrays that collectives work on in a step."""
         return sum(one.times * one.payload for one in self.select(kind, axis, **where))
 
     @property
     def mfu(self) -> float | None:
-        """Predicted model FLOP utilisation, 0 to 1: the model's FLOPs over what the tensor cores
-        could do in the predicted step.
+        """Predicted model FLOP utilisation, 0 to 1; None if it is not known.
+
+        The model's FLOPs over those that the tensor cores could do in the predicted step.
         """
         return self._utilisation(self.model_flops)
 
     @property
     def utilisation(self) -> float | None:
-        """The same of all FLOPs that the program's matmuls do, those that recompute included."""
+        """The same for all FLOPs of the program's matmuls, those that recompute included."""
         return self._utilisation(sum(self.flops.values()))
 
     def _utilisation(self, flops: float) -> float | None:
-        if not (flops and self.peak_flops and self.timeline and self.timeline.step > 0):
+        if not (flops and self.peak_flops and self._step):
             return None
-        return flops / (self.timeline.step / 1e6 * self.peak_flops)
+        return flops / (self._step / 1e6 * self.peak_flops)
 
     @property
     def exposed_share(self) -> float | None:
         """Share, 0 to 1, of the predicted step during which compute waits for the network."""
-        return (
-            self.timeline.exposed / self.timeline.step
-            if self.timeline and self.timeline.step > 0
-            else None
-        )
+        return self.timeline.exposed / self._step if self.timeline and self._step else None
 
     @property
     def model_ratio(self) -> float | None:
-        """The predicted step over the time of the model's own matmuls and attention: 1 is a step
-        without recomputation, bubble, traffic.
+        """The predicted step over the time of the model's own matmuls and attention.
+
+        1 is a step without recomputation, bubble, traffic. None if it is not known.
         """
-        return (
-            self.timeline.step / self.model_us
-            if self.timeline and self.timeline.step > 0 and self.model_us > 0
-            else None
-        )
+        return self._step / self.model_us if self._step and self.model_us > 0 else None
+
+    @property
+    def _step(self) -> float:
+        """Predicted microseconds of the step; 0 if they are not known."""
+        return max(self.timeline.step, 0.0) if self.timeline else 0.0
 
     @property
     def fits(self) -> bool:
@@ -450,53 +455,58 @@ class Report:
         return not self.hbm or self.peak_bytes <= self.hbm
 
     def to_json(self) -> str:
-        """The report as JSON, from which from_json makes an equal one."""
+        """Returns the report as JSON, from which from_json makes an equal one."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Report:
-        """The reverse of to_json. Raises ValueError for anything else."""
+        """Returns the report that to_json has written.
+
+        Raises ValueError, KeyError, TypeError or AttributeError for anything else.
+        """
         return _build(Report, json.loads(text))
 
 
 def location_text(where: Location) -> str:
     """Returns the location in words: backward of layers/attention (model/layers.py:107)."""
     words = " of ".join(dict.fromkeys(filter(None, [where.phase, where.part]))) or where.op or "?"
-    return words + (f" ({where.source})" if where.source else "")
+    return f"{words} ({where.source})" if where.source else words
+
+
+_FIELDS = {"where": Location, "memory": Memory, "timeline": Timeline, "vocabulary": Vocabulary}
+"""Fields that are a dataclass."""
+_ELEMENTS: dict[tuple[type, str], type] = {
+    (Report, "collectives"): Collective,
+    (Report, "arguments"): Argument,
+    (Report, "slots"): Slot,
+    (Report, "copies"): Copy,
+    (Memory, "buffers"): Buffer,
+    (Timeline, "spans"): Span,
+}
+"""Fields that are tuples of a dataclass."""
 
 
 def _build(cls: type, data: dict[str, Any]) -> Any:
-    """A dataclass of this file from its asdict."""
-    nested = {"where": Location, "memory": Memory, "timeline": Timeline, "vocabulary": Vocabulary}
-    items = {
-        "collectives": Collective,
-        "arguments": Argument,
-        "buffers": Buffer,
-        "spans": Span,
-        "slots": Slot,
-        "copies": Copy,
-    }
+    """Returns a dataclass of this file from its asdict, after a trip through JSON."""
     values = {}
     for field in dataclasses.fields(cls):
-        if field.name not in data and (field.default, field.default_factory) != (
+        has_default = (field.default, field.default_factory) != (
             dataclasses.MISSING,
             dataclasses.MISSING,
-        ):
-            continue  # kept before the field existed
+        )
+        if field.name not in data and has_default:
+            continue  # an older report, without this field
         value = data[field.name]
         if field.name == "logical":
             value = {name: tuple(axes) for name, axes in value.items()}
-        elif field.name in nested and value is not None:
-            value = _build(nested[field.name], value)
+        elif field.name == "kernels":
+            value = tuple(
+                (name, tuple(shapes), _build(Location, where)) for name, shapes, where in value
+            )
+        elif field.name in _FIELDS and value is not None:
+            value = _build(_FIELDS[field.name], value)
         elif isinstance(value, list):
-            element = items.get(field.name) if cls in (Report, Memory, Timeline) else None
-            if element and not (cls is Memory and field.name == "arguments"):
-                value = tuple(_build(element, each) for each in value)
-            elif field.name == "kernels":
-                value = tuple(
-                    (name, tuple(shapes), _build(Location, where)) for name, shapes, where in value
-                )
-            else:
-                value = tuple(value)
+            element = _ELEMENTS.get((cls, field.name))
+            value = tuple(_build(element, item) if element else item for item in value)
         values[field.name] = value
     return cls(**values)

@@ -20,8 +20,9 @@ ENDINGS = (
 
 
 def load(file: str) -> Report:
-    """A report from a file that `--plan=FILE.json` or `report --out=FILE.json` wrote. Raises
-    LabError where there is none in it.
+    """Returns the report of a file that `--plan=FILE.json` or `report --out=FILE.json` wrote.
+
+    Raises LabError if the file cannot be read, or holds no report.
     """
     try:
         data = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
@@ -42,18 +43,22 @@ def content(
     fixes: Sequence[Fix] = (),
     facts: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """What a file of this name holds: a page or a trace by its ending, else the report as JSON."""
+    """Returns the text for a file of this name: a page, a trace, or else the report as JSON.
+
+    findings, fixes and facts are for a page only, see `page`.
+    """
     if file.endswith(".html"):
         return page(report, findings, fixes, facts)
-    return (
-        chrome_trace(report)
-        if file.endswith(TRACE)
-        else json.dumps({"report": json.loads(report.to_json())})
-    )
+    if file.endswith(TRACE):
+        return chrome_trace(report)
+    return json.dumps({"report": json.loads(report.to_json())})
 
 
 def require_writable(file: str) -> None:
-    """Raises LabError where `write` could not write, before anything is compiled for it."""
+    """Raises LabError if `write` could not write the file.
+
+    Called before anything is compiled for it. Makes the folder, but leaves no file.
+    """
     path = Path(file).expanduser()
     existed = path.exists()
     try:
@@ -67,7 +72,7 @@ def require_writable(file: str) -> None:
 
 
 def write(file: str, text: str) -> None:
-    """Makes the folder, too. Raises LabError where it cannot."""
+    """Writes a file, and makes its folder. Raises LabError where it cannot."""
     path = Path(file).expanduser()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

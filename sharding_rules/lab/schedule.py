@@ -1,5 +1,6 @@
-"""A timeline divided into the pieces that a person looks at: one trip of each loop that matters, at
-its own scale.
+"""A timeline divided into the pieces that a person looks at.
+
+A piece is one trip of a loop that matters, at its own scale.
 """
 
 from __future__ import annotations
@@ -8,11 +9,16 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from sharding_rules.lab.report import Span, Timeline
 
 _HEAVY = 0.25
 """Share of the loop around it from which a loop is a piece of its own."""
+_NAMED = 0.25
+"""Share of a piece's compute time from which a phase or a part is in its name."""
+_NS = 1000
+"""Nanoseconds in a microsecond: times are added up as integers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +29,7 @@ class Piece:
     end: float
     """Microseconds on the timeline."""
     loops: tuple[int, ...]
+    """Trip counts of the loops around it, outermost first."""
     spans: tuple[Span, ...]
     """The spans that overlap it."""
 
@@ -39,24 +46,24 @@ class Piece:
     @property
     def total(self) -> float:
         """Microseconds in a step, with all trips of the small loops inside."""
-        again = sum(
-            span.duration * (math.prod(span.loops) - self.times)
-            for span in self.spans
-            if span.stream == "compute"
-        )
-        return self.times * self.duration + again
+        later_trips = 0
+        for span in self.spans:
+            if span.stream == "compute":
+                later_trips += span.duration * (math.prod(span.loops) - self.times)
+        return self.times * self.duration + later_trips
 
     @property
     def waits(self) -> list[tuple[float, float]]:
-        """When compute is idle while the network is busy."""
-        busy = _union(self._of("compute"))
+        """Intervals (begin, end) in which compute is idle while the network is busy."""
+        compute = self._busy("compute")
         waits = []
-        for begin, end in _union(self._of("network")):
-            for from_, to in busy:
-                if from_ < end and to > begin:
-                    if from_ > begin:
-                        waits.append((begin, from_))
-                    begin = to
+        for begin, end in self._busy("network"):
+            for busy_begin, busy_end in compute:
+                if busy_begin >= end or busy_end <= begin:
+                    continue
+                if busy_begin > begin:
+                    waits.append((begin, busy_begin))
+                begin = busy_end
             if begin < end:
                 waits.append((begin, end))
         return waits
@@ -68,57 +75,75 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """The phases and parts that most of its compute time belongs to: recompute and backward of
-        layers.
-        """
-        phases, parts = Counter[str](), Counter[str]()
+        """The phases and parts with most of its compute time: recompute and backward of layers."""
+        phase_ns = Counter[str]()
+        part_ns = Counter[str]()
         for span in self.spans:
             if span.stream == "compute":
-                phases[span.where.phase] += round(1000 * span.duration)
-                parts[span.where.part.split("/")[0]] += round(1000 * span.duration)
-        phase, part = (" and ".join(_most(counted)) for counted in (phases, parts))
-        return " of ".join(filter(None, (phase, part if part != phase else ""))) or "unnamed"
+                phase_ns[span.where.phase] += round(_NS * span.duration)
+                part_ns[span.where.part.split("/")[0]] += round(_NS * span.duration)
+        phases = " and ".join(_largest(phase_ns))
+        parts = " and ".join(_largest(part_ns))
+        if parts == phases:
+            parts = ""
+        return " of ".join(filter(None, (phases, parts))) or "unnamed"
 
-    def _of(self, stream: str) -> Iterator[tuple[float, float]]:
+    def _busy(self, stream: str) -> list[tuple[float, float]]:
+        """Returns the disjoint intervals of the piece in which a stream is busy."""
+        intervals = []
         for span in self.spans:
             if span.stream == stream:
-                yield max(span.start, self.begin), min(span.start + span.duration, self.end)
+                end = min(span.start + span.duration, self.end)
+                intervals.append((max(span.start, self.begin), end))
+        return _union(intervals)
+
+
+class _Cut(NamedTuple):
+    """The begin of a piece, and the loops that it is in."""
+
+    begin: float
+    loops: tuple[int, ...]
 
 
 def pieces(line: Timeline) -> list[Piece]:
-    """Returns the timeline in pieces, divided where a loop begins or ends that takes _HEAVY or more
-    of the time of the one around it.
+    """Returns the timeline in pieces.
+
+    It is divided where a loop begins or ends that takes _HEAVY or more of the time of the one
+    around it.
     """
     spans = sorted(line.spans, key=lambda span: (span.start, span.stream))
-    weight = Counter[tuple[int, ...]]()
+    ns_by_loops = Counter[tuple[int, ...]]()
     for span in spans:
         for depth in range(len(span.loops) + 1):
-            weight[span.loops[:depth]] += round(1000 * span.duration * math.prod(span.loops))
-    cuts: list[tuple[float, tuple[int, ...]]] = []
+            ns_by_loops[span.loops[:depth]] += round(_NS * span.duration * math.prod(span.loops))
+    cuts: list[_Cut] = []
     for span in spans:
-        depths = range(1, len(span.loops) + 1)
-        light = (
-            depth - 1
-            for depth in depths
-            if weight[span.loops[:depth]] < _HEAVY * weight[span.loops[: depth - 1]]
-        )
-        key = span.loops[: next(light, len(span.loops))]
-        if not cuts or cuts[-1][1] != key:
-            cuts.append((span.start, key))
+        loops = _heavy_loops(span, ns_by_loops)
+        if not cuts or cuts[-1].loops != loops:
+            cuts.append(_Cut(span.start, loops))
     end = max((span.start + span.duration for span in spans), default=0.0)
-    ends = [*(begin for begin, _ in cuts), end][1:]
+    ends = [*(cut.begin for cut in cuts[1:]), end] if cuts else []
     return [
-        Piece(begin, to, key, _inside(spans, begin, to))
-        for (begin, key), to in zip(cuts, ends, strict=True)
-        if to > begin
+        Piece(cut.begin, end, cut.loops, _overlapping(spans, cut.begin, end))
+        for cut, end in zip(cuts, ends, strict=True)
+        if end > cut.begin
     ]
 
 
-def _inside(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...]:
+def _heavy_loops(span: Span, ns_by_loops: Counter[tuple[int, ...]]) -> tuple[int, ...]:
+    """Returns the loops around a span, up to the first that takes less than _HEAVY of its outer."""
+    for depth in range(len(span.loops)):
+        outer = span.loops[:depth]
+        if ns_by_loops[span.loops[: depth + 1]] < _HEAVY * ns_by_loops[outer]:
+            return outer
+    return span.loops
+
+
+def _overlapping(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...]:
     return tuple(span for span in spans if span.start < end and span.start + span.duration > begin)
 
 
-def _union(intervals: Iterator[tuple[float, float]]) -> list[tuple[float, float]]:
+def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -128,9 +153,9 @@ def _union(intervals: Iterator[tuple[float, float]]) -> list[tuple[float, float]
     return merged
 
 
-def _most(counted: Counter[str]) -> list[str]:
-    """The words with a quarter or more of the whole, the largest first; unnamed ones do not
-    count.
-    """
-    named = [(word, n) for word, n in counted.most_common() if word]
-    return [word for word, n in named if 4 * n >= sum(n for _, n in named)]
+def _largest(ns_by_word: Counter[str]) -> Iterator[str]:
+    """Yields the words with _NAMED or more of the time that has a name, the largest first."""
+    total = sum(ns for word, ns in ns_by_word.items() if word)
+    for word, ns in ns_by_word.most_common():
+        if word and ns >= _NAMED * total:
+            yield word

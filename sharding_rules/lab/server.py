@@ -1,9 +1,8 @@
-"""A process that forks a child for each folder on its standard input, which compiles the program in
-it.
+"""A process that compiles programs, each in a child that it forks.
 
 The process has imported JAX and has one thread, so that a fork is safe and a child begins without
-an import. Each line of the input is a folder; each line of the output is a status and a folder.
-Status: 0, 1 for an error in error.txt, -N for signal N. It ends with its input.
+an import. Each line of its input is a folder with a program; each line of its output is a status
+and a folder. Status: 0, 1 for an error in error.txt, -N for signal N. It ends with its input.
 """
 
 from __future__ import annotations
@@ -23,51 +22,61 @@ MEMORY = (
     "alias_size_in_bytes",
     "temp_size_in_bytes",
 )
+"""Fields of XLA's memory statistics that memory.json has."""
+
+_STDIN = 0
+_STDOUT = 1
+_STDERR = 2
 
 
 def serve() -> None:
-    """Until the input ends."""
-    from jax._src.interpreters import mlir  # noqa: F401 (imported once, before the forks)
+    """Compiles the folders of the standard input until it ends."""
+    # Imported once, before the forks.
+    from jax._src.interpreters import mlir  # noqa: F401
     from jax.experimental import topologies  # noqa: F401
 
-    # control-C is for the one who asks, whose end closes the input
+    # Control-C is for the parent, whose end closes the input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    waiting = selectors.DefaultSelector()
-    waiting.register(0, selectors.EVENT_READ, None)
-    children: dict[int, tuple[int, str]] = {}
-    begun = b""
+    selector = selectors.DefaultSelector()
+    selector.register(_STDIN, selectors.EVENT_READ)
+    children: dict[int, tuple[int, str]] = {}  # by the end of a pipe: process and folder
+    incomplete_line = b""
     while True:
-        for key, _ in waiting.select():
-            if key.data is None:
-                chunk = os.read(0, 65536)
-                if not chunk:
-                    for pid, _ in children.values():
-                        os.kill(pid, signal.SIGKILL)
-                    return
-                *folders, begun = (begun + chunk).split(b"\n")
-                for folder in folders:
-                    end, pid = _fork(Path(os.fsdecode(folder)))
-                    children[end] = pid, os.fsdecode(folder)
-                    waiting.register(end, selectors.EVENT_READ, "child")
-            else:  # the child holds the other end of this pipe until it is gone
+        for key, _ in selector.select():
+            if key.fd != _STDIN:
+                # The child has held the other end of this pipe until it was gone.
                 pid, folder = children.pop(key.fd)
-                waiting.unregister(key.fd)
+                selector.unregister(key.fd)
                 os.close(key.fd)
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                os.write(1, f"{status} ".encode() + os.fsencode(folder) + b"\n")
+                _, status = os.waitpid(pid, 0)
+                exit_code = os.waitstatus_to_exitcode(status)
+                os.write(_STDOUT, f"{exit_code} ".encode() + os.fsencode(folder) + b"\n")
+                continue
+            chunk = os.read(_STDIN, 65536)
+            if not chunk:
+                for pid, _ in children.values():
+                    os.kill(pid, signal.SIGKILL)
+                return
+            *lines, incomplete_line = (incomplete_line + chunk).split(b"\n")
+            for line in lines:
+                folder = os.fsdecode(line)
+                pipe, pid = _fork(Path(folder))
+                children[pipe] = (pid, folder)
+                selector.register(pipe, selectors.EVENT_READ)
 
 
 def _fork(folder: Path) -> tuple[int, int]:
-    """The end of a pipe that closes with the child, and the child's number."""
-    end, others = os.pipe()
-    if pid := os.fork():
-        os.close(others)
-        return end, pid
+    """Returns the end of a pipe that closes with the child, and the child's number."""
+    pipe, child_end = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(child_end)
+        return pipe, pid
     status = 1
     try:
         log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        os.dup2(log, _STDOUT)
+        os.dup2(log, _STDERR)
         compile_folder(folder)
         status = 0
     except BaseException as error:
@@ -77,8 +86,10 @@ def _fork(folder: Path) -> tuple[int, int]:
 
 
 def compile_folder(folder: Path) -> None:
-    """Reads program.mlirbc, options.pb and request.json; writes program.txt (scheduled HLO) and
-    memory.json. Raises what XLA raises.
+    """Compiles the program in a folder. Raises what XLA raises.
+
+    Reads program.mlirbc, options.pb and request.json; writes program.txt (scheduled HLO) and
+    memory.json.
     """
     from jax._src.interpreters import mlir
     from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
@@ -88,16 +99,15 @@ def compile_folder(folder: Path) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     devices = {device.id: device for device in topology_of(TopologyRequest(**request["topology"]))}
+    client = next(iter(devices.values())).client
     program = ir.Module.parse((folder / "program.mlirbc").read_bytes(), mlir.make_ir_context())
-    compiled = next(iter(devices.values())).client.compile(
+    compiled = client.compile(
         program,
         executable_devices=_jax.DeviceList(tuple(devices[number] for number in request["devices"])),
         compile_options=_jax.CompileOptions.ParseFromString((folder / "options.pb").read_bytes()),
     )
-    (folder / "program.txt").write_text(
-        "\n\n".join(module.to_string() for module in compiled.hlo_modules()), encoding="utf-8"
-    )
+    text = "\n\n".join(module.to_string() for module in compiled.hlo_modules())
+    (folder / "program.txt").write_text(text, encoding="utf-8")
     stats = compiled.get_compiled_memory_stats()
-    (folder / "memory.json").write_text(
-        json.dumps({name: int(getattr(stats, name)) for name in MEMORY}), encoding="utf-8"
-    )
+    memory = {name: int(getattr(stats, name)) for name in MEMORY}
+    (folder / "memory.json").write_text(json.dumps(memory), encoding="utf-8")

@@ -1,5 +1,6 @@
-"""What the screen, the page and the difference share: numbers that a person reads, and collectives
-added up.
+"""Numbers that a person reads, and collectives added up.
+
+The screen, the page and the difference of two reports share them.
 """
 
 from __future__ import annotations
@@ -12,24 +13,33 @@ from typing import Any
 
 from sharding_rules.lab.report import SCALAR, Buffer, Collective, Report, location_text
 
+Axes = tuple[str, ...]
+
 GIB = 2**30
 
+PREDICTED = "predicted, never measured"
+"""Said wherever a step's time is first shown, as long as no GPU has confirmed one
+(benchmarks/gpu_truth.py)."""
 
-_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 0))
+UPPER_BOUND = "≤: in a branch of a conditional, counted as if it always ran"
+
+
+# Numbers in words.
 
 
 def size(n: float) -> str:
-    """Bytes: 4.20 GiB, 56.1 MiB, 3 KiB, 12 B."""
-    for unit, scale, digits in _UNITS:
-        if abs(n) >= 0.0995 * scale or (unit == "KiB" and abs(n) >= 2**10):
-            return f"{n / scale:,.{digits}f} {unit}"
+    """Returns bytes in words: 4.20 GiB, 56.1 MiB, 3 KiB, 12 B."""
+    for unit in _UNITS:
+        if abs(n) >= _SMALLEST * unit.scale:
+            return f"{unit(n)} {unit.name}"
     return f"{n:,.0f} B"
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The unit of a whole table of bytes, so that its rows compare: that which suits the largest of
-    them.
+    """The unit of a whole table of bytes, so that its rows compare.
+
+    It suits the largest of them.
     """
 
     name: str
@@ -39,38 +49,34 @@ class Unit:
 
     @staticmethod
     def of(largest: float) -> Unit:
-        """The largest unit in which `largest` is at least 0.1, to show it and smaller numbers."""
-        return next(
-            (Unit(*unit) for unit in _UNITS if largest >= 0.0995 * unit[1]), Unit(*_UNITS[-1])
-        )
+        """Returns the largest unit in which `largest` is at least 0.1, or else KiB."""
+        fitting = (unit for unit in _UNITS if largest >= _SMALLEST * unit.scale)
+        return next(fitting, _UNITS[-1])
 
     def __call__(self, n: float) -> str:
-        """The number in this unit, without its name."""
+        """Returns the number in this unit, without its name."""
         return f"{n / self.scale:,.{self.digits}f}"
 
 
-PREDICTED = "predicted, never measured"
-"""Said wherever a step's time is first shown, as long as no GPU has confirmed one
-(benchmarks/gpu_truth.py)."""
-
-
-UPPER_BOUND = "≤: in a branch of a conditional, counted as if it always ran"
+_UNITS = (Unit("GiB", 2**30, 2), Unit("MiB", 2**20, 1), Unit("KiB", 2**10, 0))
+_SMALLEST = 0.0995
+"""The smallest number that a unit shows: 0.10 GiB."""
 
 
 def duration(microseconds: float) -> str:
-    """18.4 s, 56.1 ms, 3.2 µs."""
+    """Returns a time in words: 18.4 s, 56.1 ms, 3.2 µs."""
     for unit, scale in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= 0.9995 * scale:
-            return (
-                f"{microseconds / scale:,.3g} {unit}"
-                if microseconds < 1e3 * scale
-                else f"{microseconds / scale:,.0f} {unit}"
-            )
+        # From 0.9995 on three digits round to 1.
+        if microseconds < 0.9995 * scale:
+            continue
+        if microseconds < 1e3 * scale:
+            return f"{microseconds / scale:,.3g} {unit}"
+        return f"{microseconds / scale:,.0f} {unit}"
     return f"{microseconds:.3g} µs"
 
 
 def flop(n: float) -> str:
-    """337.4 TFLOP; smaller programs in GFLOP and MFLOP."""
+    """Returns floating-point operations in words: 337.4 TFLOP; smaller ones in GFLOP and MFLOP."""
     for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9)):
         if n >= 0.1 * scale:
             return f"{n / scale:,.1f} {unit}"
@@ -78,7 +84,7 @@ def flop(n: float) -> str:
 
 
 def amount(n: float) -> str:
-    """A number of parameters with four digits: 174.6 B, 124.4 M, 41.28 k."""
+    """Returns a number of parameters with four digits: 174.6 B, 124.4 M, 41.28 k."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= scale:
             return f"{n / scale:.4g} {unit}"
@@ -86,92 +92,91 @@ def amount(n: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """13 %; less than a half of one, but something: <1 %."""
+    """Returns a share in words: 13 %; less than a half of one, but something: <1 %."""
     share = 100 * part / whole if whole else 0.0
     return "<1 %" if 0 < share < 0.5 else f"{share:.0f} %"
 
 
 def over(axes: Sequence[str]) -> str:
-    """Mesh axes in words: data+fsdp; one that moves nothing along any axis: none."""
+    """Returns mesh axes in words: data+fsdp; none for a collective along no axis."""
     return "+".join(axes) or "none"
 
 
 def signed(change: float, words: Callable[[float], str]) -> str:
-    """A change with its sign: + 1.0 MiB."""
+    """Returns a change with its sign: + 1.0 MiB."""
     return f"{'-' if change < 0 else '+'} {words(abs(change))}"
 
 
 def link(nodes: int) -> str:
-    """Returns the link that carries the bytes of a group that spans `nodes` NVLink domains: network
-    or NVLink.
+    """Returns the link, network or NVLink, between the members of a group.
+
+    nodes: the NVLink domains that the group spans.
     """
     return "network" if nodes > 1 else "NVLink"
 
 
 def shapes(all_of_them: Sequence[str], most: int = 1) -> str:
-    """bf16[4096,12288] + 3 more; equal ones once: 2 x f32[768]."""
-    counted = [f"{n} x {shape}" if n > 1 else shape for shape, n in Counter(all_of_them).items()]
-    more = len(counted) - most
-    return " ".join(counted[:most]) + (f" + {more} more" if more > 0 else "")
+    """Returns arrays in words: bf16[4096,12288] + 3 more; equal ones once: 2 x f32[768]."""
+    counts = Counter(all_of_them)
+    words = [f"{n} x {shape}" if n > 1 else shape for shape, n in counts.items()]
+    text = " ".join(words[:most])
+    return f"{text} + {len(words) - most} more" if len(words) > most else text
+
+
+# A report in words.
 
 
 def mesh_words(report: Report) -> str:
-    """data 8 x fsdp 16 x tensor 8; axes of one device left out."""
+    """Returns the mesh, without axes of one device: data 8 x fsdp 16 x tensor 8."""
     return " x ".join(f"{axis} {n}" for axis, n in report.mesh.items() if n > 1) or "one device"
 
 
 def efficiency(report: Report) -> str:
-    """`MFU 37 %`; without the model's FLOPs what share of the tensor cores' peak the program's
-    matmuls reach; empty without estimates.
+    """Returns `MFU 37 %`, or else how much of the tensor cores' peak the program's matmuls reach.
+
+    The MFU needs the model's FLOPs. Empty without estimates.
     """
     if report.mfu is not None:
         return f"MFU {percent(report.mfu, 1)}"
-    return (
-        f"matmuls at {percent(report.utilisation, 1)} of the peak"
-        if report.utilisation is not None
-        else ""
-    )
+    if report.utilisation is not None:
+        return f"matmuls at {percent(report.utilisation, 1)} of the peak"
+    return ""
 
 
 def ratio(report: Report) -> str:
-    """`1.51 x the model's matmuls and attention`; empty where the model's FLOPs are not known."""
-    return (
-        f"{report.model_ratio:.2f} x the model's matmuls and attention"
-        if report.model_ratio is not None
-        else ""
-    )
+    """Returns `1.51 x the model's matmuls and attention`; empty if its FLOPs are not known."""
+    if report.model_ratio is None:
+        return ""
+    return f"{report.model_ratio:.2f} x the model's matmuls and attention"
 
 
 def headline(report: Report) -> str:
-    """The verdict and the predicted step on one line: fits, 35.9 GiB free; step 3.58 s (predicted),
-    49 % exposed, MFU 16 %, 2.09 x the model's matmuls and attention.
+    """Returns the verdict and the predicted step on one line.
+
+    fits, 35.9 GiB free; step 3.58 s (predicted), 49 % exposed, MFU 16 %, 2.09 x the model's
+    matmuls and attention.
     """
     line = report.timeline
     if not line:
         return verdict(report)
-    said = [
+    step = [
         f"step {duration(line.step)} (predicted)",
         f"{percent(line.exposed, line.step)} exposed",
         efficiency(report),
         ratio(report),
     ]
-    return f"{verdict(report)}; {', '.join(filter(None, said))}"
+    return f"{verdict(report)}; {', '.join(filter(None, step))}"
 
 
 def stages_words(report: Report) -> str:
-    """Returns `, the mean of stages with 1.2 to 1.6 TFLOP` if stages differ in their matmuls, else
-    nothing.
-    """
-    least, most = min(report.stage_flops, default=0), max(report.stage_flops, default=0)
-    return (
-        f", the mean of stages with {flop(least)} to {flop(most)}"
-        if flop(least) != flop(most)
-        else ""
-    )
+    """Returns `, the mean of stages with 1.2 to 1.6 TFLOP`; empty if stages do not differ."""
+    least = flop(min(report.stage_flops, default=0))
+    most = flop(max(report.stage_flops, default=0))
+    return f", the mean of stages with {least} to {most}" if least != most else ""
 
 
 def verdict(report: Report) -> str:
-    """fits, 35.9 GiB free; does not fit, 4.20 GiB too much."""
+    """Returns whether the program fits: fits, 35.9 GiB free; does not fit, 4.20 GiB too much."""
     if not report.hbm:
         return f"peak of {size(report.peak_bytes)}; the memory of these devices is not known"
     spare = report.hbm - report.peak_bytes
@@ -179,20 +184,26 @@ def verdict(report: Report) -> str:
 
 
 def path(name: str) -> str:
-    """state['params']['embedding'] with dots."""
+    """Returns the path of an argument, such as state['params']['embedding'], with dots."""
     return re.sub(r"\[['\"]([^]]*)['\"]\]", r".\1", name)
 
 
 def whose(buffer: Buffer) -> str:
-    """Returns who needs a live buffer: the path of an argument and the mesh axes that shard it,
-    else the place in the model.
+    """Returns what needs a live buffer.
+
+    For an argument, this is its path and the mesh axes that shard it; for others, the place in the
+    model.
     """
     if buffer.axes is not None:
-        return f"{path(buffer.name)}, " + (
-            f"sharded over {over(buffer.axes)}" if buffer.axes else "replicated"
-        )
-    known = buffer.where.part or buffer.where.phase or buffer.where.source or buffer.where.op
-    return location_text(buffer.where) if known else buffer.name
+        sharding = f"sharded over {over(buffer.axes)}" if buffer.axes else "replicated"
+        return f"{path(buffer.name)}, {sharding}"
+    location = buffer.where
+    if location.part or location.phase or location.source or location.op:
+        return location_text(location)
+    return buffer.name
+
+
+# Collectives added up.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,15 +244,16 @@ class Row:
 
     @property
     def bounded(self) -> bool:
-        """Some are in branches of which nothing is known, so that times, bytes and microseconds are
-        upper bounds.
+        """Whether times, bytes and microseconds are upper bounds.
+
+        Some of the collectives are then in branches of which nothing is known.
         """
         return any(c.bounded for c in self.collectives)
 
     @property
     def count(self) -> str:
         """How often they run in a step: 1,024, or ≤ 1,024 where that is an upper bound."""
-        return f"{'≤ ' * self.bounded}{self.times:,}"
+        return f"≤ {self.times:,}" if self.bounded else f"{self.times:,}"
 
     @property
     def nodes(self) -> int:
@@ -250,106 +262,114 @@ class Row:
 
     @property
     def places(self) -> str:
-        """attention, mlp: fwd+recompute+bwd. The innermost scopes, those that send most first;
-        crumbs are left out.
+        """The innermost scopes and the phases in words: attention, mlp: fwd+recompute+bwd.
+
+        The scopes that send most are first; those that send next to nothing are left out.
         """
         sent = Counter[tuple[str, str]]()
         for c in self.collectives:
-            sent[c.where.part.split("/")[-1], c.where.phase] += round(c.times * c.wire)
-        large = [meaning for meaning, n in sent.most_common() if n >= _CRUMB * self.wire]
+            sent[_innermost(c), c.where.phase] += round(c.times * c.wire)
+        large = [scope for scope, n in sent.most_common() if n >= _SMALL_SHARE * self.wire]
         parts = list(dict.fromkeys(part for part, _ in large if part))
-        phases = [
-            short
-            for phase, short in _SHORT.items()
-            if phase in {phase for _, phase in large} and [phase] != parts
-        ]
+        large_phases = {phase for _, phase in large}
+        phases = []
+        for phase, word in _PHASE_WORDS.items():
+            # The optimizer is a part, too: it is not said twice.
+            if phase in large_phases and [phase] != parts:
+                phases.append(word)
         return ": ".join(filter(None, (", ".join(parts), "+".join(phases))))
 
 
-_CRUMB = 0.02
-_SHORT = {"forward": "fwd", "recompute": "recompute", "backward": "bwd", "optimizer": "optimizer"}
+_SMALL_SHARE = 0.02
+"""Share of the bytes of a row that a place must have to be named."""
+_PHASE_WORDS = {
+    "forward": "fwd",
+    "recompute": "recompute",
+    "backward": "bwd",
+    "optimizer": "optimizer",
+}
 
 
 def by_axes(one: Collective) -> tuple:
-    """A key that groups collectives by mesh axes, kind and dtype."""
+    """Returns a key that groups collectives by mesh axes, kind and dtype."""
     return (one.axes, one.kind, one.dtype)
 
 
 def by_meaning(one: Collective) -> tuple:
-    """Returns a key that stays the same from one compilation to the next: it has neither names of
-    instructions nor source lines.
+    """Returns a key that stays the same from one compilation to the next.
+
+    It has neither names of instructions nor source lines.
     """
-    return (
-        one.kind,
-        one.axes,
-        one.dtype,
-        tuple(sorted(one.shapes)),
-        one.where.part,
-        one.where.phase,
-    )
+    arrays = tuple(sorted(one.shapes))
+    return (one.kind, one.axes, one.dtype, arrays, one.where.part, one.where.phase)
 
 
 def rows(report: Report, key: Callable[[Collective], tuple]) -> list[Row]:
-    """Collectives with the same key added up, scalars left out: the mesh axes that carry most
-    first, then the rows of each.
+    """Returns collectives with the same key added up, scalars left out.
+
+    The mesh axes that carry most are first, then the rows of each.
     """
     groups: dict[tuple, list[Collective]] = {}
     for one in report.collectives:
         if one.payload >= SCALAR:
             groups.setdefault(key(one), []).append(one)
-    carried = wire_by_axes(report)
+    sent = wire_by_axes(report)
     return sorted(
-        (Row(tuple(g)) for g in groups.values()),
-        key=lambda r: (-carried[r.one.axes], r.one.axes, -r.wire, key(r.one)),
+        (Row(tuple(group)) for group in groups.values()),
+        key=lambda row: (-sent[row.one.axes], row.one.axes, -row.wire, key(row.one)),
     )
 
 
-def matrix(report: Report) -> dict[tuple[tuple[str, ...], str], dict[str, Row]]:
-    """(mesh axes, innermost part of the model) -> phase -> its collectives added up, scalars left
-    out; most bytes first.
+def matrix(report: Report) -> dict[tuple[Axes, str], dict[str, Row]]:
+    """Returns collectives added up, scalars left out: (mesh axes, part) -> phase -> row.
+
+    The part of the model is the innermost. Most bytes are first.
     """
-    cells: dict[tuple[tuple[str, ...], str], dict[str, list[Collective]]] = {}
+    groups: dict[tuple[Axes, str], dict[str, list[Collective]]] = {}
     for one in report.collectives:
         if one.payload >= SCALAR:
-            cells.setdefault((one.axes, one.where.part.split("/")[-1]), {}).setdefault(
-                one.where.phase, []
-            ).append(one)
-    table = {
-        key: {phase: Row(tuple(each)) for phase, each in phases.items()}
-        for key, phases in cells.items()
-    }
-    carried = wire_by_axes(report)
-    return dict(
-        sorted(
-            table.items(),
-            key=lambda item: (
-                -carried[item[0][0]],
-                item[0][0],
-                -sum(row.wire for row in item[1].values()),
-            ),
-        )
-    )
+            phases = groups.setdefault((one.axes, _innermost(one)), {})
+            phases.setdefault(one.where.phase, []).append(one)
+    cells: dict[tuple[Axes, str], dict[str, Row]] = {}
+    for key, phases in groups.items():
+        cells[key] = {phase: Row(tuple(group)) for phase, group in phases.items()}
+    sent = wire_by_axes(report)
+
+    def rank(key: tuple[Axes, str]) -> tuple[float, Axes, float]:
+        axes, _ = key
+        return (-sent[axes], axes, -sum(row.wire for row in cells[key].values()))
+
+    return {key: cells[key] for key in sorted(cells, key=rank)}
 
 
-def wire_by_axes(report: Report) -> dict[tuple[str, ...], float]:
-    """Bytes that one device sends in a step over each set of mesh axes (each collective counted
-    once), the largest first.
+def _innermost(one: Collective) -> str:
+    return one.where.part.split("/")[-1]
+
+
+def wire_by_axes(report: Report) -> dict[Axes, float]:
+    """Returns the bytes that one device sends in a step over each set of mesh axes.
+
+    Each collective is counted once. The largest is first.
     """
-    total: dict[tuple[str, ...], float] = {}
+    sent: dict[Axes, float] = {}
     for one in report.collectives:
-        total[one.axes] = total.get(one.axes, 0.0) + one.times * one.wire
-    return dict(sorted(total.items(), key=lambda item: -item[1]))
+        sent[one.axes] = sent.get(one.axes, 0.0) + one.times * one.wire
+    return dict(sorted(sent.items(), key=lambda item: -item[1]))
 
 
 def exposed_by_axes(report: Report) -> dict[str, float]:
-    """Predicted microseconds in a step during which compute waits, by the mesh axes of what it
-    waits for (data+fsdp), the most first.
+    """Returns the predicted microseconds in a step during which compute waits, by mesh axes.
+
+    The axes are those of the collective that it waits for (data+fsdp), the most first.
     """
     return _exposed(report, lambda one: over(one.axes))
 
 
 def exposed_by_phase(report: Report) -> dict[str, float]:
-    """The same by phase: forward, backward (with what it recomputes), optimizer, other."""
+    """Returns the predicted microseconds in a step during which compute waits, by phase.
+
+    Phases are forward, backward (with what it recomputes), optimizer, other.
+    """
     return _exposed(
         report,
         lambda one: "backward" if one.where.phase == "recompute" else one.where.phase or "other",
@@ -357,49 +377,55 @@ def exposed_by_phase(report: Report) -> dict[str, float]:
 
 
 def _exposed(report: Report, key: Callable[[Collective], str]) -> dict[str, float]:
-    total: dict[str, float] = {}
+    exposed: dict[str, float] = {}
     for one in report.collectives:
         if one.exposed > 0:
-            total[key(one)] = total.get(key(one), 0.0) + one.exposed
-    return dict(sorted(total.items(), key=lambda item: -item[1]))
+            exposed[key(one)] = exposed.get(key(one), 0.0) + one.exposed
+    return dict(sorted(exposed.items(), key=lambda item: -item[1]))
 
 
 def ratios(report: Report) -> dict[str, Any]:
-    """Returns what of the predicted step is lost, as plain data: mfu, exposed_share and model_ratio
-    as in the report, None where unknown; exposed_us by mesh axes and by phase.
+    """Returns as plain data how much of the predicted step is lost.
+
+    mfu, exposed_share and model_ratio are as in the report, None where unknown; exposed_us is by
+    mesh axes and by phase.
     """
-    shares = {name: getattr(report, name) for name in ("mfu", "exposed_share", "model_ratio")}
-    return shares | {
-        "exposed_us": {"axes": exposed_by_axes(report), "phase": exposed_by_phase(report)}
+    return {
+        "mfu": report.mfu,
+        "exposed_share": report.exposed_share,
+        "model_ratio": report.model_ratio,
+        "exposed_us": {"axes": exposed_by_axes(report), "phase": exposed_by_phase(report)},
     }
 
 
 def exposed_words(report: Report) -> str:
-    """Returns `data 8 %, tensor 3 %; backward 10 %, forward 1 %`, as shares of the step; empty
-    where nothing is exposed.
+    """Returns `data 8 %, tensor 3 %; backward 10 %, forward 1 %`, as shares of the step.
+
+    Empty where nothing is exposed.
     """
     if not (report.timeline and report.timeline.step > 0):
         return ""
     step = report.timeline.step
-    listed = (
-        ", ".join(
-            f"{name} {percent(us, step)}" for name, us in each.items() if us > _CRUMB / 4 * step
-        )
-        for each in (exposed_by_axes(report), exposed_by_phase(report))
-    )
-    return "; ".join(filter(None, listed))
+    lists = []
+    for exposed in (exposed_by_axes(report), exposed_by_phase(report)):
+        large = {name: us for name, us in exposed.items() if us > _SMALL_EXPOSED_SHARE * step}
+        lists.append(", ".join(f"{name} {percent(us, step)}" for name, us in large.items()))
+    return "; ".join(filter(None, lists))
+
+
+_SMALL_EXPOSED_SHARE = 0.005
+"""Share of the step that an exposed time must have to be named."""
 
 
 def alike(buffers: Iterable[Buffer]) -> list[tuple[int, Buffer]]:
-    """Live buffers with the same shape and place once, and how many there are; the most bytes in
-    all first.
+    """Returns live buffers with the same shape and place once, and how many there are.
+
+    The most bytes in all are first. Arguments differ by their names.
     """
-    counted: dict[tuple, list[Buffer]] = {}
-    for b in buffers:
-        counted.setdefault(
-            (b.kind, b.shape, b.bytes, b.where, b.axes, b.name if b.axes is not None else ""), []
-        ).append(b)
-    return sorted(
-        ((len(same), same[0]) for same in counted.values()),
-        key=lambda item: -item[0] * item[1].bytes,
-    )
+    groups: dict[tuple, list[Buffer]] = {}
+    for buffer in buffers:
+        name = buffer.name if buffer.axes is not None else ""
+        key = (buffer.kind, buffer.shape, buffer.bytes, buffer.where, buffer.axes, name)
+        groups.setdefault(key, []).append(buffer)
+    counted = [(len(group), group[0]) for group in groups.values()]
+    return sorted(counted, key=lambda item: -item[0] * item[1].bytes)

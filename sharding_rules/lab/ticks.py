@@ -1,11 +1,10 @@
-"""Which ticks of a pipeline's table each loop of a program runs: one scan over all of them, or
-several in a row, each with a part.
+"""Which ticks of a pipeline's table each loop of a program runs.
 
-An engine may divide its scan over ticks into several, for example into ticks with only forward
-passes, with both, and with only backward passes. A Slot is about all ticks, and a loop about its
-own trips, so each conditional needs the window of the table that its loop runs. Loops are matched
-in program order: their trips sum to the table's ticks. XLA removes a loop of one trip; what was in
-it counts as one tick.
+One scan may run all of them, or several in a row, each with a part. An engine may divide its scan
+over ticks into several, for example into ticks with only forward passes, with both, and with only
+backward passes. A Slot is about all ticks, and a loop about its own trips, so each conditional
+needs the window of the table that its loop runs. Loops are matched in program order: their trips
+sum to the table's ticks. XLA removes a loop of one trip; what was in it counts as one tick.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sharding_rules.lab.hlo import Instruction, Module
 
-_PASSED_OVER = 2
+_MOST_OTHER_LOOPS = 2
 """The most loops without a conditional that may belong to the table, too."""
 
 
@@ -43,31 +42,36 @@ class _Unit:
     conditionals: list[str]
     """Names of the conditionals with a slot in it."""
     alone: bool = False
+    """No loop is around the conditionals."""
     scopes: frozenset[str] = frozenset()
+    """Scopes of the slots, if `alone`."""
     sends: bool = False
     """It sends from device to device, as a tick does."""
 
 
 def windows(module: Module) -> dict[str, Window]:
     """Returns the window of each conditional that has a slot, by its name."""
-    found: dict[str, Window] = {}
-    for total in {slot.trips for slot in module.slots}:
-        for computation, looped in _computations(module, module.entry, looped=False):
-            units = _units(module, computation, looped, total)
-            for group in _groups(units, total):
-                begin, trips = 0, tuple(unit.trips for unit in group)
+    windows: dict[str, Window] = {}
+    for n_ticks in {slot.trips for slot in module.slots}:
+        for computation, is_looped in _computations(module, module.entry, is_looped=False):
+            units = _units(module, computation, is_looped, n_ticks)
+            for group in _groups(units, n_ticks):
+                loops = tuple(unit.trips for unit in group)
+                begin = 0
                 for unit in group:
-                    window = Window(begin, begin + unit.trips, trips, unit.alone)
-                    found.update(dict.fromkeys(unit.conditionals, window))
-                    begin += unit.trips
-    return found
+                    end = begin + unit.trips
+                    window = Window(begin, end, loops, unit.alone)
+                    windows.update(dict.fromkeys(unit.conditionals, window))
+                    begin = end
+    return windows
 
 
-def _computations(module: Module, name: str, looped: bool) -> Iterator[tuple[str, bool]]:
-    """Yields the computations that the schedule reaches, and whether what they run directly is in a
-    loop or a branch.
+def _computations(module: Module, name: str, is_looped: bool) -> Iterator[tuple[str, bool]]:
+    """Yields the computations that the schedule reaches.
+
+    With each, whether what it runs directly is in a loop or a branch.
     """
-    yield name, looped
+    yield name, is_looped
     for one in module.computations.get(name, ()):
         if one.opcode == "while":
             yield from _computations(module, one.body, True)
@@ -75,77 +79,78 @@ def _computations(module: Module, name: str, looped: bool) -> Iterator[tuple[str
             yield from _computations(module, branch, True)
         if one.opcode == "call":
             for called in one.called:
-                yield from _computations(module, called, looped)
+                yield from _computations(module, called, is_looped)
 
 
-def _units(module: Module, computation: str, looped: bool, total: int) -> list[_Unit]:
-    """The loops of a computation in program order, and between them the conditionals that are in
-    none.
+def _units(module: Module, computation: str, is_looped: bool, n_ticks: int) -> list[_Unit]:
+    """Returns the units of a computation in program order.
+
+    They are its loops, and between them the conditionals that are in none.
     """
     units: list[_Unit] = []
     for one in module.computations.get(computation, ()):
         if one.opcode == "while":
-            inside = [name for name, slot in module.named_slots_in(one.body) if slot.trips == total]
-            units.append(_Unit(one.trips or 1, inside, sends=_sends(module, one)))
-        elif (
-            one.opcode == "conditional"
-            and not looped
-            and (slot := module.named_slot(one))
-            and slot.trips == total
-        ):
-            inside = [
-                one.name,
-                *(name for branch in one.branches for name, _ in module.named_slots_in(branch)),
-            ]
-            # Where XLA removed the loop over ticks, its conditionals are separated by the loops
-            # over layers.
-            before = next((unit for unit in reversed(units) if unit.conditionals), None)
-            if before and before.alone and slot.scope not in before.scopes:
-                before.conditionals += inside
-                before.scopes |= {slot.scope}
-            else:
-                units.append(_Unit(1, inside, alone=True, scopes=frozenset({slot.scope})))
+            slots = module.named_slots_in(one.body)
+            conditionals = [name for name, slot in slots if slot.trips == n_ticks]
+            units.append(_Unit(one.trips or 1, conditionals, sends=_sends(module, one)))
+            continue
+        if one.opcode != "conditional" or is_looped:
+            continue
+        slot = module.named_slot(one)
+        if not slot or slot.trips != n_ticks:
+            continue
+        conditionals = [one.name]
+        for branch in one.branches:
+            conditionals += [name for name, _ in module.named_slots_in(branch)]
+        # Where XLA removed the loop over ticks, its conditionals are separated by the loops over
+        # layers. A scope that is there already begins the next tick.
+        previous = next((unit for unit in reversed(units) if unit.conditionals), None)
+        if previous and previous.alone and slot.scope not in previous.scopes:
+            previous.conditionals += conditionals
+            previous.scopes |= {slot.scope}
+        else:
+            units.append(_Unit(1, conditionals, alone=True, scopes=frozenset({slot.scope})))
     return units
 
 
 def _sends(module: Module, loop: Instruction) -> bool:
-    return any(
-        one.opcode.startswith("collective-permute")
-        for one in module.computations.get(loop.body, ())
-    )
+    lines = module.computations.get(loop.body, ())
+    return any(line.opcode.startswith("collective-permute") for line in lines)
 
 
-def _groups(units: Sequence[_Unit], total: int) -> list[list[_Unit]]:
-    """Units that run one table together. Where no sum is `total`, each is a group of its own, and
-    begins at the first tick.
+def _groups(units: Sequence[_Unit], n_ticks: int) -> list[list[_Unit]]:
+    """Returns the units that run one table together.
+
+    Where no sum is `n_ticks`, each is a group of its own, and begins at the first tick.
     """
     slotted = [unit for unit in units if unit.conditionals]
     if not slotted:
         return []
-    others = sorted(
-        (unit for unit in units if not unit.conditionals and unit.trips < total),
-        key=lambda unit: not unit.sends,
-    )
-    for n in range(_PASSED_OVER + 1):
+    # Loops without a conditional may be ticks, too: first those that send as ticks do.
+    others = [unit for unit in units if not unit.conditionals and unit.trips < n_ticks]
+    others.sort(key=lambda unit: not unit.sends)
+    for n in range(_MOST_OTHER_LOOPS + 1):
         for more in combinations(others, n):
             chosen = [
-                unit for unit in units if unit.conditionals or any(unit is each for each in more)
+                unit for unit in units if unit.conditionals or any(unit is other for other in more)
             ]
-            if groups := _divided(chosen, total):
+            groups = _divided(chosen, n_ticks)
+            if groups:
                 return groups
     return [[unit] for unit in slotted]
 
 
-def _divided(units: Sequence[_Unit], total: int) -> list[list[_Unit]]:
-    """The units in groups of neighbours, each of `total` trips; empty where they do not divide
-    so.
-    """
+def _divided(units: Sequence[_Unit], n_ticks: int) -> list[list[_Unit]]:
+    """Returns the units in groups of neighbours, each of `n_ticks` trips; empty if impossible."""
     groups: list[list[_Unit]] = [[]]
+    trips = 0
     for unit in units:
         groups[-1].append(unit)
-        trips = sum(each.trips for each in groups[-1])
-        if trips > total:
+        trips += unit.trips
+        if trips > n_ticks:
             return []
-        if trips == total:
+        if trips == n_ticks:
             groups.append([])
-    return [] if groups.pop() else groups
+            trips = 0
+    incomplete = groups.pop()
+    return [] if incomplete else groups

@@ -1,5 +1,6 @@
-"""A compiled program's schedule replayed against estimates: how long a step might take, and what of
-its network time it waits for.
+"""A compiled program's schedule replayed with estimates: how long a step might take.
+
+It also says what of its network time the step waits for.
 
 A second opinion, not a measurement: nothing runs. Against an analytic model calibrated on published
 H100 runs, replays of this kind were within 3 % on two of five layouts and 20-35 % off on the
@@ -14,12 +15,13 @@ collectives cost is in `prices`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharding_rules.lab.hlo import Instruction, Module
 from sharding_rules.lab.ledger import started
@@ -30,27 +32,31 @@ from sharding_rules.lab.targets import Target
 
 SPANS = 600
 """The most spans of a timeline, so that a report stays small."""
+
 _LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_SHORTEST_GAP = 0.01
+"""Microseconds between two spans from which compute has waited; less is rounding."""
 
 
 def estimates(target: Target | None) -> dict[str, Any]:
-    """Compiler options that make XLA write its estimates into the program, and change nothing else
-    in it.
+    """Returns compiler options that make XLA write its estimates into the program.
 
-    None before Hopper: XLA has no table of matmuls for sm_80 and fails (`NOT_FOUND: Cannot find
-    key`). Bytes and FLOPs must do there.
+    They change nothing else in it. Empty before Hopper: XLA has no table of matmuls for sm_80 and
+    fails (`NOT_FOUND: Cannot find key`). Bytes and FLOPs must do there.
     """
-    return (
-        {"xla_gpu_collect_cost_model_stats": True} if target and target.capability >= (9, 0) else {}
-    )
+    if target and target.capability >= (9, 0):
+        return {"xla_gpu_collect_cost_model_stats": True}
+    return {}
 
 
 def in_parallel(options: Mapping[str, Any]) -> bool:
-    """Whether XLA may run two collectives at once, by these compiler options, or else by the
-    variable XLA_FLAGS.
+    """Whether XLA may run two collectives at once.
+
+    The compiler options say so, or else the variable XLA_FLAGS.
     """
-    said = re.findall(rf"--{_LIMIT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return int(options.get(_LIMIT, said[-1] if said else 1)) >= 2
+    flags = re.findall(rf"--{_LIMIT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    limit = flags[-1] if flags else 1
+    return int(options.get(_LIMIT, limit)) >= 2
 
 
 def replay(
@@ -61,50 +67,52 @@ def replay(
     *,
     parallel: bool = False,
 ) -> Timeline:
-    """The program's timeline on `target`: one compute stream, one of collectives, in the order they
-    are started, and one of permutes.
+    """Returns the program's timeline on `target`.
 
-    sent: the program's collectives, as `ledger.collectives` finds them. parallel: those within a
-    node have a stream of their own, beside that of those between nodes. That is optimistic: on a
-    GPU both take SMs, and a ring between nodes uses NVLink inside of them.
+    There is one stream for compute, one for collectives, in the order they are started, and one for
+    permutes. Compute continues after a collective's start, and waits at its done; without start and
+    done it blocks. Loops run their known trips (the spans show one, and time as if it were the only
+    one), conditionals their dearest branch. Where slots say which stages run a conditional in which
+    trip, each trip is that of its slowest stage: a ring of sends and receives lets no stage run
+    ahead. The most frequent is shown.
 
-    Compute continues after a collective's start, and waits at its done; without start and done it
-    blocks. Loops run their known trips (the spans show one, and time as if it were the only one),
-    conditionals their dearest branch. Where slots say which stages run a conditional in which trip,
-    each trip is that of its slowest stage: a ring of sends and receives lets no stage run ahead.
-    The most frequent is shown.
+    Args:
+      sent: the program's collectives, as `ledger.collectives` returns them.
+      parallel: collectives within a node have a stream of their own, beside that of collectives
+        between nodes. That is optimistic: on a GPU both take SMs, and a ring between nodes uses
+        NVLink inside of them.
     """
-    run = _Run(
-        _Program(module, provenance, target, {one.name: one for one in sent}, parallel), spans=[]
-    )
+    collectives = {one.name: one for one in sent}
+    program = _Program(module, provenance, target, collectives, parallel)
+    run = _Run(program, spans=[])
     run.computation(module.entry, ())
     run.wait(max(run.free.values(), default=0.0))
     return Timeline(
-        run.clock,
-        run.compute,
-        run.network,
-        run.exposed,
-        _at_most(run.spans or [], SPANS),
-        dict(run.waits),
-        dict(run.parts),
+        step=run.clock,
+        compute=run.compute,
+        network=run.network,
+        exposed=run.exposed,
+        spans=_at_most(run.spans or [], SPANS),
+        waits=dict(run.waits),
+        parts=dict(run.parts),
     )
 
 
 def priced(sent: Sequence[Collective], line: Timeline, target: Target) -> tuple[Collective, ...]:
-    """The collectives with their predicted durations, and with what compute waits for each: those
-    of one name share it by their runs.
+    """Returns the collectives with their predicted durations and exposed times.
+
+    Collectives of one name share what compute waits for it, in proportion to their runs.
     """
     runs = Counter[str]()
-    for one in sent:
-        runs[one.name] += one.times
-    return tuple(
-        dataclasses.replace(
-            one,
-            duration=collective_us(one, target),
-            exposed=line.waits.get(one.name, 0.0) * one.times / max(1, runs[one.name]),
-        )
-        for one in sent
-    )
+    for collective in sent:
+        runs[collective.name] += collective.times
+    priced = []
+    for collective in sent:
+        waits = line.waits.get(collective.name, 0.0)
+        exposed = waits * collective.times / max(1, runs[collective.name])
+        duration = collective_us(collective, target)
+        priced.append(dataclasses.replace(collective, duration=duration, exposed=exposed))
+    return tuple(priced)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,82 +123,96 @@ class _Program(Prices):
     """By name."""
     parallel: bool = False
     """Collectives within a node and collectives between nodes run at the same time."""
-    _alone: dict[tuple[str, frozenset[str]], _Run] = dataclasses.field(default_factory=dict)
+    _runs: dict[tuple[str, frozenset[str]], _Run] = dataclasses.field(default_factory=dict)
 
-    def sent(self, one: Instruction) -> list[Collective]:
-        """The collectives that an instruction starts: several where XLA has grouped them."""
-        if own := self.collectives.get(one.name):
-            return [own]
-        return [
-            self.collectives[inside.name]
-            for inside in started(self.module, one)
-            if inside.name in self.collectives
-        ]
+    def starts(self, instruction: Instruction) -> list[Collective]:
+        """Returns the collectives that an instruction starts: several if XLA has grouped them."""
+        if instruction.name in self.collectives:
+            return [self.collectives[instruction.name]]
+        names = [line.name for line in started(self.module, instruction)]
+        return [self.collectives[name] for name in names if name in self.collectives]
 
-    def stream(self, one: Collective) -> str:
-        """The stream that carries a collective. XLA keeps sends from device to device apart from
-        the others.
+    def stream(self, collective: Collective) -> str:
+        """Returns the stream that carries a collective.
+
+        XLA keeps sends from device to device apart from the others.
         """
-        if one.kind == "collective-permute":
+        if collective.kind == "collective-permute":
             return "permutes"
-        return "within a node" if self.parallel and one.nodes == 1 else "collectives"
+        return "within a node" if self.parallel and collective.nodes == 1 else "collectives"
 
-    def sends(self, computation: str) -> bool:
-        """Whether there is a collective in it."""
-        return any(self.sent(one) for one in self.module.computations.get(computation, ()))
+    def has_collectives(self, computation: str) -> bool:
+        return any(self.starts(line) for line in self.module.computations.get(computation, ()))
 
-    def alone(self, computation: str, taken: frozenset[str] = frozenset()) -> _Run:
-        """A computation from an idle start. taken: conditionals with a slot that run."""
-        if (computation, taken) not in self._alone:
-            self._alone[computation, taken] = run = _Run(self, taken=taken)
+    def run_alone(self, computation: str, active: frozenset[str] = frozenset()) -> _Run:
+        """Returns the run of a computation from an idle start.
+
+        active: the conditionals with a slot that run.
+        """
+        key = (computation, active)
+        if key not in self._runs:
+            run = _Run(self, active=active)
+            self._runs[key] = run
             run.computation(computation, ())
             run.wait(max(run.free.values(), default=0.0))
-        return self._alone[computation, taken]
+        return self._runs[key]
 
-    def once(self, conditional: Instruction) -> bool:
-        """Whether a conditional with a slot is in no loop, because XLA has removed the one of its
-        tick, and runs on a stage.
+    def runs_outside_loops(self, conditional: Instruction) -> bool:
+        """Whether a conditional with a slot is in no loop, and runs on a stage.
+
+        XLA has then removed the loop of its only tick.
         """
-        window, slot = self.module.windows.get(conditional.name), self.module.slot(conditional)
-        return bool(
-            window and window.alone and slot and any(map(slot.runs, range(len(slot.stages))))
-        )
+        window = self.module.windows.get(conditional.name)
+        slot = self.module.slot(conditional)
+        if not window or not window.alone or not slot:
+            return False
+        return any(slot.runs(stage) for stage in range(len(slot.stages)))
 
     def trips(self, loop: Instruction) -> Counter[frozenset[str]]:
-        """How many trips of a loop are alike: by the conditionals with a slot that run on the
-        slowest stage of each.
+        """Returns how many trips of a loop are equal.
+
+        Trips are equal if the same conditionals with a slot run on the slowest stage of each: these
+        are the keys.
         """
         slots = dict(self.module.slots_in(loop.body))
-        count = loop.trips or 1
+        n_trips = loop.trips or 1
         if not slots:
-            return Counter({frozenset(): count})
-        result = Counter[frozenset[str]]()
-        for trip in range(count):
-            taken = [
-                frozenset(
-                    name
-                    for name, slot in slots.items()
-                    if slot.stages[stage][trip : trip + 1] == "1"
-                )
-                for stage in range(self.module.n_stages)
-            ]
-            result[
-                max(dict.fromkeys(taken), key=lambda each: self.alone(loop.body, each).clock)
-            ] += 1
-        return result
+            return Counter({frozenset(): n_trips})
+        trips = Counter[frozenset[str]]()
+        for trip in range(n_trips):
+            active_by_stage = []
+            for stage in range(self.module.n_stages):
+                active = []
+                for name, slot in slots.items():
+                    if slot.stages[stage][trip : trip + 1] == "1":
+                        active.append(name)
+                active_by_stage.append(frozenset(active))
+            slowest = max(
+                active_by_stage, key=lambda active: self.run_alone(loop.body, active).clock
+            )
+            trips[slowest] += 1
+        return trips
+
+
+class _Transfer(NamedTuple):
+    """A collective on the network, and when it begins and ends."""
+
+    begin: float
+    end: float
+    name: str
 
 
 @dataclasses.dataclass
 class _Run:
-    """The two streams while a computation runs. Microseconds."""
+    """Compute and network while a computation runs. All times are microseconds."""
 
-    prices: _Program
+    program: _Program
     spans: list[Span] | None = None
     """None: not recorded."""
     clock: float = 0.0
     """Time that the compute stream has reached."""
     free: dict[str, float] = dataclasses.field(default_factory=dict)
-    """When each stream of the network is."""
+    """Time from which each stream of the network is free."""
     skipped: float = 0.0
     """Time of later trips, which the spans leave out."""
     compute: float = 0.0
@@ -200,147 +222,181 @@ class _Run:
     """`exposed` by the collective that the network is busy with."""
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     """`compute` by the part of the model."""
-    flying: list[tuple[float, float, str]] = dataclasses.field(default_factory=list)
-    """Begin, end and name of what was sent and may not have arrived."""
+    transfers: list[_Transfer] = dataclasses.field(default_factory=list)
+    """Those that may not have ended yet."""
     ends: dict[str, float] = dataclasses.field(default_factory=dict)
-    """When a collective that was started will be done."""
-    taken: frozenset[str] = frozenset()
+    """The end of each collective that was started, by the name of the start."""
+    active: frozenset[str] = frozenset()
     """Conditionals with a slot that run in this trip."""
-    often: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    active_trips: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """How many trips run each conditional with a slot."""
 
     def computation(self, name: str, loops: tuple[int, ...]) -> None:
-        for one in self.prices.module.computations[name]:
-            if one.opcode == "while":
-                self._loop(one, loops)
-            elif one.opcode == "conditional" and one.branches:
-                self._conditional(one, loops)
-            elif one.opcode == "call":
-                for called in one.called:
+        """Runs a computation. loops: the trip counts around it, outermost first."""
+        for line in self.program.module.computations[name]:
+            if line.opcode == "while":
+                self._loop(line, loops)
+            elif line.opcode == "conditional" and line.branches:
+                self._conditional(line, loops)
+            elif line.opcode == "call":
+                for called in line.called:
                     self.computation(called, loops)
             else:
-                self._instruction(one, name, loops)
-
-    def _conditional(self, one: Instruction, loops: tuple[int, ...]) -> None:
-        module = self.prices.module
-        if module.slot(one) is None:
-            self.computation(
-                max(one.branches, key=lambda branch: self.prices.alone(branch, self.taken).clock),
-                loops,
-            )
-        elif one.name in self.taken or self.prices.once(one):
-            self.computation(
-                module.dearest(one), (*loops[:-1], self.often.get(one.name, 1)) if loops else ()
-            )
-        else:
-            for idle in [branch for branch in one.branches if branch != module.dearest(one)][:1]:
-                self.computation(idle, loops)
-
-    def _loop(self, one: Instruction, loops: tuple[int, ...]) -> None:
-        trips = self.prices.trips(one)
-        shown = max(trips, key=lambda taken: trips[taken])
-        outer = self.taken, self.often
-        self.taken, self.often = (
-            shown,
-            {name: sum(n for taken, n in trips.items() if name in taken) for name in shown},
-        )
-        later = [(one.body, taken, n) for taken, n in (trips - Counter([shown])).items()]
-        # else it is a comparison, which takes no time worth a kernel
-        if self.prices.sends(one.condition):
-            self.computation(one.condition, (*loops, trips.total() + 1))
-            later.append((one.condition, frozenset(), trips.total()))
-        self.computation(one.body, (*loops, trips.total()))
-        self.taken, self.often = outer
-        for computation, taken, n in later:
-            again = self.prices.alone(computation, taken)
-            for total in ("clock", "skipped", "compute", "network", "exposed"):
-                more = again.clock if total == "skipped" else getattr(again, total)
-                setattr(self, total, getattr(self, total) + n * more)
-            for own, more in ((self.waits, again.waits), (self.parts, again.parts)):
-                for name, us in more.items():
-                    own[name] = own.get(name, 0.0) + n * us
-
-    def _instruction(self, one: Instruction, computation: str, loops: tuple[int, ...]) -> None:
-        if one.opcode == "async-update":
-            self.ends[one.name] = self.ends.get(one.operands[0], self.clock)
-        elif one.opcode.endswith("-done"):
-            self.wait(self.ends.get(one.operands[0], self.clock))
-        elif sent := self.prices.sent(one):
-            self.ends[one.name] = max(self._send(each, loops) for each in sent)
-            if not sent[0].asynchronous:
-                self.wait(self.ends[one.name])
-        elif one.opcode not in FREE:
-            where = self.prices.provenance.of(self.prices.custom(one) or one)
-            kind, us = self.prices.kernel(one, where.phase)
-            self._record(Span(one.name, "compute", kind, self.clock, us, loops, where))
-            self.clock += us
-            self.compute += us
-            self.parts[where.part] = self.parts.get(where.part, 0.0) + us
-
-    def _send(self, one: Collective, loops: tuple[int, ...]) -> float:
-        us, stream = collective_us(one, self.prices.target), self.prices.stream(one)
-        begin = max(self.clock, self.free.get(stream, 0.0))
-        self._record(Span(one.name, "network", one.kind, begin, us, loops, one.where))
-        self.network += us
-        self.free[stream] = begin + us
-        self.flying.append((begin, begin + us, one.name))
-        return begin + us
+                self._instruction(line, loops)
 
     def wait(self, until: float) -> None:
-        """Compute is idle until then: for what the network is busy with, the one that ends first
-        where several of its streams are.
+        """Lets compute wait.
+
+        The wait belongs to what the network is busy with: where several of its streams are, to the
+        collective that ends first.
         """
         if until <= self.clock:
             return
         self.exposed += until - self.clock
-        for begin, end, name in sorted(self.flying, key=lambda each: each[1]):
-            if (us := min(end, until) - max(begin, self.clock)) > 0:
-                self.waits[name] = self.waits.get(name, 0.0) + us
-                self.clock = min(end, until)
+        for transfer in sorted(self.transfers, key=lambda transfer: transfer.end):
+            us = min(transfer.end, until) - max(transfer.begin, self.clock)
+            if us > 0:
+                _add(self.waits, transfer.name, us)
+                self.clock = min(transfer.end, until)
         self.clock = until
-        self.flying = [each for each in self.flying if each[1] > until]
+        self.transfers = [transfer for transfer in self.transfers if transfer.end > until]
+
+    def _conditional(self, conditional: Instruction, loops: tuple[int, ...]) -> None:
+        module = self.program.module
+        if module.slot(conditional) is None:
+            branch = max(
+                conditional.branches,
+                key=lambda branch: self.program.run_alone(branch, self.active).clock,
+            )
+            self.computation(branch, loops)
+            return
+        dearest = module.dearest(conditional)
+        if conditional.name in self.active or self.program.runs_outside_loops(conditional):
+            # Only so many trips of the loop around it are waited for.
+            if loops:
+                loops = (*loops[:-1], self.active_trips.get(conditional.name, 1))
+            self.computation(dearest, loops)
+            return
+        idle = next((branch for branch in conditional.branches if branch != dearest), None)
+        if idle is not None:
+            self.computation(idle, loops)
+
+    def _loop(self, loop: Instruction, loops: tuple[int, ...]) -> None:
+        trips = self.program.trips(loop)
+        n_trips = trips.total()
+        shown = max(trips, key=lambda active: trips[active])
+        hidden = [(loop.body, active, n) for active, n in (trips - Counter([shown])).items()]
+        outer_active = self.active
+        outer_active_trips = self.active_trips
+        self.active = shown
+        self.active_trips = {
+            name: sum(n for active, n in trips.items() if name in active) for name in shown
+        }
+        # A condition without collectives is a comparison, which takes no time worth a kernel.
+        if self.program.has_collectives(loop.condition):
+            self.computation(loop.condition, (*loops, n_trips + 1))
+            hidden.append((loop.condition, frozenset(), n_trips))
+        self.computation(loop.body, (*loops, n_trips))
+        self.active = outer_active
+        self.active_trips = outer_active_trips
+        for computation, active, n in hidden:
+            self._repeat(self.program.run_alone(computation, active), n)
+
+    def _repeat(self, run: _Run, n: int) -> None:
+        """Adds n runs of a computation that the spans do not show."""
+        self.clock += n * run.clock
+        self.skipped += n * run.clock
+        self.compute += n * run.compute
+        self.network += n * run.network
+        self.exposed += n * run.exposed
+        for name, us in run.waits.items():
+            _add(self.waits, name, n * us)
+        for part, us in run.parts.items():
+            _add(self.parts, part, n * us)
+
+    def _instruction(self, one: Instruction, loops: tuple[int, ...]) -> None:
+        if one.opcode == "async-update":
+            self.ends[one.name] = self.ends.get(one.operands[0], self.clock)
+            return
+        if one.opcode.endswith("-done"):
+            self.wait(self.ends.get(one.operands[0], self.clock))
+            return
+        collectives = self.program.starts(one)
+        if collectives:
+            self.ends[one.name] = max(self._send(collective, loops) for collective in collectives)
+            if not collectives[0].asynchronous:
+                self.wait(self.ends[one.name])
+            return
+        if one.opcode in FREE:
+            return
+        location = self.program.provenance.of(self.program.custom(one) or one)
+        kind, us = self.program.kernel(one, location.phase)
+        self._record(Span(one.name, "compute", kind, self.clock, us, loops, location))
+        self.clock += us
+        self.compute += us
+        _add(self.parts, location.part, us)
+
+    def _send(self, one: Collective, loops: tuple[int, ...]) -> float:
+        """Queues a collective on its stream, and returns when it ends."""
+        us = collective_us(one, self.program.target)
+        stream = self.program.stream(one)
+        begin = max(self.clock, self.free.get(stream, 0.0))
+        end = begin + us
+        self._record(Span(one.name, "network", one.kind, begin, us, loops, one.where))
+        self.network += us
+        self.free[stream] = end
+        self.transfers.append(_Transfer(begin, end, one.name))
+        return end
 
     def _record(self, span: Span) -> None:
         if self.spans is not None:
             self.spans.append(dataclasses.replace(span, start=span.start - self.skipped))
 
 
+def _add(times: dict[str, float], name: str, us: float) -> None:
+    times[name] = times.get(name, 0.0) + us
+
+
 def _at_most(spans: list[Span], limit: int) -> tuple[Span, ...]:
-    """Short compute spans in a row in one place become one, ever longer ones until few enough are
-    left; the longest stay in any case.
+    """Returns at most `limit` spans, in the order of their starts.
+
+    Short compute spans in a row in one place become one, ever longer ones until few enough are
+    left. The longest stay in any case.
     """
     end = max((span.start + span.duration for span in spans), default=0.0)
     longest = end / 2**12
     while len(spans) > limit and longest < end:
-        spans, longest = _merged(spans, longest), 2 * longest
-    kept = sorted(spans, key=lambda span: -span.duration)[:limit]
-    return tuple(sorted(kept, key=lambda span: span.start))
+        spans = _merged(spans, longest)
+        longest *= 2
+    largest = sorted(spans, key=lambda span: -span.duration)[:limit]
+    return tuple(sorted(largest, key=lambda span: span.start))
 
 
 def _merged(spans: list[Span], longest: float) -> list[Span]:
-    network = [span for span in spans if span.stream == "network"]
+    """Returns the spans, with neighbours of at most `longest` microseconds in one place merged."""
+    merged = [span for span in spans if span.stream == "network"]
     compute = [span for span in spans if span.stream == "compute"]
-    merged = []
-    for (*_, short), row in groupby(
+    for key, neighbours in groupby(
         compute,
         lambda span: (span.where.part, span.where.phase, span.loops, span.duration <= longest),
     ):
-        same = list(row)
-        for group in _unbroken(same) if short else [[span] for span in same]:
-            chief = max(group, key=lambda span: span.duration)
-            end = group[-1].start + group[-1].duration
-            merged.append(
-                dataclasses.replace(chief, start=group[0].start, duration=end - group[0].start)
-            )
-    return network + merged
+        is_short = key[-1]
+        for group in _unbroken(neighbours) if is_short else [[span] for span in neighbours]:
+            longest_span = max(group, key=lambda span: span.duration)
+            start = group[0].start
+            duration = group[-1].start + group[-1].duration - start
+            merged.append(dataclasses.replace(longest_span, start=start, duration=duration))
+    return merged
 
 
-def _unbroken(spans: list[Span]) -> list[list[Span]]:
-    """Split where compute waited."""
+def _unbroken(spans: Iterable[Span]) -> list[list[Span]]:
+    """Returns the spans in groups, divided where compute waited."""
     groups: list[list[Span]] = []
+    end = -math.inf
     for span in spans:
-        if groups and span.start - (groups[-1][-1].start + groups[-1][-1].duration) < 0.01:
+        if span.start - end < _SHORTEST_GAP:
             groups[-1].append(span)
         else:
             groups.append([span])
+        end = span.start + span.duration
     return groups

@@ -1,5 +1,6 @@
-"""The predicted timeline as a file for Perfetto (ui.perfetto.dev) and chrome://tracing: Chrome's
-trace event format.
+"""The predicted timeline as a file for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+The format is Chrome's trace event format.
 """
 
 from __future__ import annotations
@@ -10,42 +11,51 @@ import math
 from sharding_rules.lab.report import LabError, Report, location_text
 from sharding_rules.lab.summary import PREDICTED
 
-_ROWS = {"compute": 1, "network": 2}
+_PROCESS = 1
+_THREADS = {"compute": 1, "network": 2}
 
 
 def chrome_trace(report: Report) -> str:
-    """JSON with an event for each span of the timeline, in microseconds: one trip of each loop,
-    with its trip counts as arguments.
+    """Returns JSON with an event for each span of the timeline, in microseconds.
 
-    Raises LabError for a report without a timeline.
+    It has one trip of each loop, with its trip counts as arguments. Raises LabError for a report
+    without a timeline.
     """
     if report.timeline is None:
         raise LabError(f"{report.name} has no timeline: its devices are not a known target")
-    exposed = {one.name: one.exposed for one in report.collectives}
+
+    # "M" are metadata: the names of process and threads.
+    process = {"name": f"{report.name}, {PREDICTED}"}
     events: list[dict[str, object]] = [
-        {
-            "ph": "M",
-            "pid": 1,
-            "name": "process_name",
-            "args": {"name": f"{report.name}, {PREDICTED}"},
-        }
+        {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": process}
     ]
-    events += [
-        {"ph": "M", "pid": 1, "tid": n, "name": "thread_name", "args": {"name": row}}
-        for row, n in _ROWS.items()
-    ]
+    for stream, thread in _THREADS.items():
+        name = {"name": stream}
+        events.append(
+            {"ph": "M", "pid": _PROCESS, "tid": thread, "name": "thread_name", "args": name}
+        )
+
+    # "X" are complete events, with a duration.
+    exposed = {collective.name: collective.exposed for collective in report.collectives}
     for span in report.timeline.spans:
-        about: dict[str, object] = {"instruction": span.name, "where": location_text(span.where)}
-        about |= {"times in a step": math.prod(span.loops), "loops": list(span.loops)}
+        arguments: dict[str, object] = {
+            "instruction": span.name,
+            "where": location_text(span.where),
+            "times in a step": math.prod(span.loops),
+            "loops": list(span.loops),
+        }
         if span.stream == "network":
-            about["exposed in a step, µs"] = round(exposed.get(span.name, 0.0), 3)
-        name = f"{span.where.part.split('/')[-1]} {span.kind}".strip()
+            arguments["exposed in a step, µs"] = round(exposed.get(span.name, 0.0), 3)
+        innermost_part = span.where.part.split("/")[-1]
         event = {
             "ph": "X",
-            "pid": 1,
-            "tid": _ROWS[span.stream],
-            "name": name,
+            "pid": _PROCESS,
+            "tid": _THREADS[span.stream],
+            "name": f"{innermost_part} {span.kind}".strip(),
             "cat": span.where.phase or "no phase",
+            "ts": span.start,
+            "dur": span.duration,
+            "args": arguments,
         }
-        events.append({**event, "ts": span.start, "dur": span.duration, "args": about})
+        events.append(event)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})

@@ -1,5 +1,6 @@
-"""What a trainer tells the lab about itself. The lab knows JAX and XLA; scopes, folders and options
-of a trainer come from here.
+"""The names of a trainer's scopes, folders and options.
+
+The lab itself knows only JAX and XLA.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The names that one trainer uses. The defaults are right for a plain-JAX program: they name
-    nothing that it would have to have.
+    """The names that one trainer uses.
 
+    The defaults are right for a plain-JAX program: they name nothing that it would have to have.
     `compile_report(..., vocabulary=...)` puts it into the report, so that lint, the screen and the
     page read it from there.
     """
@@ -34,8 +35,8 @@ class Vocabulary:
     """Folders from which the path of a source line is shown: "trainer/" turns
     /home/me/src/trainer/model.py into trainer/model.py."""
     manual_axes: tuple[str, ...] = ()
-    """Mesh axes along which the trainer moves activations by hand (pipeline stages, experts,
-    rings): no rule says when."""
+    """Mesh axes along which the trainer itself moves activations (pipeline stages, experts, rings):
+    no rule says when."""
     pipeline_axis: str = "pipeline"
     """Mesh axis whose devices run different stages."""
     sequence_axis: str = "sequence"
@@ -44,7 +45,7 @@ class Vocabulary:
     """Mesh axis whose collectives are beside every matmul, and which therefore must not leave a
     node."""
     page_option: str = ""
-    """What to type for the whole report as a page: --plan=report.html. Empty: no such option."""
+    """The option that writes the whole report as a page: --plan=report.html; empty without one."""
     fixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The trainer's own words for a fix, by the name of a lint check or of a cause of an abort;
     they may name its options and files."""
@@ -55,8 +56,9 @@ class Vocabulary:
         return tuple(filter(None, (self.forward_slot, self.backward_slot)))
 
     def fix(self, name: str, neutral: str, **values: object) -> str:
-        """The trainer's own text of a fix, else the neutral one. `values` are filled in for {name}:
-        fix("idle-axis", ..., axis="data").
+        """Returns the trainer's own text of a fix, else the neutral one.
+
+        `values` are filled in for {name}: fix("idle-axis", ..., axis="data").
         """
         return self.fixes.get(name, neutral).format(**values)
 

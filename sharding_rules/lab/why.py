@@ -1,10 +1,13 @@
-"""Why one program is predicted to be slower than another: the parts of the step that differ, in a
-sentence.
+"""Why one program is predicted to be slower than another.
+
+The answer is a sentence about the parts of the step that differ.
 """
 
 from __future__ import annotations
 
-from sharding_rules.lab.report import Report
+from typing import NamedTuple
+
+from sharding_rules.lab.report import Report, Timeline
 from sharding_rules.lab.summary import (
     PREDICTED,
     duration,
@@ -22,6 +25,14 @@ _PART = 0.1
 """Share of the difference that a part must have to be named."""
 
 
+class _Part(NamedTuple):
+    """A part of the step that takes longer in the slow program, or shorter: `us` is negative."""
+
+    us: float
+    """Microseconds more."""
+    text: str
+
+
 def why(report: Report, other: Report) -> str:
     """Returns which of two programs is slower, by how much, and what of its step takes longer.
 
@@ -31,71 +42,67 @@ def why(report: Report, other: Report) -> str:
     """
     if not report.timeline or not other.timeline:
         return f"{report.name} and {other.name}: no times are predicted for these devices"
-    slow, fast = (report, other) if report.timeline.step >= other.timeline.step else (other, report)
-    names = (
-        (slow.name, fast.name)
-        if slow.name != fast.name
-        else ("this", "the other")
-        if slow is report
-        else ("the other", "this")
-    )
-    assert slow.timeline and fast.timeline
-    more = slow.timeline.step - fast.timeline.step
-    if more <= _EQUAL * fast.timeline.step:
+    if report.timeline.step >= other.timeline.step:
+        return _why_slower(report, report.timeline, other, other.timeline, ("this", "the other"))
+    return _why_slower(other, other.timeline, report, report.timeline, ("the other", "this"))
+
+
+def _why_slower(
+    slow: Report, slow_line: Timeline, fast: Report, fast_line: Timeline, names: tuple[str, str]
+) -> str:
+    """Returns the answer. names: those of the programs, if their reports have the same name."""
+    slow_name, fast_name = names if slow.name == fast.name else (slow.name, fast.name)
+    longer = slow_line.step - fast_line.step
+    if longer <= _EQUAL * fast_line.step:
         return (
-            f"{names[0]} and {names[1]} take the same time: {duration(slow.timeline.step)} a step "
+            f"{slow_name} and {fast_name} take the same time: {duration(slow_line.step)} a step "
             f"({PREDICTED})"
         )
     head = (
-        f"{names[0]} takes {slow.timeline.step / fast.timeline.step:.2f} x as long as {names[1]}, "
-        f"{duration(slow.timeline.step)} for {duration(fast.timeline.step)} a step ({PREDICTED})"
+        f"{slow_name} takes {slow_line.step / fast_line.step:.2f} x as long as {fast_name}, "
+        f"{duration(slow_line.step)} for {duration(fast_line.step)} a step ({PREDICTED})"
     )
-    parts = [
-        (_compute(slow, fast), slow.timeline.compute - fast.timeline.compute),
-        *_waits(slow, fast),
-    ]
-    named = sorted(
-        ((longer, text) for text, longer in parts if longer >= _PART * more), reverse=True
-    )
-    saved = sum(-longer for _, longer in parts if longer < 0)
+    parts = [_compute(slow, fast, slow_line.compute - fast_line.compute), *_waits(slow, fast)]
+    large = sorted((part for part in parts if part.us >= _PART * longer), reverse=True)
+    if not large:
+        return head
     reasons = " and ".join(
-        f"{text} ({percent(longer, more)} of the difference)" for longer, text in named
+        f"{part.text} ({percent(part.us, longer)} of the difference)" for part in large
     )
-    back = f"; other parts are {duration(saved)} shorter" if saved >= _PART * more else ""
-    return f"{head}: {reasons}{back}" if reasons else head
+    saved = sum(-part.us for part in parts if part.us < 0)
+    if saved >= _PART * longer:
+        return f"{head}: {reasons}; other parts are {duration(saved)} shorter"
+    return f"{head}: {reasons}"
 
 
-def _compute(slow: Report, fast: Report) -> str:
-    """Returns how much longer the matmuls and the rest of the compute take, with the phase in which
-    there are more FLOPs.
+def _compute(slow: Report, fast: Report, us: float) -> _Part:
+    """Returns how much longer the matmuls and the rest of the compute take.
+
+    Names the phase in which most FLOPs are added.
     """
-    assert slow.timeline and fast.timeline
-    text = f"it computes {duration(slow.timeline.compute - fast.timeline.compute)} longer"
-    more = {phase: n - fast.flops.get(phase, 0) for phase, n in slow.flops.items()}
-    phase = max(more, key=lambda name: more[name], default="")
-    if more.get(phase, 0) > _EQUAL * sum(fast.flops.values()):
-        return f"{text}, with {flop(more[phase])} more in {phase or 'other parts'}"
-    return f"{text}, for as many FLOPs"
+    text = f"it computes {duration(us)} longer"
+    more_flops = {phase: n - fast.flops.get(phase, 0) for phase, n in slow.flops.items()}
+    phase = max(more_flops, key=lambda name: more_flops[name], default="")
+    if more_flops.get(phase, 0) > _EQUAL * sum(fast.flops.values()):
+        return _Part(us, f"{text}, with {flop(more_flops[phase])} more in {phase or 'other parts'}")
+    return _Part(us, f"{text}, for as many FLOPs")
 
 
-def _waits(slow: Report, fast: Report) -> list[tuple[str, float]]:
-    """Returns, by mesh axes, how much longer compute waits, and how many more bytes are sent
-    there.
-    """
-    sent, sent_by_other = (
-        {over(axes): n for axes, n in wire_by_axes(each).items()} for each in (slow, fast)
-    )
-    waits, waits_of_other = exposed_by_axes(slow), exposed_by_axes(fast)
-    found = []
-    for axes in dict.fromkeys([*waits, *waits_of_other]):
-        longer = waits.get(axes, 0.0) - waits_of_other.get(axes, 0.0)
-        more = sent.get(axes, 0.0) - sent_by_other.get(axes, 0.0)
-        amount = (
-            f"which sends {size(more)} more"
-            if more > 0
-            else f"which sends {size(-more)} less"
-            if more < 0
-            else "for as many bytes"
-        )
-        found.append((f"waits {duration(longer)} longer for {axes}, {amount}", longer))
-    return found
+def _waits(slow: Report, fast: Report) -> list[_Part]:
+    """Returns, by mesh axes, how much longer compute waits, and how many more bytes are sent."""
+    slow_bytes = {over(axes): n for axes, n in wire_by_axes(slow).items()}
+    fast_bytes = {over(axes): n for axes, n in wire_by_axes(fast).items()}
+    slow_waits = exposed_by_axes(slow)
+    fast_waits = exposed_by_axes(fast)
+    parts = []
+    for axes in dict.fromkeys([*slow_waits, *fast_waits]):
+        us = slow_waits.get(axes, 0.0) - fast_waits.get(axes, 0.0)
+        more_bytes = slow_bytes.get(axes, 0.0) - fast_bytes.get(axes, 0.0)
+        if more_bytes > 0:
+            traffic = f"which sends {size(more_bytes)} more"
+        elif more_bytes < 0:
+            traffic = f"which sends {size(-more_bytes)} less"
+        else:
+            traffic = "for as many bytes"
+        parts.append(_Part(us, f"waits {duration(us)} longer for {axes}, {traffic}"))
+    return parts
