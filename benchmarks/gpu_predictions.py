@@ -73,7 +73,10 @@ def predicted(lab: Lab, block: str) -> Row:
         lab.left_out.append(f"no prediction for {target}: {command}")
         return {}
     made = json.loads(files[-1].read_text(encoding="utf-8"))["predictions"].get(block)
-    if made is None or made["program"] != json.loads(json.dumps(programs(lab)[block])):
+    if made is None:
+        lab.left_out.append(f"{block} is not predicted for {target}: {command}")
+        return {}
+    if made["program"] != json.loads(json.dumps(programs(lab)[block])):
         lab.left_out.append(
             f"the step of {block} has changed since it was predicted for {target}: {command}"
         )
