@@ -12,54 +12,55 @@ from pathlib import Path
 from mesh_lm.errors import ConfigError, did_you_mean
 
 Request = tuple[str, list[str]]
+"""The benchmark's name, empty for the list of benchmarks, and its own arguments."""
 _HELP = """usage: mesh-lm bench [NAME [argument ...]]
 
-Runs benchmarks/NAME.py; without a name, lists what there is. mesh-lm bench NAME --help lists its options."""
+Runs benchmarks/NAME.py; without a name, lists what there is. \
+mesh-lm bench NAME --help lists its options."""
+_STARTED_BY_OTHERS = ("_worker", "_peers")
+"""The ends of the names of scripts that other benchmarks start."""
 
 
 def parse(argv: Sequence[str], prog: str = "mesh-lm bench") -> Request:
-    """The benchmark's name, empty for the list of them, and its own arguments. Raises
-    ConfigError.
-    """
-    if argv and argv[0] in ("-h", "--help"):
+    """Raises ConfigError for an unknown benchmark, and SystemExit after printing the help."""
+    if not argv:
+        return "", []
+    if argv[0] in ("-h", "--help"):
         print(_HELP)
         raise SystemExit(0)
-    name, rest = (argv[0].removesuffix(".py"), list(argv[1:])) if argv else ("", [])
+    name = argv[0].removesuffix(".py")
     known = scripts()
     if name and name not in known:
-        raise ConfigError(
-            f"{prog} {name}: no such "
-            f"benchmark{did_you_mean(difflib.get_close_matches(name, known, n=1))}; see {prog}"
-        )
-    return name, rest
+        similar = difflib.get_close_matches(name, known, n=1)
+        raise ConfigError(f"{prog} {name}: no such benchmark{did_you_mean(similar)}; see {prog}")
+    return name, list(argv[1:])
 
 
-def run(asked: Request) -> int:
-    """The status of the benchmark; 0 after the list."""
-    name, rest = asked
+def run(request: Request) -> int:
+    """Returns the status of the benchmark; 0 after the list."""
+    name, arguments = request
     if name:
-        return subprocess.call(
-            [sys.executable, _directory() / f"{name}.py", *rest], cwd=_directory().parent
-        )
+        script = _directory() / f"{name}.py"
+        return subprocess.call([sys.executable, script, *arguments], cwd=script.parents[1])
     known = scripts()
-    for each, about in known.items():
-        print(f"  {each.ljust(max(map(len, known)))}  {about}")
+    width = max(map(len, known))
+    for script_name, about in known.items():
+        print(f"  {script_name.ljust(width)}  {about}")
     return 0
 
 
 def scripts() -> dict[str, str]:
-    """Name -> the first sentence of its docstring, of every script that can be run by itself.
-    Raises ConfigError where there are none.
+    """Returns the name of every script that can be run by itself -> its docstring's first sentence.
+
+    Raises ConfigError if the benchmarks are not installed.
     """
-    found = {}
+    known = {}
     for file in sorted(_directory().glob("*.py")):
         text = file.read_text(encoding="utf-8")
-        # those are started by others
-        if "__main__" in text and not file.stem.endswith(("_worker", "_peers")):
-            found[file.stem] = (
-                (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0].partition(". ")[0]
-            )
-    return found
+        if "__main__" in text and not file.stem.endswith(_STARTED_BY_OTHERS):
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            known[file.stem] = docstring.partition("\n")[0].partition(". ")[0]
+    return known
 
 
 def _directory() -> Path:

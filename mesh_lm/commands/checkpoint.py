@@ -1,9 +1,9 @@
 """Looks at the checkpoints of a run from outside: no mesh, no GPU and none of the model's code is
 needed.
 
-mesh-lm checkpoint ls runs/gpt_tiny what is there, by descriptions alone; reads no arrays mesh-lm
-checkpoint verify runs/gpt_tiny reads every array, and compares digests with the saved ones mesh-lm
-checkpoint diff runs/a runs/b how config, parameters and arrays of two checkpoints differ
+mesh-lm checkpoint ls runs/gpt_tiny      lists them by their descriptions; reads no arrays
+mesh-lm checkpoint verify runs/gpt_tiny  reads every array, and compares digests with the saved ones
+mesh-lm checkpoint diff runs/a runs/b    shows how config, parameters and arrays of two differ
 
 A path is a run's output, its `checkpoints`, or one step there. Status: 0 everything is intact, or
 the arrays are the same bits; 1 a checkpoint is damaged (for ls: its description is), or arrays
@@ -25,7 +25,8 @@ from mesh_lm.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from mesh_lm.checkpoint.listing import CheckpointEntry
 
-_DAMAGED = _DIFFERENT = 1
+_DAMAGED = 1
+_DIFFERENT = 1
 _CANNOT = 2
 
 
@@ -86,149 +87,164 @@ COMMANDS: dict[str, type[Ls] | type[Verify] | type[Diff]] = {
 
 def parse(argv: Sequence[str], prog: str = "mesh-lm checkpoint") -> Ls | Verify | Diff:
     """Raises ConfigError, and SystemExit after printing the help."""
-    name, rest = (argv[0], argv[1:]) if argv else ("", [])
+    name = argv[0] if argv else ""
     if name in ("-h", "--help"):
         print(__doc__)
         raise SystemExit(0)
     if name not in COMMANDS:
-        near = did_you_mean(difflib.get_close_matches(name, COMMANDS, n=1))
+        similar = difflib.get_close_matches(name, COMMANDS, n=1)
         raise ConfigError(
-            f"{prog} needs one of {', '.join(COMMANDS)}, not {name or 'nothing'}{near}"
+            f"{prog} needs one of {', '.join(COMMANDS)}, not {name or 'nothing'}"
+            f"{did_you_mean(similar)}"
         )
     cls = COMMANDS[name]
-    return command(cls, rest, cls.__doc__ or "", f"{prog} {name}")
+    return command(cls, argv[1:], cls.__doc__ or "", f"{prog} {name}")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The status of a command, as the module's docstring has it. Users' mistakes and damage are a
-    message, no exception.
-    """
+    """Returns the status of a command. Users' mistakes and damage are a message, no exception."""
     try:
         return run(parse(argv))
     except ConfigError as error:
-        return _refused(error, _CANNOT)
+        return _refuse(error, _CANNOT)
 
 
 def run(options: Ls | Verify | Diff) -> int:
-    """As `main`, for arguments that were read."""
+    """Returns the status of a command. Mistakes and damage are a message, no exception."""
     import jax  # here, so that --help needs no JAX
 
     from mesh_lm.checkpoint.reader import DamagedCheckpoint
 
-    jax.config.update("jax_platforms", "cpu")  # beside a run, its GPUs are not ours to take
+    jax.config.update("jax_platforms", "cpu")  # a GPU may belong to a run
     try:
-        return {Ls: _ls, Verify: _verify, Diff: _diff}[type(options)](options)
+        if isinstance(options, Ls):
+            return _ls(options)
+        if isinstance(options, Verify):
+            return _verify(options)
+        return _diff(options)
     except DamagedCheckpoint as damage:
-        return _refused(damage, _DAMAGED)
+        return _refuse(damage, _DAMAGED)
     except ConfigError as error:
-        return _refused(error, _CANNOT)
+        return _refuse(error, _CANNOT)
 
 
-def _refused(error: Exception, status: int) -> int:
+def _refuse(error: Exception, status: int) -> int:
     print(f"error: {error}", file=sys.stderr)
     return status
 
 
 def _ls(options: Ls) -> int:
-    from mesh_lm.checkpoint import listing as inspected
+    from mesh_lm.checkpoint import listing
 
+    entries = listing.at(options.path)
+    # A run resumes from the newest one that is complete.
+    newest = next((entry for entry in reversed(entries) if entry.complete), None)
     rows = [("step", "written", "size", "format", "state", "samples", "")]
-    entries = inspected.at(options.path)
-    resumed = next((entry for entry in reversed(entries) if entry.complete), None)
     for entry in entries:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.written))
-        what = f"{entry.what}{'; a run tries it first' if entry is resumed else ''}"
-        rows.append(
-            (entry.path.name, written, inspected.size(entry.nbytes), *entry.described, what)
-        )
+        remark = f"{entry.what}; a run tries it first" if entry is newest else entry.what
+        nbytes = listing.size(entry.nbytes)
+        rows.append((entry.path.name, written, nbytes, *entry.described, remark))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
     print("from descriptions alone; `verify` reads the arrays")
     return _DAMAGED if any(entry.is_damaged for entry in entries) else 0
 
 
 def _verify(options: Verify) -> int:
-    from mesh_lm.checkpoint import listing as inspected
+    from mesh_lm.checkpoint import listing
 
-    found = [_verified(entry) for entry in inspected.chosen(options.path, options.step)]
-    return _DAMAGED if False in found else 0
+    # A list, so that all are verified.
+    intact = [_is_intact(entry) for entry in listing.chosen(options.path, options.step)]
+    return 0 if all(intact) else _DAMAGED
 
 
-def _verified(entry: CheckpointEntry) -> bool:
+def _is_intact(entry: CheckpointEntry) -> bool:
+    """Reads every array of a checkpoint, and prints the result."""
     from mesh_lm.checkpoint.arrays import StoredArrays
     from mesh_lm.checkpoint.listing import size
     from mesh_lm.checkpoint.reader import DamagedCheckpoint
 
-    began, count, total, reasons = time.monotonic(), 0, 0, []
+    started_at = time.monotonic()
+    n_arrays = 0
+    total_bytes = 0
+    reasons: list[str] = []
     try:
         metadata = entry.descriptions()["metadata"]
         for nbytes, reason in StoredArrays(entry.path).verified(metadata):
-            count, total = count + 1, total + nbytes
-            reasons += [reason] if reason else []
+            n_arrays += 1
+            total_bytes += nbytes
+            if reason:
+                reasons.append(reason)
     except DamagedCheckpoint as damage:
         reasons = damage.reasons
     if reasons:
         print("\n  - ".join([f"{entry.path.name}: damaged", *reasons]), flush=True)
         return False
-    whole = "whole" if metadata.get("digests") else "no digests (format 1); its arrays can be read"
-    seconds = time.monotonic() - began
+    result = "whole" if metadata.get("digests") else "no digests (format 1); its arrays can be read"
+    seconds = time.monotonic() - started_at
     print(
-        (
-            f"{entry.path.name}: {whole}; {count} arrays, {size(total)}, state "
-            f"{entry.described[1]}, {seconds:.1f} s"
-        ),
+        f"{entry.path.name}: {result}; {n_arrays} arrays, {size(total_bytes)}, state "
+        f"{entry.described[1]}, {seconds:.1f} s",
         flush=True,
     )
     return True
 
 
 def _diff(options: Diff) -> int:
-    """Arrays whose digests agree are not read."""
-    from mesh_lm.checkpoint import listing as inspected
+    from mesh_lm.checkpoint import listing
     from mesh_lm.checkpoint.reader import differences
 
-    one, other = inspected.newest(options.a), inspected.newest(options.b)
-    before, after = one.descriptions(), other.descriptions()
-    for title, changes in (
-        ("config", differences(before["metadata"]["config"], after["metadata"]["config"])),
-        ("data", differences(before["data"], after["data"])),
-    ):
-        for line in changes:
-            print(f"{title}  {line}")
-    count = 0
-    for line in _differing(one, other, before["metadata"], after["metadata"]):
+    a = listing.newest(options.a)
+    b = listing.newest(options.b)
+    a_descriptions = a.descriptions()
+    b_descriptions = b.descriptions()
+    a_metadata = a_descriptions["metadata"]
+    b_metadata = b_descriptions["metadata"]
+    for line in differences(a_metadata["config"], b_metadata["config"]):
+        print(f"config  {line}")
+    for line in differences(a_descriptions["data"], b_descriptions["data"]):
+        print(f"data  {line}")
+    n_different = 0
+    for line in _different_arrays(a, b, a_metadata, b_metadata):
         print(line, flush=True)
-        count += 1
-    if count:
-        print(f"{count} arrays differ" if count > 1 else "1 array differs")
-    else:
-        print(
-            "all arrays have the same bits"
-            + (f": state {one.described[1]}" if before["metadata"].get("digests") else "")
-        )
-    return _DIFFERENT if count else 0
+        n_different += 1
+    if n_different:
+        print(f"{n_different} arrays differ" if n_different > 1 else "1 array differs")
+        return _DIFFERENT
+    state = f": state {a.described[1]}" if a_metadata.get("digests") else ""
+    print(f"all arrays have the same bits{state}")
+    return 0
 
 
-def _differing(
-    one: CheckpointEntry, other: CheckpointEntry, before: dict[str, Any], after: dict[str, Any]
+def _different_arrays(
+    a: CheckpointEntry, b: CheckpointEntry, a_metadata: dict[str, Any], b_metadata: dict[str, Any]
 ) -> Iterator[str]:
-    """A line for each array that is not the same in both."""
+    """Yields a line for each array that is not the same in both."""
     from mesh_lm.checkpoint.arrays import StoredArrays
     from mesh_lm.checkpoint.reader import parts_of
 
-    ours, theirs = before.get("digests", {}), after.get("digests", {})
-    if ours and ours == theirs and parts_of(before) == parts_of(after):
+    # Arrays whose digests agree are not read.
+    a_digests = a_metadata.get("digests", {})
+    b_digests = b_metadata.get("digests", {})
+    if a_digests and a_digests == b_digests and parts_of(a_metadata) == parts_of(b_metadata):
         return
-    a, b = StoredArrays(one.path), StoredArrays(other.path)
-    for name in dict.fromkeys([*a, *b]):
-        if name not in a or name not in b:
-            yield f"{name}  only in {(a if name in a else b).path}"
-        elif name not in ours or ours[name] != theirs.get(name):
-            x, y = a[name], b[name]
-            if x.described != y.described:
-                yield f"{name}  {x.described} -> {y.described}"
-            elif (found := x.distance(y))[0]:
-                yield f"{name}  max |a - b| {found[1]:.3g}, {found[0]} of {x.size} elements"
+    a_arrays = StoredArrays(a.path)
+    b_arrays = StoredArrays(b.path)
+    for name in dict.fromkeys([*a_arrays, *b_arrays]):
+        if name not in a_arrays or name not in b_arrays:
+            owner = a_arrays if name in a_arrays else b_arrays
+            yield f"{name}  only in {owner.path}"
+            continue
+        if name in a_digests and a_digests[name] == b_digests.get(name):
+            continue
+        x = a_arrays[name]
+        y = b_arrays[name]
+        if x.described != y.described:
+            yield f"{name}  {x.described} -> {y.described}"
+            continue
+        n_elements, distance = x.distance(y)
+        if n_elements:
+            yield f"{name}  max |a - b| {distance:.3g}, {n_elements} of {x.size} elements"

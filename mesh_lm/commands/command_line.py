@@ -12,21 +12,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from mesh_lm.commands import other_names
-from mesh_lm.commands.meanings import Asked, answer
+from mesh_lm.commands.meanings import Context, answer
 from mesh_lm.commands.options import (
     HELP,
-    Given,
+    Option,
     Spelling,
     as_typed,
     convert,
-    hints_of,
     is_boolean,
-    near,
+    names_as_typed,
+    option_types,
     print_help,
     refuse,
     spelled,
-    spellings_of,
     split,
+    suggestion,
 )
 from mesh_lm.commands.options import command as command
 from mesh_lm.config import TrainConfig
@@ -37,39 +37,42 @@ from sharding_rules import PRESETS, Rules, preset
 
 T = TypeVar("T")
 _SEGMENT = "NAME:LAYERS[:KIND[:REMAT[:DTYPE]]]"
-_OWN = "--config."
-_SEVERAL = (
-    frozenset({"--data.blend", "--data.valid_blend", "--pipeline.layers"}) | other_names.SEVERAL
-)
+_CONFIG_PREFIX = "--config."
+_LIST_OPTIONS = other_names.LIST_OPTIONS | {
+    "--data.blend",
+    "--data.valid_blend",
+    "--pipeline.layers",
+}
 """Options whose values may be words of their own."""
 _NUMBER = re.compile(r"-?\d[\d.,]*(?:e-?\d+)?")
 """A word that is a value, and neither an option nor a config."""
-ALL = frozenset({"--help_all"})
+HELP_ALL = frozenset({"--help_all"})
 """The option that shows expert fields as well; --help=all is the same."""
 
 
-def _rules(text: str) -> Rules:
+def _read_rules(text: str) -> Rules:
     """Raises ValueError, which says what else the name may mean."""
     try:
         return preset(text)
     except ValueError:
-        parts = text.lower().split("+")
-        if not {*parts, text.lower()} & other_names.RULES.keys():
+        name = text.lower()
+        parts = name.split("+")
+        if not {*parts, name} & other_names.RULES.keys():
             raise
-        guess = other_names.RULES.get(text.lower()) or "+".join(
-            other_names.RULES.get(part, part) for part in parts
-        )
+        guess = other_names.RULES.get(name)
+        if guess is None:
+            guess = "+".join(other_names.RULES.get(part, part) for part in parts)
         raise ValueError(f"no such rules preset{did_you_mean([guess])}") from None
 
 
 SPELLINGS: Mapping[type, Spelling] = {
-    Rules: Spelling(f"{{{','.join(PRESETS)}}}[+...]", _rules, lambda rules: rules.name),
+    Rules: Spelling(f"{{{','.join(PRESETS)}}}[+...]", _read_rules, lambda rules: rules.name),
     SegmentConfig: Spelling(_SEGMENT, SegmentConfig.parse, str),
 }
 
 
 def parse(argv: Sequence[str], default: str = DEFAULT, prog: str = "train.py") -> TrainConfig:
-    """The run that `argv` (without the program's name) asks for.
+    """Returns the run that `argv` (without the program's name) describes.
 
     Values follow `=` or stand alone as the next word; a tuple is written 1024,0, and data.blend
     also as words of its own; `-` and `_` in a name are the same, and so are --config.section.field
@@ -77,9 +80,8 @@ def parse(argv: Sequence[str], default: str = DEFAULT, prog: str = "train.py") -
     does.
 
     Raises:
-        ConfigError: every mistake in `argv`, or the one that keeps the config file from loading.
-        SystemExit: with status 0, after printing the help, where `argv` has --help, -h or
-        --help-all.
+      ConfigError: every mistake in `argv`, or the one that keeps the config file from loading.
+      SystemExit: with status 0, after printing the help, if `argv` has --help, -h or --help-all.
     """
     return parse_with(None, argv, default, prog)[0]
 
@@ -91,78 +93,109 @@ def parse_with(
     prog: str = "train.py",
     alone: Mapping[str, str] | None = None,
 ) -> tuple[TrainConfig, dict[str, Any]]:
-    """As `parse`; and field -> value of the options that are fields of `beside`. They win over the
-    config's of that name.
+    """Returns the run of `parse`, and field -> value of the options that are fields of `beside`.
 
-    alone: option -> the value that it stands for where it has none.
+    Args:
+      beside: a dataclass whose fields are options as well. They win over the config's fields of the
+        same name.
+      alone: option -> the value that it stands for if it has none.
     """
+    extra = option_types(beside) if beside else {}
     alone = alone or {}
-    extra = hints_of(beside) if beside else {}
-    optional = {name: is_boolean for name, hint in extra.items() if hint is bool} | dict.fromkeys(
-        alone, _is_report
-    )
-
-    def words(fields: Mapping[str, Any]) -> tuple[Given, list[str]]:
-        known = {*_options_of(fields), *extra, *HELP, *ALL, "--config"}
-        booleans = {name for name in _options_of(fields) if fields[_path(name, fields)] is bool}
-        return split(_joined(argv, known), optional=optional | dict.fromkeys(booleans, is_boolean))
-
     # Which words follow an unknown option depends on the config's fields, and which config it is on
     # those words: our decoder's fields do.
-    file = _file(*words(dict(_hints(TrainConfig(DecoderConfig(), ""), ""))))
+    decoder = TrainConfig(DecoderConfig(), "")
+    file = _config_file(*_split_words(argv, _field_types(decoder), extra, alone))
     config = load(file or default)
-    fields = dict(_hints(config, ""))
-    options, strays = words(fields)
-    if (HELP | ALL) & {name for name, _ in options}:
-        _print_help(
-            config,
-            file or default,
-            prog,
-            everything=any(name in ALL or text == "all" for name, text in options),
-        )
+    known = _KnownOptions(_field_types(config), extra)
+    options, strays = _split_words(argv, known.fields, extra, alone)
+    if (HELP | HELP_ALL) & {option.name for option in options}:
+        everything = any(name in HELP_ALL or text == "all" for name, text in options)
+        _print_help(config, file or default, prog, everything=everything)
 
+    @functools.cache  # only a mistake needs it
+    def context() -> Context:
+        return _context(config, [*options, *_stray_options(strays)], known.fields)
+
+    problems: list[str] = []
     files = [text for name, text in options if name == "--config" and text]
-    problems = (
-        [f"--config is given {len(files)} times: {', '.join(files)}"] if len(files) > 1 else []
-    )
-    meant = [
-        *options,
-        *(
-            (f"--{name.replace('-', '_')}", value)
-            for name, equals, value in (word.partition("=") for word in strays)
-            if equals
-        ),
-    ]
-    asked = functools.cache(lambda: _as_asked(config, meant, fields))
+    if len(files) > 1:
+        problems.append(f"--config is given {len(files)} times: {', '.join(files)}")
     changes: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    typed = spellings_of(argv)
+    typed_names = names_as_typed(argv)
     for name, text in options:
         if name == "--config" and text:
             continue
         try:
             if name in extra:
-                others[name.removeprefix("--")] = convert(
-                    spelled(name), alone.get(name) if text is None else text, extra[name], SPELLINGS
-                )
+                if text is None:
+                    text = alone.get(name)
+                value = convert(spelled(name), text, extra[name], SPELLINGS)
+                others[name.removeprefix("--")] = value
             else:
-                changes[_path(name, fields)] = _value(name, text, fields, extra, asked)
+                changes[_path(name)] = _field_value(name, text, known, context)
         except ValueError as error:
-            problems.append(as_typed(str(error), name, typed))
-    problems += [_stray(word, fields, extra, asked) for word in strays if files or word != file]
+            problems.append(as_typed(str(error), name, typed_names))
+    for word in strays:
+        if files or word != file:
+            problems.append(_stray_problem(word, known, context))
     refuse(problems)
     try:
-        return _replace(config, changes, ""), others
+        return _replace(config, changes), others
     except ValueError as error:  # from a __post_init__ of the user's own config class
         raise ConfigError(f"{file or default}: {error}") from error
 
 
-def _options_of(fields: Mapping[str, Any]) -> list[str]:
-    """Both spellings of each field's option."""
-    return [f"{prefix}{name}" for name in fields for prefix in (_OWN, "--")]
+@dataclasses.dataclass(frozen=True)
+class _KnownOptions:
+    """The options that a command line may have."""
+
+    fields: Mapping[str, Any]
+    """section.field of the config -> its type."""
+    extra: Mapping[str, Any]
+    """--option -> its type, of those that are no fields of the config."""
 
 
-def _joined(argv: Sequence[str], known: Collection[str]) -> list[str]:
+def _split_words(
+    argv: Sequence[str],
+    fields: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    alone: Mapping[str, str],
+) -> tuple[list[Option], list[str]]:
+    """Returns the options in `argv`, and the words that belong to no option."""
+    known = {*extra, *HELP, *HELP_ALL, "--config"}
+    optional: dict[str, Callable[[str], bool]] = {}
+    for name, hint in extra.items():
+        if hint is bool:
+            optional[name] = is_boolean
+    for name in alone:
+        optional[name] = _is_report
+    for path, hint in fields.items():
+        names = (f"{_CONFIG_PREFIX}{path}", f"--{path}")
+        known.update(names)
+        if hint is bool:
+            optional |= dict.fromkeys(names, is_boolean)
+    return split(_join_values(argv, known), optional=optional)
+
+
+@dataclasses.dataclass
+class _ValueList:
+    """An option, and the words after it that are its values."""
+
+    option: str
+    values: list[str]
+    separator: str
+    """A comma; a space for an option that we do not know."""
+
+    def word(self) -> str:
+        """Returns the option and its values as one word."""
+        if not self.values:
+            return self.option
+        return f"{self.option}={self.separator.join(self.values)}"
+
+
+def _join_values(argv: Sequence[str], known: Collection[str]) -> list[str]:
     """Returns the words, with those after an option of several values as one word.
 
     Commas join those of --data.blend, or an option of its kind. All words after an option that is
@@ -170,174 +203,193 @@ def _joined(argv: Sequence[str], known: Collection[str]) -> list[str]:
     a word of its own.
     """
     words: list[str] = []
-    values: list[str] | None = None
-    between, front = ",", list[str]()
+    configs: list[str] = []
+    current: _ValueList | None = None
     for word in argv:
         is_value = not word.startswith("-") or word == "-" or bool(_NUMBER.fullmatch(word))
-        if values is not None and is_value:
-            if between == " " and is_config(word) and (values or not word.endswith(".json")):
-                front.append(word)
-                continue
-            if not (values and is_config(word)):
-                values.append(word.strip(",") if between == "," else word)
-                continue
-        if values:
-            words.append(f"{words.pop()}={between.join(values)}")
-        words.append(word)
-        values = None
+        if current is not None:
+            if is_value:
+                # A config among the values of an unknown option is the run's, unless it is a .json
+                # right after the option.
+                is_file = is_config(word) and (current.values or not word.endswith(".json"))
+                if current.separator == " " and is_file:
+                    configs.append(word)
+                    continue
+                if not current.values or not is_config(word):
+                    current.values.append(word.strip(",") if current.separator == "," else word)
+                    continue
+            words.append(current.word())
+            current = None
         if is_value:
+            words.append(word)
             continue
-        name, equals, value = word.partition("=")
-        name = "--" + name.lstrip("-").replace("-", "_")
-        several = "--" + name.removeprefix(_OWN).removeprefix("--") in _SEVERAL
-        if several and not equals:
-            values, between = [], ","
-        elif not several and name not in known:
-            words[-1], values, between = word.partition("=")[0], [value] if value else [], " "
-    if values:
-        words.append(f"{words.pop()}={between.join(values)}")
-    return [*front, *words]
+        option, equals, value = word.partition("=")
+        name = f"--{option.lstrip('-').replace('-', '_')}"
+        if f"--{_path(name)}" in _LIST_OPTIONS:
+            if equals:
+                words.append(word)
+            else:
+                current = _ValueList(word, [], ",")
+        elif name in known:
+            words.append(word)
+        else:
+            current = _ValueList(option, [value] if value else [], " ")
+    if current is not None:
+        words.append(current.word())
+    return [*configs, *words]
 
 
-def _as_asked(config: TrainConfig, options: Given, fields: Mapping[str, Any]) -> Asked:
-    """Returns the config with every option that can be read, by the names of other trainers too,
-    for the numbers in an answer.
+def _context(config: TrainConfig, options: Sequence[Option], fields: Mapping[str, Any]) -> Context:
+    """Returns the config with every option that can be read, for the numbers in an answer.
 
-    What needs numbers of the config itself, such as steps that are given as samples, is read last.
+    Options may have the names of other trainers, too. Those whose values need numbers of the config
+    itself, such as steps that are given as samples, are read last.
     """
-    typed = {_path(name, fields).rpartition(".")[2]: text for name, text in options if text}
-    asked = Asked(config, typed)
-    for converted in (False, True):
+    typed = {_path(name).rpartition(".")[2]: text for name, text in options if text}
+    context = Context(config, typed)
+    for needs_config in (False, True):
         changes: dict[str, Any] = {}
         for name, text in options:
-            path = _path(name, fields)
+            path = _path(name)
+            leaf = path.rpartition(".")[2]
+            is_field = path in fields
+            meaning = None if is_field else other_names.look_up(leaf)
+            if needs_config != bool(meaning and meaning.convert):
+                continue
             with contextlib.suppress(ValueError, ZeroDivisionError):
-                if path not in fields:
-                    meaning = other_names.meaning_of(path.rpartition(".")[2])
-                    if converted != bool(meaning and meaning.convert):
-                        continue
-                    path, text = other_names.in_run(path.rpartition(".")[2], text or "", asked)
-                elif converted:
-                    continue
+                if not is_field:
+                    path, text = other_names.field_and_value(leaf, text or "", context)
                 changes[path] = convert(name, text, fields[path], SPELLINGS)
         with contextlib.suppress(ValueError):
-            asked = Asked(_replace(asked.config, changes, ""), typed)
-    return asked
+            context = Context(_replace(context.config, changes), typed)
+    return context
+
+
+def _stray_options(strays: Sequence[str]) -> list[Option]:
+    """Returns the words of the form name=value as the options that were probably meant."""
+    options = []
+    for word in strays:
+        name, equals, value = word.partition("=")
+        if equals:
+            options.append(Option(f"--{name.replace('-', '_')}", value))
+    return options
 
 
 def _is_report(word: str) -> bool:
     return word.endswith((".html", ".json", ".pdf"))
 
 
-def _file(options: Given, strays: Sequence[str]) -> str:
-    """The config file that is named first, by --config or by itself; empty where there is none."""
-    named = [text for name, text in options if name == "--config" and text]
-    return next(
-        iter(
-            [*named, *(word for word in strays if "=" not in word and not _NUMBER.fullmatch(word))]
-        ),
-        "",
-    )
+def _config_file(options: Sequence[Option], strays: Sequence[str]) -> str:
+    """Returns the config file that is named first, by --config or by itself; empty: none is."""
+    for name, text in options:
+        if name == "--config" and text:
+            return text
+    for word in strays:
+        if "=" not in word and not _NUMBER.fullmatch(word):
+            return word
+    return ""
 
 
-def _path(name: str, fields: Mapping[str, Any]) -> str:
-    """section.field of an option's name, which may begin with --config. or not."""
-    return name.removeprefix(_OWN) if name.startswith(_OWN) else name.removeprefix("--")
+def _path(name: str) -> str:
+    """Returns section.field of an option's name, which may begin with --config. or not."""
+    if name.startswith(_CONFIG_PREFIX):
+        return name.removeprefix(_CONFIG_PREFIX)
+    return name.removeprefix("--")
 
 
-def _value(
-    name: str,
-    text: str | None,
-    fields: Mapping[str, Any],
-    extra: Mapping[str, Any],
-    asked: Callable[[], Asked],
+def _field_value(
+    name: str, text: str | None, known: _KnownOptions, context: Callable[[], Context]
 ) -> Any:
-    """Returns `text` as the type of the field `name`. Raises ValueError with the line to show, with
-    numbers of what `asked` returns.
+    """Returns `text` as the type of the field that an option names.
+
+    Raises ValueError with the line to show.
     """
     if name == "--config":
         raise ValueError(f"--config: needs a file, as in --config={DEFAULT}")
-    path, prefix = _path(name, fields), _OWN if name.startswith(_OWN) else "--"
-    if path in fields:
-        return convert(name, text, fields[path], SPELLINGS)
+    path = _path(name)
+    if path in known.fields:
+        return convert(name, text, known.fields[path], SPELLINGS)
+
+    prefix = _CONFIG_PREFIX if name.startswith(_CONFIG_PREFIX) else "--"
     leaf = path.rpartition(".")[2]
-    meaning = other_names.meaning_of(leaf)
-    if inside := [field for field in fields if field.startswith(f"{path}.")]:
+    meaning = other_names.look_up(leaf)
+    section = [field for field in known.fields if field.startswith(f"{path}.")]
+    if section:
         if meaning and (text or not meaning.field):
-            raise ValueError(
-                f"{name}: a section, not a field{answer(meaning, text, asked(), prefix)}"
-            )
-        raise ValueError(
-            f"{name}: a section, not a field; set its fields, as in {prefix}{inside[0]}"
-        )
-    known = [*(prefix + field for field in fields), "--config", "--help", *map(spelled, extra)]
-    of_that_name = [field for field in fields if field.rpartition(".")[2] == leaf]
-    if meaning and (meaning.field in fields or not meaning.field) and not of_that_name:
-        raise ValueError(f"{name}: no such field{answer(meaning, text, asked(), prefix)}")
-    if len(of_that_name) == 1 and text and " " not in text:
-        raise ValueError(
-            f"{name}: no such field{did_you_mean([f'{prefix}{of_that_name[0]}={text}'])}"
-        )
-    raise ValueError(f"{name}: no such field{near(name, known)}")
+            hint = answer(meaning, text, context(), prefix)
+        else:
+            hint = f"; set its fields, as in {prefix}{section[0]}"
+        raise ValueError(f"{name}: a section, not a field{hint}")
+
+    same_leaf = [field for field in known.fields if field.rpartition(".")[2] == leaf]
+    if meaning and (meaning.field in known.fields or not meaning.field) and not same_leaf:
+        hint = answer(meaning, text, context(), prefix)
+    elif len(same_leaf) == 1 and text and " " not in text:
+        hint = did_you_mean([f"{prefix}{same_leaf[0]}={text}"])
+    else:
+        names = [f"{prefix}{field}" for field in known.fields]
+        names += ["--config", "--help", *map(spelled, known.extra)]
+        hint = suggestion(name, names)
+    raise ValueError(f"{name}: no such field{hint}")
 
 
-def _stray(
-    word: str, fields: Mapping[str, Any], extra: Mapping[str, Any], asked: Callable[[], Asked]
-) -> str:
-    """Returns the problem with a word that belongs to no option, and the option that may have been
-    meant.
-    """
+def _stray_problem(word: str, known: _KnownOptions, context: Callable[[], Context]) -> str:
+    """Returns the problem with a word that belongs to no option, and what may have been meant."""
     problem = f"{word}: belongs to no option"
     name, equals, value = word.partition("=")
     if not equals:
         return problem + did_you_mean([f"--config={word}"] if word.endswith(".py") else [])
     name = name.replace("-", "_").removeprefix("config.")
-    if name in (*fields, "config") or f"--{name}" in extra:
+    if name in (*known.fields, "config") or f"--{name}" in known.extra:
         return problem + did_you_mean([f"--{name}={value}"])
-    meaning = other_names.meaning_of(name)
+    meaning = other_names.look_up(name)
     if meaning is None:
         return problem
-    return problem + answer(meaning, value, asked())
+    return problem + answer(meaning, value, context())
 
 
-def _hints(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """(section.field, its type) for every field that can be set, following what is there: a model's
-    own class, not ModelConfig.
-    """
+def _field_types(config: Any) -> dict[str, Any]:
+    """Returns section.field -> its type, for every field of a config that can be set."""
+    return dict(_iter_field_types(config, ""))
+
+
+def _iter_field_types(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    # Of the class of the value, such as a model's own, not of the declared one, ModelConfig.
     try:
-        hints = get_type_hints(type(section))
+        types = get_type_hints(type(section))
     except NameError as error:
         raise ConfigError(
             f"{type(section).__name__}: {error}; the types of its fields must be imported at run "
             "time"
         ) from error
     for field in dataclasses.fields(section):
-        name, value = f"{prefix}{field.name}", getattr(section, field.name)
+        path = f"{prefix}{field.name}"
+        value = getattr(section, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, Rules):
-            yield from _hints(value, f"{name}.")
+            yield from _iter_field_types(value, f"{path}.")
         elif field.init:
-            yield name, hints[field.name]
+            yield path, types[field.name]
 
 
-def _replace(section: Any, values: Mapping[str, Any], prefix: str) -> Any:
-    """`section` with the fields that `values` names, each dataclass rebuilt once, from the leaves
-    up.
+def _replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Returns `section` with the fields that `values` names.
+
+    Each dataclass is rebuilt once, from the leaves up.
     """
     changes = {}
     for field in dataclasses.fields(section):
-        name, value = f"{prefix}{field.name}", getattr(section, field.name)
-        if name in values:
-            changes[field.name] = values[name]
-        elif any(changed.startswith(f"{name}.") for changed in values):
-            changes[field.name] = _replace(value, values, f"{name}.")
+        path = f"{prefix}{field.name}"
+        if path in values:
+            changes[field.name] = values[path]
+        elif any(changed.startswith(f"{path}.") for changed in values):
+            changes[field.name] = _replace(getattr(section, field.name), values, f"{path}.")
     return dataclasses.replace(section, **changes) if changes else section
 
 
 def _print_help(config: TrainConfig, file: str, prog: str, *, everything: bool) -> NoReturn:
-    """Prints the fields with their values in `config`; with `everything` expert fields, types and
-    all that is known of them, too.
+    """Prints the fields with their values in `config`. Raises SystemExit(0).
 
-    Ends in SystemExit(0).
+    everything: print expert fields, types and the complete docstrings, too.
     """
     description = (
         "FILE is a config, or the name of one that `mesh-lm configs` lists; the values below are "
@@ -345,7 +397,8 @@ def _print_help(config: TrainConfig, file: str, prog: str, *, everything: bool) 
         "communication and time on GPUs that you do not have."
     )
     if everything:
-        print_help(type(config), description, f"{prog} [FILE]", config, SPELLINGS, of_config=True)
+        print_help(type(config), description, f"{prog} [FILE]", config, SPELLINGS, is_config=True)
+    # Imported here: nothing but the help needs rich.
     from mesh_lm.commands.run_help import print_fields
 
     description += " --help-all shows everything: more fields, and more about each."

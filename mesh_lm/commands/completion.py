@@ -1,86 +1,98 @@
-"""What a shell completes after `mesh-lm`: the subcommands, their options, and the choices of those
-that have few.
-"""
+"""The completion of `mesh-lm` in a shell: subcommands, their options, and options' choices."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
-from typing import Any, get_type_hints
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, get_type_hints
 
 from mesh_lm.commands import checkpoint, configs, evaluate, generate, huggingface, pipeline, prepare
 from mesh_lm.commands.command_line import SPELLINGS
 from mesh_lm.commands.main import COMMANDS, PROG
-from mesh_lm.commands.options import Group, completion, spelled
+from mesh_lm.commands.options import Group, completion_script, spelled
 from mesh_lm.commands.plan_options import Plan
 from mesh_lm.config.files import DEFAULT, load
 from mesh_lm.launch.job import Options
 
 
-def script_for(shell: str) -> str:
-    """A script for bash, zsh, tcsh or fish. In the first: eval "$(mesh-lm
-    --print-completion=bash)".
+class _Field(NamedTuple):
+    """A field of a dataclass that is made for a command."""
+
+    name: str
+    type: Any
+    default: Any
+
+
+def shell_script(shell: str) -> str:
+    """Returns a script for bash, zsh, tcsh or fish.
+
+    In the first: eval "$(mesh-lm --print-completion=bash)".
     """
-    run = [("config", str, DEFAULT), *_fields(load(DEFAULT))]
-    plan = [
-        (field.name, get_type_hints(Plan)[field.name], field.default)
-        for field in dataclasses.fields(Plan)
-    ]
+    run = [_Field("config", str, DEFAULT), *_config_fields(load(DEFAULT))]
+    plan = _fields(Plan)
+    # `plan` has the fields of a run, but --output and --plan name its report.
+    plan_run = [field for field in run if field.name != "output"]
+    plan_run += [_Field("output", str, ""), *plan[1:]]
+    checkpoint_group: Group = {}
+    for name, cls in checkpoint.COMMANDS.items():
+        checkpoint_group[name] = (cls, (cls.__doc__ or "").partition("\n")[0])
     classes: dict[str, type | Group] = {
-        "train": _made("Train", [*run, *plan]),
-        "plan": _made(
-            "PlanRun",
-            [*(field for field in run if field[0] != "output"), ("output", str, ""), *plan[1:]],
-        ),
+        "train": _dataclass("Train", [*run, *plan]),
+        "plan": _dataclass("PlanRun", plan_run),
         "configs": configs.Configs,
         "prepare": prepare.Prepare,
         "generate": generate.Arguments,
         "evaluate": evaluate.Arguments,
         "import": huggingface.Import,
         "export": huggingface.Export,
-        "checkpoint": {
-            name: (cls, (cls.__doc__ or "").partition("\n")[0])
-            for name, cls in checkpoint.COMMANDS.items()
-        },
+        "checkpoint": checkpoint_group,
         "launch": Options,
         "pipeline": pipeline.Arguments,
-        "bench": _made("Bench", []),
+        "bench": _dataclass("Bench", []),
     }
-    script = completion(
-        shell, PROG, {name: (cls, COMMANDS[name].about) for name, cls in classes.items()}, SPELLINGS
-    )
-    own = {name for cls in (Plan, *classes.values()) for name in _options(cls)} - {
-        name for name, *_ in run
-    }
-    return re.sub(
-        r"(?<![\w.])--(\w+)(?![\w.])",
-        lambda found: spelled(found[0]) if found[1] in own else found[0],
-        script,
-    )
+    commands = {name: (cls, COMMANDS[name].about) for name, cls in classes.items()}
+    script = completion_script(shell, PROG, commands, SPELLINGS)
+
+    # tyro writes all options with underscores, which only those of a run have.
+    hyphenated = {name for cls in (Plan, *classes.values()) for name in _option_names(cls)}
+    hyphenated -= {field.name for field in run}
+
+    def respell(match: re.Match[str]) -> str:
+        return spelled(match[0]) if match[1] in hyphenated else match[0]
+
+    return re.sub(r"(?<![\w.])--(\w+)(?![\w.])", respell, script)
 
 
-def _options(cls: type | Group) -> Iterator[str]:
-    """The options of a command, or of those of a group."""
-    for each in [cls] if isinstance(cls, type) else [member for member, _ in cls.values()]:
-        yield from (
-            (field.name for field in dataclasses.fields(each))
-            if isinstance(each, type)
-            else _options(each)
-        )
+def _option_names(cls: type | Group) -> Iterator[str]:
+    """Yields the options of a command, or those of the commands in a group."""
+    if isinstance(cls, dict):
+        for member, _ in cls.values():
+            yield from _option_names(member)
+    else:
+        for field in dataclasses.fields(cls):
+            yield field.name
 
 
-def _fields(config: Any) -> list[tuple[str, Any, Any]]:
-    """(name, type, default) of each field, a section of the class that it has in this config."""
-    hints = get_type_hints(type(config))
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+def _fields(cls: type) -> list[_Field]:
+    types = get_type_hints(cls)
     return [
-        (name, type(value) if dataclasses.is_dataclass(value) else hints[name], value)
-        for name, value in values.items()
+        _Field(field.name, types[field.name], field.default) for field in dataclasses.fields(cls)
     ]
 
 
-def _made(name: str, fields: list[tuple[str, Any, Any]]) -> type:
+def _config_fields(config: Any) -> list[_Field]:
+    """Returns the fields of a config, each section with the class that it has in this config."""
+    fields = []
+    for field in _fields(type(config)):
+        value = getattr(config, field.name)
+        kind = type(value) if dataclasses.is_dataclass(value) else field.type
+        fields.append(_Field(field.name, kind, value))
+    return fields
+
+
+def _dataclass(name: str, fields: Sequence[_Field]) -> type:
     return dataclasses.make_dataclass(
-        name, [(field, hint, dataclasses.field(default=value)) for field, hint, value in fields]
+        name,
+        [(field.name, field.type, dataclasses.field(default=field.default)) for field in fields],
     )

@@ -12,11 +12,11 @@ from mesh_lm.config.files import shipped
 
 @dataclasses.dataclass(frozen=True)
 class Configs:
-    """The options of `configs`: none."""
+    """`mesh-lm configs` has no options."""
 
 
 def parse(argv: Sequence[str], prog: str = "") -> Configs:
-    """Raises ConfigError: the command has no options."""
+    """Raises ConfigError for any word: the command has no options."""
     return command(
         Configs,
         argv,
@@ -26,15 +26,11 @@ def parse(argv: Sequence[str], prog: str = "") -> Configs:
 
 
 def run(_: Configs) -> int:
-    """Prints them, and returns 0."""
-    about = {
-        name: _first_line(path.read_text(encoding="utf-8")) for name, path in shipped().items()
-    }
-    width = max(map(len, about))
-    for name, line in about.items():
-        print(f"{name.ljust(width)}  {line}")
+    """Prints the configs, and returns 0."""
+    configs = shipped()
+    width = max(map(len, configs))
+    for name, path in configs.items():
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        first_line = docstring.partition("\n")[0]
+        print(f"{name.ljust(width)}  {first_line}")
     return 0
-
-
-def _first_line(source: str) -> str:
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]

@@ -20,8 +20,8 @@ from mesh_lm.data import formats, lost_bytes
 from mesh_lm.data.atomic import atomic_write
 from mesh_lm.errors import ConfigError
 
-_TELL = 10.0
-"""Seconds between two lines of progress."""
+_PROGRESS_SECONDS = 10.0
+"""The time between two lines of progress."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +84,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(arguments: Arguments) -> int:
-    """Prints what was measured, writes it to --json and returns 0. Raises ConfigError."""
+    """Prints the results, writes them to --json and returns 0. Raises ConfigError."""
     import jax  # here, so that --help needs no JAX
 
     with formats.field_option("--text-field"):
-        result = _text(arguments) if arguments.text else _tasks(arguments)
+        result = _measure_text(arguments) if arguments.text else _measure_tasks(arguments)
     if arguments.json and jax.process_index() == 0:
         path = Path(arguments.json).expanduser()
         try:
@@ -99,7 +99,8 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def _text(arguments: Arguments) -> dict[str, Any]:
+def _measure_text(arguments: Arguments) -> dict[str, Any]:
+    """Prints perplexity and bits per byte, and returns them for --json."""
     import jax
 
     from mesh_lm import distributed
@@ -112,7 +113,7 @@ def _text(arguments: Arguments) -> dict[str, Any]:
     from mesh_lm.inference.text import document_start
 
     texts = functools.partial(read_texts, arguments.text, arguments.text_field)
-    next(texts(), None)  # first, for what is wrong with the text
+    next(texts(), None)  # before the model is loaded, for mistakes in the text
     trained = arguments.load()
     seq_len = trained.config.model.seq_len
     if arguments.stride > seq_len:
@@ -121,42 +122,42 @@ def _text(arguments: Arguments) -> dict[str, Any]:
             "between windows would be left out"
         )
     stride = arguments.stride or max(1, seq_len // 2)
-    scorer = Scorer(trained.layout, trained.params, arguments.batch)
-    start = document_start(trained.tokenizer, arguments.start)
-    found = measure_perplexity(
-        scorer, trained.tokenizer, texts(), stride=stride, start=start,
+    measured = measure_perplexity(
+        Scorer(trained.layout, trained.params, arguments.batch),
+        trained.tokenizer,
+        texts(),
+        stride=stride,
+        start=document_start(trained.tokenizer, arguments.start),
         max_lost_bytes=arguments.max_lost_bytes,
-        progress=_Teller(jax.process_index() == 0),
-    )  # fmt: skip
-    told = lost_bytes.described(found.lost_bytes, found.n_bytes + found.lost_bytes)
-    summary = found.summary()
-    # it alone reports
-    beside = compressed_bits_per_byte(texts()) if jax.process_index() == 0 else {}
-    distributed.print_on_process0(
-        f"{summary['bits_per_byte']:.4f} bits per byte "
-        f"({', '.join(f'{name} {value:.4f}' for name, value in beside.items())})\n"
-        f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}\n"
-        f"{_texts(found.texts)}, {found.tokens:,} tokens, {found.n_bytes:,} bytes; windows of "
-        f"{seq_len} tokens, stride {stride}" + (told and f"\nwarning: {told}; they are not counted")
+        progress=_Progress(is_reporter=jax.process_index() == 0),
     )
-    about = {
+    summary = measured.summary()
+    # Process 0 alone reports them.
+    compressors = compressed_bits_per_byte(texts()) if jax.process_index() == 0 else {}
+
+    comparison = ", ".join(f"{name} {value:.4f}" for name, value in compressors.items())
+    lines = [
+        f"{summary['bits_per_byte']:.4f} bits per byte ({comparison})",
+        f"{summary['nats_per_token']:.4f} nats per token, perplexity {summary['perplexity']:.4g}",
+        f"{_texts(measured.texts)}, {measured.tokens:,} tokens, {measured.n_bytes:,} bytes; "
+        f"windows of {seq_len} tokens, stride {stride}",
+    ]
+    lost = lost_bytes.described(measured.lost_bytes, measured.n_bytes + measured.lost_bytes)
+    if lost:
+        lines.append(f"warning: {lost}; they are not counted")
+    distributed.print_on_process0("\n".join(lines))
+    return {
         "checkpoint": arguments.checkpoint,
         "step": trained.step,
         "text": arguments.text,
         "seq_len": seq_len,
         "stride": stride,
-    }
-    counts = {
-        "texts": found.texts,
-        "tokens": found.tokens,
-        "bytes": found.n_bytes,
-        "lost_bytes": found.lost_bytes,
-    }
-    return {
-        **about,
         **summary,
-        **{f"{name} bits_per_byte": value for name, value in beside.items()},
-        **counts,
+        **{f"{name} bits_per_byte": value for name, value in compressors.items()},
+        "texts": measured.texts,
+        "tokens": measured.tokens,
+        "bytes": measured.n_bytes,
+        "lost_bytes": measured.lost_bytes,
     }
 
 
@@ -164,37 +165,41 @@ def _texts(n: int) -> str:
     return f"{n:,} text" if n == 1 else f"{n:,} texts"
 
 
-class _Teller:
-    """Says on stderr how far an evaluation is, every ten seconds: what follows on stdout is the
-    result alone.
-    """
+class _Progress:
+    """Prints on stderr how far an evaluation is, every ten seconds: stdout has the result alone."""
 
-    def __init__(self, speaks: bool) -> None:
-        self._speaks, self._told = speaks, time.monotonic()
+    def __init__(self, is_reporter: bool) -> None:
+        self._is_reporter = is_reporter
+        self._printed_at = time.monotonic()
 
-    def __call__(self, so_far: Any) -> None:
-        if not self._speaks or time.monotonic() < self._told + _TELL:
+    def __call__(self, measured: Any) -> None:
+        if not self._is_reporter or time.monotonic() < self._printed_at + _PROGRESS_SECONDS:
             return
-        self._told, bits = time.monotonic(), so_far.summary()["bits_per_byte"]
+        self._printed_at = time.monotonic()
+        bits = measured.summary()["bits_per_byte"]
         print(
-            f"{_texts(so_far.texts)}, {so_far.tokens:,} tokens so far: {bits:.4f} bits per byte",
+            f"{_texts(measured.texts)}, {measured.tokens:,} tokens so far: {bits:.4f} bits per "
+            "byte",
             file=sys.stderr,
             flush=True,
         )
 
 
-def _tasks(arguments: Arguments) -> dict[str, Any]:
+def _measure_tasks(arguments: Arguments) -> dict[str, Any]:
+    """Prints the scores of tasks, and returns them for --json."""
     from mesh_lm import distributed
     from mesh_lm.inference import harness
     from mesh_lm.inference.text import document_start
 
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
-    # first, for what is wrong with their names
+    # Before the model is loaded, for mistakes in the names.
     tasks = harness.find_tasks(names, arguments.include_path)
     trained = arguments.load()
-    start = document_start(trained.tokenizer, arguments.start)
     model = harness.adapter(
-        trained, batch=arguments.batch, start=start, starts_context=bool(arguments.start)
+        trained,
+        batch=arguments.batch,
+        start=document_start(trained.tokenizer, arguments.start),
+        starts_context=bool(arguments.start),
     )
     results, table = harness.run(model, tasks, names, limit=arguments.limit)
     distributed.print_on_process0(table)

@@ -18,7 +18,7 @@ from mesh_lm.errors import ConfigError
 if TYPE_CHECKING:
     from mesh_lm.inference import Completion, Generator
 
-_TOKENS = 200
+_DEFAULT_TOKENS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,53 +89,55 @@ def run(arguments: Arguments) -> int:
     generator = Generator(
         trained.layout, trained.params, trained.tokenizer, sampling, arguments.batch, start
     )
-    tokens = arguments.tokens or _room(generator, prompts)
+    tokens = arguments.tokens or _default_tokens(generator, prompts)
     options = {
         "seed": arguments.seed,
         "stop": tuple(map(as_typed, arguments.stop)),
         "stop_at_eod": not arguments.ignore_eod,
     }
+
     if len(prompts) == 1 and arguments.stream and not arguments.output:
-        for number, piece in enumerate(generator.stream(prompts[0], tokens, **options)):
-            # the prompt only where it can be continued
-            _write(piece if number else prompts[0] + piece)
-        _write("\n")
+        # The prompt is printed with the first piece, so only if it can be continued.
+        text = prompts[0]
+        for piece in generator.stream(prompts[0], tokens, **options):
+            _print_piece(text + piece)
+            text = ""
+        _print_piece("\n")
         return 0
+
     completions = generator.complete(prompts, tokens, **options)
     if arguments.output:
         _save(Path(arguments.output).expanduser(), prompts, completions)
-        distributed.print_on_process0(
-            f"{len(prompts)} {'text' if len(prompts) == 1 else 'texts'}: {arguments.output}"
-        )
+        texts = "text" if len(prompts) == 1 else "texts"
+        distributed.print_on_process0(f"{len(prompts)} {texts}: {arguments.output}")
         return 0
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        head = (
-            f"--- {i} ({len(completion.tokens)} tokens, {completion.reason})\n"
-            if len(prompts) > 1
-            else ""
-        )
-        distributed.print_on_process0(f"{head}{prompt}{completion.text}")
+        if len(prompts) > 1:
+            n_tokens = len(completion.tokens)
+            distributed.print_on_process0(f"--- {i} ({n_tokens} tokens, {completion.reason})")
+        distributed.print_on_process0(f"{prompt}{completion.text}")
     return 0
 
 
-def _room(generator: Generator, prompts: list[str]) -> int:
+def _default_tokens(generator: Generator, prompts: list[str]) -> int:
     longest = max(len(generator.prompt(prompt)) for prompt in prompts)
-    return max(1, min(_TOKENS, generator.engine.seq_len - longest))
+    return max(1, min(_DEFAULT_TOKENS, generator.engine.seq_len - longest))
 
 
 def _from_file(name: str) -> Iterator[str]:
+    """Yields the prompts in a file, none for an empty name. Raises ConfigError."""
     if not name:
         return
     path = Path(name).expanduser()
     try:
-        # not splitlines: JSON may hold U+2028
-        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+        text = path.read_text(encoding="utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--prompts-file={name}: cannot be read ({error}); give a text file in UTF-8, or a "
             ".jsonl"
         ) from error
-    for number, line in enumerate(lines, 1):
+    # Not splitlines: JSON may hold U+2028.
+    for number, line in enumerate(text.split("\n"), 1):
         if path.suffix != ".jsonl":
             yield line
         elif line.strip():
@@ -145,8 +147,7 @@ def _from_file(name: str) -> Iterator[str]:
                 prompt = None
             if not isinstance(prompt, str):
                 raise ConfigError(
-                    f'{name}, line {number}: expected a JSON object with a string "prompt", '
-                    "got "
+                    f'{name}, line {number}: expected a JSON object with a string "prompt", got '
                     f"{line[:60]!r}"
                 )
             yield prompt
@@ -160,17 +161,13 @@ def _save(path: Path, prompts: list[str], completions: list[Completion]) -> None
     try:
         with atomic_write(path) as (file,):
             for prompt, completion in zip(prompts, completions, strict=True):
-                file.write(
-                    json.dumps(
-                        {"prompt": prompt, **dataclasses.asdict(completion)}, ensure_ascii=False
-                    ).encode()
-                    + b"\n"
-                )
+                record = {"prompt": prompt, **dataclasses.asdict(completion)}
+                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
         raise ConfigError(f"--output={path}: cannot be written ({error.strerror})") from error
 
 
-def _write(text: str) -> None:
+def _print_piece(text: str) -> None:
     import jax
 
     if jax.process_index() == 0:

@@ -61,28 +61,31 @@ class Import:
 
 
 def parse_export(argv: Sequence[str], prog: str = "") -> Export:
-    """The options of `mesh-lm export`. Raises ConfigError."""
+    """Returns the options of `mesh-lm export`. Raises ConfigError."""
     return command(Export, argv, "Writes a run's weights as a Hugging Face directory.", prog)
 
 
 def parse_import(argv: Sequence[str], prog: str = "") -> Import:
-    """The options of `mesh-lm import`. Raises ConfigError."""
+    """Returns the options of `mesh-lm import`. Raises ConfigError."""
     return command(
         Import, argv, "Writes the weights of a Hugging Face directory as step 0 of a run.", prog
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m mesh_lm.huggingface import|export ...`. Raises ConfigError and
-    ShardingRuleError.
+    """Runs `python -m mesh_lm.huggingface import|export ...`.
+
+    Raises ConfigError and ShardingRuleError.
     """
-    name, rest = (argv[0], argv[1:]) if argv else ("", [])
+    name = argv[0] if argv else ""
     if name in ("-h", "--help"):
         print(f"{__doc__}\n\n--help after either lists its options.")
         return 0
-    if name not in ("import", "export"):
-        raise ConfigError(f"{name or 'nothing'} given; expected export or import, as in\n{__doc__}")
-    return run_export(parse_export(rest)) if name == "export" else run_import(parse_import(rest))
+    if name == "export":
+        return run_export(parse_export(argv[1:]))
+    if name == "import":
+        return run_import(parse_import(argv[1:]))
+    raise ConfigError(f"{name or 'nothing'} given; expected export or import, as in\n{__doc__}")
 
 
 def run_export(options: Export) -> int:
@@ -116,24 +119,22 @@ def run_import(options: Import) -> int:
     from mesh_lm.state.initial import fresh_state
 
     if not is_huggingface(options.input):
+        if config_in(options.input):
+            hint = "; it is a run's own, which needs no import: --init_from takes it"
+        else:
+            hint = hub_hint(options.input)
         raise ConfigError(
-            (
-                f"--input={options.input} is not a Hugging Face model directory (config.json and "
-                ".safetensors)"
-            )
-            + (
-                "; it is a run's own, which needs no import: --init_from takes it"
-                if config_in(options.input)
-                else hub_hint(options.input)
-            )
+            f"--input={options.input} is not a Hugging Face model directory (config.json and "
+            f".safetensors){hint}"
         )
     trained = _load(options.input, options)
     config = dataclasses.replace(
         trained.config, output=options.output, checkpoint=CheckpointConfig(resume="never")
     )
     with Checkpoints(config) as checkpoints:
-        (kept := Path(options.output).expanduser() / TOKENIZER).mkdir(parents=True, exist_ok=True)
-        trained.tokenizer.save(kept)
+        tokenizer_directory = Path(options.output).expanduser() / TOKENIZER
+        tokenizer_directory.mkdir(parents=True, exist_ok=True)
+        trained.tokenizer.save(tokenizer_directory)
         optimizer = Optimizer(config.optimizer, config.train.steps)
         state = fresh_state(trained.layout, optimizer, trained.params)
         data = {
@@ -149,41 +150,41 @@ def run_import(options: Import) -> int:
 
 
 def _require_exportable(options: Export) -> None:
-    """Raises ConfigError with what prevents an export, before a weight is read or a device is
-    used.
-    """
+    """Raises ConfigError if an export is impossible, before it reads weights or uses a device."""
     from mesh_lm.checkpoint import config_in
     from mesh_lm.config import load
     from mesh_lm.huggingface.configs import family_for
     from mesh_lm.inference.trained import config_from
     from mesh_lm.model import DecoderConfig
 
-    saved, output = config_in(options.checkpoint), Path(options.output).expanduser()
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    saved = config_in(options.checkpoint)
+    output = Path(options.output).expanduser()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(
             f"--output={options.output} exists and is not empty; name another directory"
         )
     if saved is None:
         return
-    if not options.config and (name := saved["model"]["class"]) != DecoderConfig.__name__:
+    if options.config:
+        family_for(load(options.config).model)
+        return
+    name = saved["model"]["class"]
+    if name != DecoderConfig.__name__:
         raise ConfigError(
             f"{options.checkpoint} is a {name}, a model of your own: no supported class of "
             f"transformers can express it, unless {name} is a DecoderConfig that only has other "
             "defaults; then name the config file that creates it: --config=FILE.py"
         )
-    family_for(
-        load(options.config).model
-        if options.config
-        else config_from(saved, None, options.checkpoint).model
-    )
+    family_for(config_from(saved, None, options.checkpoint).model)
 
 
 def _load(path: str, options: Export | Import, config: str = "") -> TrainedModel:
-    return ModelArguments(
+    arguments = ModelArguments(
         path,
         mesh=options.mesh,
         rules=options.rules,
         tokenizer=options.tokenizer,
         config=config,
         compile_cache="",
-    ).load()
+    )
+    return arguments.load()

@@ -17,7 +17,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from mesh_lm.commands.meanings import of_command
+from mesh_lm.commands.meanings import foreign_options
 from mesh_lm.commands.options import command
 from mesh_lm.commands.other_names import TORCHRUN
 from mesh_lm.errors import ConfigError, did_you_mean, storage_failed
@@ -30,6 +30,7 @@ from mesh_lm.network.secret import Secret
 from mesh_lm.network.wire import LOOPBACK, listen
 
 Request = tuple[Options, list[str]]
+"""The launcher's own options, and the command that it starts."""
 _ABOUT = (
     "Starts the processes of a run on this node, watches over them, and restarts them from the "
     "newest checkpoint when one is lost."
@@ -39,26 +40,27 @@ _COMMANDS = ("train", "generate", "evaluate", "import", "export")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """As `run`, for the words of a command line (default: of this process)."""
+    """Runs the words of a command line (default: of this process). Returns the status of `run`."""
     try:
-        asked = parse(list(sys.argv[1:] if argv is None else argv))
+        request = parse(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CANNOT
-    return run(asked)
+    return run(request)
 
 
-def run(asked: Request) -> int:
-    """Runs the program to its end, restarting it as often as needed. Returns its status, see
-    docs/multi_host.md.
+def run(request: Request) -> int:
+    """Runs the program to its end, restarting it as often as needed.
+
+    Returns its status, see docs/multi_host.md.
     """
-    options, program = asked
+    options, program = request
     if options.template:
         print(templates.fill(options, program), end="")
         return 0
     try:
         job = Job.of(options, program, os.environ)
-        _require(program)
+        _require_program(program)
         return _run(job)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -73,6 +75,7 @@ def _run(job: Job) -> int:
     secret = Secret.shared() if job.nodes > 1 else Secret.new()
     if job.node:
         return Agent(job, job.address, secret).run()
+    # Node 0 has the controller, too.
     try:
         listener = listen(job.address[1], LOOPBACK if job.nodes == 1 else "")
     except OSError as error:
@@ -81,21 +84,19 @@ def _run(job: Job) -> int:
             "free port"
         ) from error
     agent = Agent(job, (LOOPBACK, listener.getsockname()[1]), secret)
-    controller = threading.Thread(
-        target=_control, args=(Controller(job, listener, secret),), daemon=True
-    )
-    controller.start()
+    controller = Controller(job, listener, secret)
+    thread = threading.Thread(target=_run_controller, args=(controller,), daemon=True)
+    thread.start()
     status = agent.run()
-    controller.join()
+    thread.join()
     return status
 
 
-def _control(controller: Controller) -> None:
+def _run_controller(controller: Controller) -> None:
     try:
         controller.run()
-    except (
-        BaseException
-    ):  # without it nobody would end this process, and Linux ends the workers with it
+    except BaseException:
+        # Without a controller nobody would end this process. Linux ends the workers with it.
         try:
             traceback.print_exc()
         finally:
@@ -103,49 +104,57 @@ def _control(controller: Controller) -> None:
 
 
 def parse(argv: Sequence[str], prog: str = "mesh-lm launch") -> Request:
-    """The launcher's own options and the command that it starts. Raises ConfigError, and SystemExit
-    after printing the help.
-    """
-    words, rest = [], list(argv)
-    while rest and rest[0].startswith("-") and rest[0] != "-m":
-        words.append(rest.pop(0))
-        if "=" not in words[-1] and rest and not rest[0].startswith("-"):
-            words.append(rest.pop(0))
+    """Raises ConfigError, and SystemExit after printing the help."""
+    # The launcher's words end at the first that is neither an option nor an option's value.
+    words = []
+    program = list(argv)
+    while program and program[0].startswith("-") and program[0] != "-m":
+        words.append(program.pop(0))
+        if "=" not in words[-1] and program and not program[0].startswith("-"):
+            words.append(program.pop(0))
     options = command(
         Options,
         words,
         f"{_ABOUT}\n\n{prog} [options] SCRIPT|-m MODULE|COMMAND [argument ...]",
         prog,
-        of_command(TORCHRUN),
+        foreign_options(TORCHRUN),
     )
-    if not options.template and (not rest or rest == ["-m"]):
+    if not options.template and (not program or program == ["-m"]):
         raise ConfigError(
             "name a Python script, such as train.py, a command, such as train, or -m and a module, "
             "such as mesh_lm.generate"
         )
-    if rest and rest[0] in _COMMANDS and not Path(rest[0]).exists():
-        rest = ["-m", "mesh_lm", *rest]
-    return options, rest
+    if program and program[0] in _COMMANDS and not Path(program[0]).exists():
+        program = ["-m", "mesh_lm", *program]
+    return options, program
 
 
-def _require(program: Sequence[str]) -> None:
-    """Raises ConfigError where Python would find no such script or module: starting that again
-    would change nothing.
+def _require_program(program: Sequence[str]) -> None:
+    """Raises ConfigError if Python would find no such script or module.
+
+    Starting that again would change nothing.
     """
-    name = program[0]
-    if name == "-m":
-        # The worker looks in this directory, too. find_spec also asks the finder of an editable
-        # installation; of a module inside of a package it would import the package.
-        path, parts = [str(Path.cwd()), *sys.path], program[1].split(".")
-        for i, part in enumerate(parts):
-            found = PathFinder.find_spec(".".join(parts[: i + 1]), path)
-            if found is None and i == 0 and part != "__main__":
-                found = find_spec(part)
-            if found is None:
-                raise ConfigError(f"-m {program[1]}: no module named {'.'.join(parts[: i + 1])}")
-            path = found.submodule_search_locations or []
+    if program[0] == "-m":
+        _require_module(program[1])
         return
-    if not Path(name).exists():
-        beside = [str(other) for other in Path(name).parent.glob("*.py")]
-        near = difflib.get_close_matches(name, [*beside, *_COMMANDS], n=1, cutoff=0.7)
-        raise ConfigError(f"{name}: no such script in {Path.cwd()}{did_you_mean(near)}")
+    script = Path(program[0])
+    if not script.exists():
+        names = [*map(str, script.parent.glob("*.py")), *_COMMANDS]
+        similar = difflib.get_close_matches(program[0], names, n=1, cutoff=0.7)
+        raise ConfigError(f"{program[0]}: no such script in {Path.cwd()}{did_you_mean(similar)}")
+
+
+def _require_module(name: str) -> None:
+    """Raises ConfigError if Python would find no such module. Imports no package."""
+    path = [str(Path.cwd()), *sys.path]  # the worker looks in this directory, too
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        prefix = ".".join(parts[: i + 1])
+        spec = PathFinder.find_spec(prefix, path)
+        if spec is None and i == 0 and part != "__main__":
+            # This also asks the finder of an editable installation. For a module inside of a
+            # package it would import the package.
+            spec = find_spec(part)
+        if spec is None:
+            raise ConfigError(f"-m {name}: no module named {prefix}")
+        path = spec.submodule_search_locations or []

@@ -1,5 +1,6 @@
-"""`mesh-lm`, or `python -m mesh_lm`: one command for all that the project does. Imports what the
-chosen subcommand needs, and no more.
+"""`mesh-lm`, or `python -m mesh_lm`: one command for all that the project does.
+
+Imports what the chosen subcommand needs, and no more.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ _STOPPED = "stopped by Ctrl-C\n"
 _STOPPED_TWICE = "ended at once by a second Ctrl-C\n"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 OLDEST_PYTHON = (3, 11)
-"""As requires-python in pyproject.toml, which a clone that is not installed does not consult."""
+"""The requires-python of pyproject.toml, which a clone that is not installed does not consult."""
 
 
 class Command(NamedTuple):
-    """A subcommand: in `module`, parse(argv, prog) reads its arguments, and run(arguments) returns
-    its status.
+    """A subcommand.
+
+    In its module, parse(argv, prog) reads its arguments, and run(arguments) returns its status.
     """
 
     module: str
@@ -42,7 +44,7 @@ class Command(NamedTuple):
     cannot: int = EXIT_CANNOT
     """Status after a mistake in its arguments."""
     suffix: str = ""
-    """The end of the names of its parse and run functions, where a module has several commands."""
+    """The end of the names of its parse and run functions, if a module has several commands."""
 
 
 COMMANDS = {
@@ -75,8 +77,9 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the subcommand that `argv` (default: of this process) begins with. Returns its exit
-    status; mistakes are one message.
+    """Runs the subcommand that `argv` (default: of this process) begins with.
+
+    Returns its exit status; mistakes are one message.
     """
     output.accept_any_text()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -88,20 +91,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(version())
         return 0
     try:
-        if name.partition("=")[0] == "--print-completion":
-            print(_completion(name.partition("=")[2] or "".join(words[:1])))
+        option, _, value = name.partition("=")
+        if option == "--print-completion":
+            print(_completion(value or "".join(words[:1])))
             return 0
         if name not in COMMANDS:
-            raise ConfigError(f"{PROG} has no command {name!r}{_near(name)}")
+            raise ConfigError(f"{PROG} has no command {name!r}{_suggestion(name)}")
     except ConfigError as error:
-        return _refused(error, EXIT_CANNOT)
+        return _refuse(error, EXIT_CANNOT)
     return run(name, words)
 
 
 def door(name: str) -> NoReturn:
-    """What `python -m mesh_lm.NAME` does: the subcommand, with the words of this process. Ends
-    it.
-    """
+    """Runs a subcommand as `python -m mesh_lm.NAME` does, and ends the process."""
     _prepare_process()
     leave(run(name, sys.argv[1:]))
 
@@ -113,9 +115,7 @@ def script() -> NoReturn:
 
 
 def _prepare_process() -> None:
-    """Refuses a Python that is too old, and sets up what this process prints, and Ctrl-C, unless it
-    is ignored, as by background jobs.
-    """
+    """Refuses a Python that is too old, and sets up Ctrl-C and what this process prints."""
     output.accept_any_text()
     if sys.version_info < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
@@ -123,16 +123,16 @@ def _prepare_process() -> None:
             f"error: mesh_lm needs Python {oldest} or newer, and this is Python "
             f"{platform.python_version()}"
         )
+    # Background jobs ignore Ctrl-C, and go on doing so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt; but an import is ended at once: JAX's libraries crash when an
-    exception passes through their start.
+    """Raises KeyboardInterrupt, or ends the process if it is importing a module.
 
-    A second Ctrl-C ends the process at once, whatever it waits for on its way out; there, an
-    exception would be a traceback.
+    JAX's libraries crash when an exception passes through their start. A second Ctrl-C ends the
+    process, too, whatever it waits for on its way out: there, an exception would be a traceback.
     """
     signal.signal(signal.SIGINT, _end_at_once)
     while frame:
@@ -149,12 +149,11 @@ def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def run(name: str, argv: Sequence[str]) -> int:
-    """The status of a subcommand; after Ctrl-C, for which it has no answer of its own, a line and
-    status 130.
-    """
+    """Returns the status of a subcommand: 130 and a line for a Ctrl-C that it does not handle."""
     try:
         return _run(name, argv)
-    except BrokenPipeError:  # what reads this output, such as `head`, has enough
+    except BrokenPipeError:
+        # What reads this output, such as `head`, has enough. Python's flush at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -164,9 +163,7 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 
 def _run(name: str, argv: Sequence[str]) -> int:
-    """The status of a subcommand. Its arguments are read before JAX is imported, where the command
-    can do so.
-    """
+    """Returns the status of a subcommand. Its arguments are read before JAX is imported."""
     command = COMMANDS[name]
     module: Any = importlib.import_module(f"mesh_lm.commands.{command.module}")
     try:
@@ -175,15 +172,16 @@ def _run(name: str, argv: Sequence[str]) -> int:
         if not command.jax:
             return execute(arguments)
     except ConfigError as error:
-        return _refused(error, command.cannot)
+        return _refuse(error, command.cannot)
     from mesh_lm import distributed
 
     return distributed.run(execute, arguments)
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process. Python would end with status 120 where a full disk, or a closed pipe, takes
-    no more of the log.
+    """Ends the process with this status, even if its last output cannot be written.
+
+    Python would end with 120 if a full disk, or a closed pipe, takes no more of the log.
     """
     try:
         sys.stdout.flush()
@@ -194,44 +192,46 @@ def leave(status: int) -> NoReturn:
 
 
 def overview() -> str:
-    """The help of `mesh-lm` itself."""
+    """Returns the help of `mesh-lm` itself."""
     width = max(map(len, COMMANDS))
-    lines = [f"usage: {PROG} COMMAND [argument ...]", ""]
-    lines += [f"  {name.ljust(width)}  {command.about}" for name, command in COMMANDS.items()]
-    lines += [
+    commands = [f"  {name.ljust(width)}  {command.about}" for name, command in COMMANDS.items()]
+    lines = [
+        f"usage: {PROG} COMMAND [argument ...]",
+        "",
+        *commands,
         "",
         f"  {PROG} COMMAND --help             the options of a command",
         f"  {PROG} --version                  the versions of mesh_lm, JAX and Python",
-        (
-            f"  {PROG} --print-completion=SHELL   a script that completes commands and options in "
-            f"{', '.join(SHELLS)}"
-        ),
+        f"  {PROG} --print-completion=SHELL   a script that completes commands and options in "
+        f"{', '.join(SHELLS)}",
     ]
     return "\n".join(lines)
 
 
 def version() -> str:
-    """Of mesh_lm, JAX and Python."""
+    """Returns the versions of mesh_lm, JAX and Python."""
     return (
         f"mesh_lm {mesh_lm.__version__}, jax {importlib.metadata.version('jax')}, Python "
         f"{platform.python_version()}"
     )
 
 
-def _near(name: str) -> str:
-    found = difflib.get_close_matches(name, COMMANDS, n=1)
-    return did_you_mean([f"{PROG} {near}" for near in found]) or f"; it has {', '.join(COMMANDS)}"
+def _suggestion(name: str) -> str:
+    similar = difflib.get_close_matches(name, COMMANDS, n=1)
+    if not similar:
+        return f"; it has {', '.join(COMMANDS)}"
+    return did_you_mean([f"{PROG} {similar[0]}"])
 
 
 def _completion(shell: str) -> str:
     if shell not in SHELLS:
         raise ConfigError(f"--print-completion={shell}: expected one of {', '.join(SHELLS)}")
-    from mesh_lm.commands.completion import script_for
+    from mesh_lm.commands.completion import shell_script
 
-    return script_for(shell)
+    return shell_script(shell)
 
 
-def _refused(error: ConfigError, status: int) -> int:
+def _refuse(error: ConfigError, status: int) -> int:
     with contextlib.suppress(OSError):
         print(f"error: {error}", file=sys.stderr, flush=True)
     return status

@@ -1,6 +1,4 @@
-"""How something is written here that another program has a name for: what a name stands for, and
-the answer to who typed it.
-"""
+"""Options of other programs: what a name stands for here, and the answer to a user who typed it."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from mesh_lm.commands.options import ForeignOption, ForeignOptions
 from mesh_lm.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What the rest of a command line asks for, for the values that depend on it."""
+class Context:
+    """The other options of a command line, for values that depend on them."""
 
     run: TrainConfig | None = None
     """The config with the other options; None: the command has no config."""
@@ -26,7 +25,7 @@ class Asked:
 
     @property
     def config(self) -> TrainConfig:
-        """The config. Raises ValueError where there is none."""
+        """The config. Raises ValueError if there is none."""
         if self.run is None:
             raise ValueError("no config")
         return self.run
@@ -36,20 +35,23 @@ class NotBuiltError(ValueError):
     """A value that has no counterpart here. Its text is the value."""
 
 
+Formula = Callable[[str, Context], str]
+"""(value of the other trainer's option, the other options) -> text. Raises ValueError if the
+command line does not determine it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """How something is written here that another trainer has a name for."""
+    """What the option of another trainer is here."""
 
     ours: str
     """What decides it here, in Markdown, as a cell of the tour's table."""
     field: str = ""
     """The field, or the command's option, that takes the value; empty: there is none."""
-    convert: Callable[[str, Asked], str] | None = None
-    """Their value -> the value of `field`. Raises ValueError where the command does not determine
-    it. None: the same value."""
-    numbers: Callable[[str, Asked], str] | None = None
-    """Their value -> the formula of `ours` with its numbers. Raises ValueError where it is no such
-    value."""
+    convert: Formula | None = None
+    """Their value -> the value of `field`. None: the same value."""
+    numbers: Formula | None = None
+    """Their value -> the formula of `ours` with its numbers."""
     note: str = ""
     """What a suggestion of `field` must add, in Markdown."""
     exact: bool = True
@@ -58,17 +60,17 @@ class Meaning:
 
 
 def same(field: str, note: str = "") -> Meaning:
-    """A field that takes the same values; note: what a suggestion must add."""
+    """A field that takes the same values. note: what a suggestion must add."""
     return Meaning(f"`{field}`{note}", field, note=note)
 
 
-def near_to(field: str) -> Meaning:
-    """A field whose values are spelled differently, or that not all users of the name mean."""
+def similar(field: str) -> Meaning:
+    """A field whose values are spelled differently, or that the name does not mean everywhere."""
     return Meaning(f"`{field}`", field, exact=False)
 
 
 def option(name: str, note: str = "") -> Meaning:
-    """An option of a command that is no config."""
+    """An option of a command that has no config."""
     return Meaning(f"`--{name}`{note}", name, note=note)
 
 
@@ -76,22 +78,20 @@ def one_of(field: str, values: Mapping[str, str], ours: str = "") -> Meaning:
     """A choice whose values have other names here."""
     known = {theirs.lower(): value for theirs, value in values.items()}
 
-    def convert(text: str, _: Asked) -> str:
+    def convert(text: str, _: Context) -> str:
         if text and text.lower() not in known:
             raise NotBuiltError(text)
-        return known[given(text).lower()]
+        return known[require_value(text).lower()]
 
-    return Meaning(
-        ours or ", ".join(f"`{field}={value}`" for value in dict.fromkeys(values.values())),
-        field,
-        convert,
-    )
+    if not ours:
+        ours = ", ".join(f"`{field}={value}`" for value in dict.fromkeys(values.values()))
+    return Meaning(ours, field, convert)
 
 
 def flag(field: str, value: str, note: str = "") -> Meaning:
     """A switch that sets a field to one value."""
 
-    def convert(text: str, _: Asked) -> str:
+    def convert(text: str, _: Context) -> str:
         if text.lower() in ("false", "0", "no"):
             raise ValueError(text)
         return value
@@ -100,77 +100,78 @@ def flag(field: str, value: str, note: str = "") -> Meaning:
 
 
 def explained(ours: str) -> Meaning:
-    """No single field takes the value; `ours` says what to do instead."""
+    """An option that is no single field here; `ours` says what to do instead."""
     return Meaning(ours)
 
 
-def given(text: str) -> str:
-    """Raises ValueError for an option without a value."""
+def require_value(text: str) -> str:
+    """Returns the text. Raises ValueError for an option without a value."""
     if not text:
         raise ValueError("no value")
     return text
 
 
-def answer(meaning: Meaning, text: str | None, asked: Asked, prefix: str = "--") -> str:
+def answer(meaning: Meaning, text: str | None, context: Context, prefix: str = "--") -> str:
     """Returns the end of an error: what to write instead of an option that has this meaning.
 
-    text: its value; None where it has none. asked: the other options, which a formula needs.
-    prefix: that of the suggested option, "--" or "--config.".
+    Args:
+      text: the option's value; None if it has none.
+      context: the other options, which a formula needs.
+      prefix: that of the suggested option, "--" or "--config.".
     """
-    ours, note = (
-        meaning.ours.replace("`", "").removeprefix("no option: "),
-        meaning.note.replace("`", ""),
-    )
+    ours = meaning.ours.replace("`", "").removeprefix("no option: ")
+    note = meaning.note.replace("`", "")
     if not meaning.field:
         return f"; {ours}"
     if not meaning.convert:
-        one = text and meaning.exact and " " not in text
-        return did_you_mean([f"{prefix}{meaning.field}{f'={text}' if one else ''}{note}"])
-    here = f"; here it is {ours}"
-    formula = _formula(meaning, text, asked)
+        value = f"={text}" if text and meaning.exact and " " not in text else ""
+        return did_you_mean([f"{prefix}{meaning.field}{value}{note}"])
+
+    explanation = f"; here it is {ours}"
     try:
-        value = meaning.convert(text or "", asked)
+        value = meaning.convert(text or "", context)
     except NotBuiltError as error:
-        return f"; {error} is not built{here}"
+        return f"; {error} is not built{explanation}"
     except (ValueError, ZeroDivisionError):
-        return here + formula
-    # A formula is what decides; a switch or a choice is only written otherwise.
-    return (here + formula if meaning.numbers else "") + did_you_mean(
-        [f"{prefix}{meaning.field}={value}{note}"]
-    )
+        return explanation + _numbers(meaning, text, context)
+    suggestion = did_you_mean([f"{prefix}{meaning.field}={value}{note}"])
+    if meaning.numbers:
+        return explanation + _numbers(meaning, text, context) + suggestion
+    # A switch or a choice is only written otherwise, and needs no explanation.
+    return suggestion
 
 
-def _formula(meaning: Meaning, text: str | None, asked: Asked) -> str:
+def _numbers(meaning: Meaning, text: str | None, context: Context) -> str:
+    if not text or not meaning.numbers:
+        return ""
     try:
-        return f" = {meaning.numbers(text, asked)}" if text and meaning.numbers else ""
+        return f" = {meaning.numbers(text, context)}"
     except ValueError:
         return ""
 
 
-def of_command(
-    names: Mapping[str, Meaning],
-) -> Callable[[str, str | None, Mapping[str, str]], tuple[str, str] | None]:
-    """Returns what `options.command` asks for an option that it does not know: the field that is
-    meant, or "", and the end of the error.
-    """
+def foreign_options(names: Mapping[str, Meaning]) -> ForeignOptions:
+    """Returns the look-up that `options.command` needs for the options of another program."""
     known = {name.replace("-", "_"): meaning for name, meaning in names.items()}
 
-    def look_up(name: str, text: str | None, typed: Mapping[str, str]) -> tuple[str, str] | None:
+    def look_up(name: str, text: str | None, typed: Mapping[str, str]) -> ForeignOption | None:
         meaning = known.get(name.lower())
-        return meaning and (
-            meaning.field.replace("-", "_"),
-            answer(meaning, text, Asked(typed=typed)),
-        )
+        if meaning is None:
+            return None
+        hint = answer(meaning, text, Context(typed=typed))
+        return ForeignOption(meaning.field.replace("-", "_"), hint)
 
     return look_up
 
 
 def table(names: Mapping[str, Meaning], heads: tuple[str, str] = ("Megatron-LM", "mesh_lm")) -> str:
-    """Returns a table of the tour in Markdown: the arguments of others, those with the same meaning
-    in one row.
+    """Returns a table of the tour in Markdown: the arguments of others, and what they are here.
+
+    Those with the same meaning share a row.
     """
     rows: dict[str, list[str]] = {}
     for name, meaning in names.items():
         rows.setdefault(meaning.ours, []).append(f"`--{name}`")
-    lines = [f"| {', '.join(theirs)} | {ours} |" for ours, theirs in rows.items()]
-    return "\n".join([f"| {heads[0]} | {heads[1]} |", "|---|---|", *lines])
+    lines = [f"| {heads[0]} | {heads[1]} |", "|---|---|"]
+    lines += [f"| {', '.join(theirs)} | {ours} |" for ours, theirs in rows.items()]
+    return "\n".join(lines)

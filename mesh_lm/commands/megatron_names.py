@@ -18,10 +18,14 @@ _SELECTIVE = explained(
     "all but matmul and attention outputs"
 )
 _FUSIONS = (
-    "no-masked-softmax-fusion", "no-bias-gelu-fusion", "no-bias-swiglu-fusion",
-    "no-bias-dropout-fusion", "no-rope-fusion",
-    "no-gradient-accumulation-fusion", "no-persist-layer-norm",
-)  # fmt: skip
+    "no-masked-softmax-fusion",
+    "no-bias-gelu-fusion",
+    "no-bias-swiglu-fusion",
+    "no-bias-dropout-fusion",
+    "no-rope-fusion",
+    "no-gradient-accumulation-fusion",
+    "no-persist-layer-norm",
+)
 _STAGE_LAYERS = explained("`pipeline.layers`, the number of layers of each virtual stage")
 _SCHEDULER = explained(
     "no option: the schedule is always the config's, and a checkpoint has none; leave it out"
@@ -37,11 +41,17 @@ MEGATRON: dict[str, Meaning] = {
     "num-query-groups": same("model.n_kv_heads"),
     "kv-channels": same("model.head_dim"),
     "seq-length": same("model.seq_len"),
-    "max-position-embeddings": explained("no option: a table of learned positions has `model.seq_len` rows"),
-    "position-embedding-type": one_of("model.positions", {"rope": "rotary", "learned_absolute": "learned"}),
+    "max-position-embeddings": explained(
+        "no option: a table of learned positions has `model.seq_len` rows"
+    ),
+    "position-embedding-type": one_of(
+        "model.positions", {"rope": "rotary", "learned_absolute": "learned"}
+    ),
     "use-rotary-position-embeddings": flag("model.positions", "rotary"),
     "rotary-base": same("model.rope_theta"),
-    "rotary-percent": explained("not built: `model.positions=rotary` rotates the complete head; 1.0 needs no option"),
+    "rotary-percent": explained(
+        "not built: `model.positions=rotary` rotates the complete head; 1.0 needs no option"
+    ),
     "normalization": one_of("model.norm", {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}),
     "norm-epsilon": same("model.norm_eps"),
     "swiglu": flag("model.activation", "swiglu"),
@@ -51,9 +61,13 @@ MEGATRON: dict[str, Meaning] = {
     "untie-embeddings-and-output-weights": flag("model.tied", "false"),
     "qk-layernorm": flag("model.qk_norm", "true"),
     "window-size": formulas.WINDOW,
-    "window-attn-skip-freq": explained("`model.window`, a width for each layer in turn, as in 129,129,129,0; 0: full attention"),
+    "window-attn-skip-freq": explained(
+        "`model.window`, a width for each layer in turn, as in 129,129,129,0; 0: full attention"
+    ),
     "hidden-dropout": same("model.dropout"),
-    "attention-dropout": explained("no dropout inside of attention; `model.dropout` is that of its output and the MLP's"),
+    "attention-dropout": explained(
+        "no dropout inside of attention; `model.dropout` is that of its output and the MLP's"
+    ),
     "init-method-std": same("model.init_std"),
     "make-vocab-size-divisible-by": formulas.VOCAB_MULTIPLE,
     "bf16": flag("model.dtype", "bfloat16"),
@@ -65,17 +79,23 @@ MEGATRON: dict[str, Meaning] = {
     "use-mcore-models": _ONE_IMPLEMENTATION,
     **dict.fromkeys(_FUSIONS, _FUSION),
     "attention-backend": explained("`model.attention`: auto, mosaic, cudnn or xla"),
-    "use-flash-attn": explained("no option: `model.attention=auto` is flash attention wherever there is a kernel"),
+    "use-flash-attn": explained(
+        "no option: `model.attention=auto` is flash attention wherever there is a kernel"
+    ),
     "recompute-granularity": _SELECTIVE,
     "recompute-activations": _SELECTIVE,
-    "recompute-method": explained("uniform: `model.remat=full`, which is for every layer; block: `model.remat_layers`, not "
-        "with stages"),
+    "recompute-method": explained(
+        "uniform: `model.remat=full`, which is for every layer; block: `model.remat_layers`, not "
+        "with stages"
+    ),
     "recompute-num-layers": formulas.REMAT_LAYERS,
     "tensor-model-parallel-size": same("mesh.tensor", ", with `rules` such as `megatron`"),
     "sequence-parallel": explained("`rules`: megatron_sp instead of megatron"),
     "context-parallel-size": same("mesh.sequence", ", with `rules` such as `ring` or `ulysses`"),
-    "cp-comm-type": explained("`rules`: `ring` for p2p, `context_gather` for all_gather, `ulysses` for a2a, `usp` for "
-        "a2a+p2p"),
+    "cp-comm-type": explained(
+        "`rules`: `ring` for p2p, `context_gather` for all_gather, `ulysses` for a2a, `usp` for "
+        "a2a+p2p"
+    ),
     "pipeline-model-parallel-size": same("mesh.pipeline"),
     "num-layers-per-virtual-pipeline-stage": formulas.CHUNKS,
     "num-virtual-stages-per-pipeline-rank": same("pipeline.chunks"),
@@ -86,7 +106,9 @@ MEGATRON: dict[str, Meaning] = {
     "use-megatron-fsdp": explained("`mesh.fsdp`, with `rules` fsdp or hsdp"),
     "data-parallel-sharding-strategy": explained("`rules`: zero1, zero2, zero3, fsdp or hsdp"),
     "accumulate-allreduce-grads-in-fp32": explained("`rules`: +reduce_float32"),
-    "grad-reduce-in-bf16": explained("`rules`: +reduce_bfloat16, as in distributed+reduce_bfloat16"),
+    "grad-reduce-in-bf16": explained(
+        "`rules`: +reduce_bfloat16, as in distributed+reduce_bfloat16"
+    ),
     "overlap-grad-reduce": _XLA,
     "overlap-param-gather": _XLA,
     "tp-comm-overlap": _XLA,
@@ -100,17 +122,24 @@ MEGATRON: dict[str, Meaning] = {
     "rampup-batch-size": explained("not built: every step has `train.global_batch` sequences"),
     "train-iters": same("train.steps"),
     "train-samples": formulas.TRAIN_SAMPLES,
-    "exit-interval": explained("not built: a run ends at `train.steps`, with the end of its schedule, or on SIGTERM"),
+    "exit-interval": explained(
+        "not built: a run ends at `train.steps`, with the end of its schedule, or on SIGTERM"
+    ),
     "skip-train": explained("no option: `mesh-lm evaluate` evaluates a checkpoint"),
-    "exit-duration-in-mins": explained("no option: on SIGTERM the run saves and exits with status 99, as before a Slurm time "
-        "limit"),
-    "exit-signal-handler": explained("no option: on SIGTERM the run saves and exits with status 99"),
+    "exit-duration-in-mins": explained(
+        "no option: on SIGTERM the run saves and exits with status 99, as before a Slurm time limit"
+    ),
+    "exit-signal-handler": explained(
+        "no option: on SIGTERM the run saves and exits with status 99"
+    ),
     "optimizer": formulas.OPTIMIZER,
     "lr": same("optimizer.learning_rate"),
     "min-lr": formulas.FINAL_FRACTION,
     "lr-decay-style": formulas.SCHEDULE,
-    "lr-wsd-decay-style": explained("no option: `optimizer.schedule=wsd` decays linearly; exponential, cosine, minus_sqrt are "
-        "not built"),
+    "lr-wsd-decay-style": explained(
+        "no option: `optimizer.schedule=wsd` decays linearly; exponential, cosine, minus_sqrt are "
+        "not built"
+    ),
     "lr-wsd-decay-iters": formulas.DECAY_FRACTION,
     "lr-decay-iters": explained("no option: the schedule ends at `train.steps`"),
     "lr-decay-samples": explained("no option: the schedule ends at `train.steps`"),
@@ -131,12 +160,18 @@ MEGATRON: dict[str, Meaning] = {
     "data-path": formulas.BLEND,
     "train-data-path": formulas.BLEND,
     "valid-data-path": formulas.VALID_BLEND,
-    "test-data-path": explained("no option: a run reads no test data; `mesh-lm evaluate` reads them afterwards"),
+    "test-data-path": explained(
+        "no option: a run reads no test data; `mesh-lm evaluate` reads them afterwards"
+    ),
     "split": same("data.split"),
     "data-cache-path": same("data.cache"),
-    "dataloader-type": explained("no option: samples are read in the order of Megatron's single; cyclic and external are "
-        "not built"),
-    "mock-data": explained("no random data; `data.path=stdlib` is real text that every machine has"),
+    "dataloader-type": explained(
+        "no option: samples are read in the order of Megatron's single; cyclic and external are "
+        "not built"
+    ),
+    "mock-data": explained(
+        "no random data; `data.path=stdlib` is real text that every machine has"
+    ),
     "tokenizer-type": explained("no option: the file that `data.tokenizer` names says what it is"),
     "tokenizer-model": same("data.tokenizer"),
     "vocab-file": explained(f"`data.tokenizer`: {TOKENIZER}"),
@@ -149,24 +184,27 @@ MEGATRON: dict[str, Meaning] = {
     "num-workers": same("data.threads"),
     "seed": same("seed"),
     "save": same("output"),
-    "load": explained("`output`, from which a run resumes by itself; `init_from` for weights alone"),
+    "load": explained(
+        "`output`, from which a run resumes by itself; `init_from` for weights alone"
+    ),
     "finetune": explained("`init_from`: weights alone, at step 0"),
     "no-load-optim": explained("`init_from`: weights alone, at step 0"),
     "no-load-rng": explained("`init_from`: weights alone, at step 0"),
     "pretrained-checkpoint": same("init_from"),
-    "save-interval": same("checkpoint.every", " (only the newest stay: `checkpoint.keep=2` by default)"),
+    "save-interval": same(
+        "checkpoint.every", " (only the newest stay: `checkpoint.keep=2` by default)"
+    ),
     "ckpt-format": explained("no option: checkpoints are Orbax's, independent of mesh and rules"),
     "async-save": explained("no option: checkpoints are always written in the background"),
     "non-persistent-save-interval": same("checkpoint.local_every"),
     "non-persistent-local-ckpt-dir": same("checkpoint.local"),
-    "replication-factor": Meaning(
-        "`checkpoint.local_copies`: factor - 1", "checkpoint.local_copies", lambda text,
-        _: str(int(text) - 1)
-    ),
+    "replication-factor": formulas.LOCAL_COPIES,
     "eval-interval": same("train.eval_every"),
     "eval-iters": formulas.EVAL_SEQUENCES,
     "log-interval": same("train.log_every"),
-    "log-throughput": explained("no option: tokens per second are always logged, and MFU where it is known"),
+    "log-throughput": explained(
+        "no option: tokens per second are always logged, and MFU where it is known"
+    ),
     "check-for-nan-in-loss-and-grad": explained(
         "no option: a step with a non-finite loss or gradient is always skipped, and "
         "`health.skip_limit` of them in a row end the run"
@@ -177,6 +215,5 @@ MEGATRON: dict[str, Meaning] = {
     "profile-step-start": same("profile.start_step"),
     "profile-step-end": explained("`profile.steps`: end - start"),
     "distributed-timeout-minutes": explained("`health.stall` and `health.patience`, in seconds"),
-}  # fmt: skip
-"""An argument of Megatron-LM, without dashes at its front -> what it is here. The tour shows all of
-them."""
+}
+"""An argument of Megatron-LM, without the dashes -> its meaning. The tour shows all of them."""

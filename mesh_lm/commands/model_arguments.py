@@ -35,10 +35,10 @@ class ModelArguments:
     """Directory of JAX's persistent compilation cache; empty: off."""
 
     def load(self) -> TrainedModel:
-        """Sets up JAX and reads the weights, as `mesh_lm.inference.model_arguments.load` does."""
+        """Sets up JAX and reads the weights (`mesh_lm.inference.model_arguments.load`)."""
         from mesh_lm.inference.model_arguments import load  # here, so that --help needs no JAX
 
-        own = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(ModelArguments)
-        }
-        return load(**own, command=dataclasses.asdict(self))
+        # Without the options of a subclass, which are the command's.
+        names = [field.name for field in dataclasses.fields(ModelArguments)]
+        arguments = {name: getattr(self, name) for name in names}
+        return load(**arguments, command=dataclasses.asdict(self))

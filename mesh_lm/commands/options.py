@@ -19,6 +19,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    NamedTuple,
     NoReturn,
     TypeVar,
     Union,
@@ -33,6 +34,7 @@ from mesh_lm.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 HELP = frozenset({"--help", "--h"})
 _BOOLEANS = ("true", "false")
+_METAVARS = {str: "STR", int: "INT", float: "FLOAT"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,26 @@ class Spelling:
 Spellings = Mapping[type, Spelling]
 
 
-Elsewhere = Callable[[str, "str | None", Mapping[str, str]], "tuple[str, str] | None"]
-"""An option of another program: name, value, all values by name -> (the field that is meant or "",
-the end of the error); None: unknown."""
+class Option(NamedTuple):
+    """An option on a command line."""
+
+    name: str
+    """--name, with underscores."""
+    text: str | None
+    """None for an option that stands alone."""
+
+
+class ForeignOption(NamedTuple):
+    """An option of another program, and what it is in the command."""
+
+    field: str
+    """The field of the command that is meant; empty: none."""
+    hint: str
+    """The end of the error."""
+
+
+ForeignOptions = Callable[[str, "str | None", Mapping[str, str]], "ForeignOption | None"]
+"""(name, value, all values by name) -> an option of another program; None: unknown."""
 
 
 def command(
@@ -59,77 +78,71 @@ def command(
     argv: Sequence[str],
     description: str,
     prog: str = "",
-    elsewhere: Elsewhere | None = None,
+    foreign_options: ForeignOptions | None = None,
 ) -> T:
-    """The arguments of a command: a dataclass with fields of plain types, filled from `argv`.
+    """Returns the arguments of a command: a dataclass of plain types, filled from `argv`.
 
     A tuple field (tuple[T, ...]) takes one value an option, or several words after it (--input a
     b), and may be repeated. A bool field stands alone for true. Words that follow no option fill
-    the fields that `cls.POSITIONAL` names, in order; a tuple takes all that are left. The
-    docstrings of the fields, and `description`, are the help; `prog` is what the user typed to get
-    here; `elsewhere` knows the options of another program, to which all words after them belong.
+    the fields that `cls.POSITIONAL` names, in order; a tuple takes all that are left.
+
+    Args:
+      cls: the dataclass. The docstrings of its fields, and `description`, are the help.
+      prog: what the user typed to get here.
+      foreign_options: knows the options of another program, to which all words after them belong.
 
     Raises:
-        ConfigError: every mistake in `argv`, required fields that are missing among them.
-        SystemExit: with status 0, after printing the help, where `argv` has --help or -h.
+      ConfigError: every mistake in `argv`, required fields that are missing among them.
+      SystemExit: with status 0, after printing the help, if `argv` has --help or -h.
     """
-    fields = {f"--{field.name}": field for field in dataclasses.fields(cls) if field.init}  # pyright: ignore[reportArgumentType]
-    hints = hints_of(cls)
-    elements = {
-        name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is tuple
+    types = option_types(cls)
+    element_types = {
+        name: get_args(hint)[0] for name, hint in types.items() if get_origin(hint) is tuple
     }
-    spellings = spellings_of(argv)
-    foreign = {
-        name
-        for name in spellings
-        if name not in hints and elsewhere and elsewhere(name.removeprefix("--"), None, {})
-    }
-    options, strays = split(
-        argv,
-        {*elements, *foreign},
-        {name: is_boolean for name, hint in hints.items() if hint is bool},
-    )
-    if HELP & {name for name, _ in options}:
+    typed_names = names_as_typed(argv)
+    foreign = set()
+    if foreign_options:
+        for name in typed_names:
+            if name not in types and foreign_options(name.removeprefix("--"), None, {}):
+                foreign.add(name)
+    booleans = {name: is_boolean for name, hint in types.items() if hint is bool}
+    options, strays = split(argv, {*element_types, *foreign}, booleans)
+    if HELP & {option.name for option in options}:
         print_help(cls, description, prog)
+    options, strays = _fill_positionals(cls, options, strays, element_types)
 
-    free = [
-        name
-        for name in positional(cls)
-        if name in elements or name not in {name for name, _ in options}
-    ]
-    options, strays = place(options, strays, free, elements)
+    problems: list[str] = []
+    supplied = {option.name for option in options}
+    if foreign_options:
+        texts = _joined_texts(options)
+        for name in dict.fromkeys(option.name for option in options if option.name in foreign):
+            key = name.removeprefix("--")
+            known = foreign_options(key, texts[key], texts)
+            if known:
+                supplied.add(f"--{known.field}")
+                problems.append(as_typed(f"{name}: no such option{known.hint}", name, typed_names))
+
     values: dict[str, Any] = {}
-    typed: dict[str, str] = {}
-    for name, text in options:
-        key = name.removeprefix("--")
-        typed[key] = f"{typed[key]} {text}" if key in typed else text or ""
-    problems, meant = list[str](), set[str]()
-    for name in dict.fromkeys(name for name, _ in options if name in foreign):
-        key = name.removeprefix("--")
-        if elsewhere and (known := elsewhere(key, typed[key], typed)):
-            meant.add(f"--{known[0]}")
-            problems.append(as_typed(f"{name}: no such option{known[1]}", name, spellings))
     for name, text in options:
         if name in foreign:
             continue
         try:
-            value = read(name, text, hints | elements, what="option")
-            values[name] = (*values.get(name, ()), value) if name in elements else value
+            value = _convert_option(name, text, types | element_types)
         except ValueError as error:
-            problems.append(as_typed(str(error), name, spellings))
-    problems += [stray(word, hints) for word in strays]
-    given = meant | {name for name, _ in options}
-    for name, field in fields.items():
-        if (
-            name not in given
-            and field.default is dataclasses.MISSING
-            and field.default_factory is dataclasses.MISSING
-        ):
-            about = first_sentence(field_docs(cls).get(field.name, ""))
-            problems.append(
-                f"{spelled(name)}: missing; "
-                f"{about or expected(elements.get(name, hints[name]), '')}"
-            )
+            problems.append(as_typed(str(error), name, typed_names))
+            continue
+        if name in element_types:
+            value = (*values.get(name, ()), value)
+        values[name] = value
+    problems += [_stray_problem(word, types) for word in strays]
+
+    docs = field_docs(cls)
+    for name in _required(cls):
+        if name not in supplied:
+            about = first_sentence(docs.get(name.removeprefix("--"), ""))
+            if not about:
+                about = expected(element_types.get(name, types[name]), "")
+            problems.append(f"{spelled(name)}: missing; {about}")
     refuse(problems)
     try:
         return cls(**{name.removeprefix("--"): value for name, value in values.items()})
@@ -139,50 +152,104 @@ def command(
         raise ConfigError(f"bad command line\n  - {error}") from error
 
 
-def hints_of(cls: type) -> dict[str, Any]:
-    """--field -> its type, of every field of a dataclass that can be set."""
+def _fill_positionals(
+    cls: type, options: list[Option], strays: list[str], element_types: Collection[str]
+) -> tuple[list[Option], list[str]]:
+    """Gives the words that belong to no option to the positional options, in order.
+
+    Returns the options and the words left over.
+    """
+    supplied = {option.name for option in options}
+    for name in positional(cls):
+        if name in element_types:
+            words = strays
+        elif name not in supplied:
+            words = strays[:1]
+        else:
+            continue
+        options = options + [Option(name, word) for word in words]
+        strays = strays[len(words) :]
+    return options, strays
+
+
+def _joined_texts(options: Sequence[Option]) -> dict[str, str]:
+    """Returns the name of each option, without dashes -> its texts, joined by spaces."""
+    texts: dict[str, str] = {}
+    for name, text in options:
+        key = name.removeprefix("--")
+        texts[key] = f"{texts[key]} {text}" if key in texts else text or ""
+    return texts
+
+
+def _convert_option(name: str, text: str | None, types: Mapping[str, Any]) -> Any:
+    if name not in types:
+        similar = suggestion(spelled(name), map(spelled, types))
+        raise ValueError(f"{spelled(name)}: no such option{similar}")
+    return convert(spelled(name), text, _optional_type(types[name]) or types[name], {})
+
+
+def _stray_problem(word: str, known: Collection[str]) -> str:
+    """Returns the problem with a word that belongs to no option."""
+    name, equals, value = word.partition("=")
+    name = f"--{name.replace('-', '_')}"
+    guesses = [f"{spelled(name)}={value}"] if equals and name in known else []
+    return f"{word}: belongs to no option{did_you_mean(guesses)}"
+
+
+def _required(cls: Any) -> list[str]:
+    """Returns the options without a default."""
+    names = []
+    for field in dataclasses.fields(cls):
+        has_default = (
+            field.default is not dataclasses.MISSING
+            or field.default_factory is not dataclasses.MISSING
+        )
+        if field.init and not has_default:
+            names.append(f"--{field.name}")
+    return names
+
+
+def option_types(cls: type) -> dict[str, Any]:
+    """Returns --field -> its type, for every field of a dataclass that can be set."""
     types = get_type_hints(cls)
     return {f"--{field.name}": types[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
 def spelled(name: str) -> str:
-    """Returns an option's name as help and errors show it. Fields of a config have underscores
-    instead, as in Python.
+    """Returns an option's name as help and errors show it.
+
+    Fields of a config have underscores instead, as in Python.
     """
     return name.replace("_", "-")
 
 
 def positional(cls: type) -> tuple[str, ...]:
-    """The options whose values may stand without their names."""
+    """Returns the options whose values may stand without their names."""
     return tuple(f"--{name}" for name in getattr(cls, "POSITIONAL", ()))
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raises ConfigError that lists them, if there are any."""
+    """Raises ConfigError that lists the problems, if there are any."""
     if problems:
         raise ConfigError("\n  - ".join(["bad command line", *problems]))
 
 
-Given = list[tuple[str, str | None]]
-"""Options in the order of the command line: (--name, its value, None where it stands alone)."""
-
-
-def spellings_of(argv: Sequence[str]) -> dict[str, str]:
+def names_as_typed(argv: Sequence[str]) -> dict[str, str]:
     """Returns each option's name in our spelling -> as it was typed."""
     typed = [word.partition("=")[0] for word in argv if word.startswith("-")]
-    return {f"--{word.lstrip('-').replace('-', '_')}": word for word in typed}
+    return {_option_name(word): word for word in typed}
 
 
-def as_typed(problem: str, name: str, typed: Mapping[str, str]) -> str:
-    """Returns a problem that begins with an option's name, which it then shows as it was typed."""
+def as_typed(problem: str, name: str, typed_names: Mapping[str, str]) -> str:
+    """Returns a problem that begins with an option's name, with that name as it was typed."""
     for shown in (name, spelled(name)):
         if problem.startswith(shown):
-            return typed.get(name, shown) + problem.removeprefix(shown)
+            return typed_names.get(name, shown) + problem.removeprefix(shown)
     return problem
 
 
 def is_boolean(word: str) -> bool:
-    """True for the words that the command line reads as a boolean."""
+    """Returns whether the command line reads a word as a boolean."""
     return word.lower() in _BOOLEANS
 
 
@@ -190,148 +257,127 @@ def split(
     argv: Sequence[str],
     many: Collection[str] = (),
     optional: Mapping[str, Callable[[str], bool]] | None = None,
-) -> tuple[Given, list[str]]:
-    """The words of `argv` as options, and the words that belong to no option. `-` and `_` in a name
-    are the same.
+) -> tuple[list[Option], list[str]]:
+    """Returns the options in `argv`, and the words that belong to no option.
 
-    An option in `many` takes all words after it. One in `optional` may stand alone, and takes the
-    next word only where the function says that it can be its value.
+    `-` and `_` in a name are the same.
+
+    Args:
+      many: options that take all words after them.
+      optional: options that may stand alone, and take the next word only if the function says that
+        it can be their value.
     """
-    options: Given = []
-    strays = []
-    waiting, optional = False, optional or {}
+    options: list[Option] = []
+    strays: list[str] = []
+    optional = optional or {}
+    needs_value = False  # whether the next word may be the value of the last option
     for word in argv:
-        if (
-            waiting
-            and not word.startswith("--")
-            and optional.get(options[-1][0], bool)(word or " ")
-        ):
-            options[-1] = (options[-1][0], word)
-            waiting = False
+        if needs_value and _can_be_value(word, optional.get(options[-1].name)):
+            options[-1] = options[-1]._replace(text=word)
+            needs_value = False
         elif word.startswith("-") and word != "-":
             name, equals, value = word.partition("=")
-            options.append((f"--{name.lstrip('-').replace('-', '_')}", value if equals else None))
-            waiting = not equals
-        elif options and options[-1][0] in many:
-            options.append((options[-1][0], word))
+            options.append(Option(_option_name(name), value if equals else None))
+            needs_value = not equals
+        elif options and options[-1].name in many:
+            options.append(Option(options[-1].name, word))
         else:
             strays.append(word)
-            waiting = False
+            needs_value = False
     return options, strays
 
 
-def place(
-    options: Given, strays: list[str], free: Sequence[str], many: Collection[str]
-) -> tuple[Given, list[str]]:
-    """Gives the words that belong to no option to the positional options `free`, in order. Returns
-    the options and the words left over.
-    """
-    options, strays = list(options), list(strays)
-    for name in free:
-        words = strays[: len(strays) if name in many else 1]
-        options += [(name, word) for word in words]
-        del strays[: len(words)]
-    return options, strays
+def _can_be_value(word: str, is_value: Callable[[str], bool] | None) -> bool:
+    if word.startswith("--"):
+        return False
+    return is_value is None or is_value(word or " ")
 
 
-def stray(word: str, known: Collection[str]) -> str:
-    """The problem with a word that belongs to no option."""
-    name, equals, value = word.partition("=")
-    name = f"--{name.replace('-', '_')}"
-    return f"{word}: belongs to no option" + did_you_mean(
-        [f"{spelled(name)}={value}"] if equals and name in known else []
-    )
-
-
-def read(
-    name: str,
-    text: str | None,
-    hints: Mapping[str, Any],
-    what: str,
-    spellings: Spellings | None = None,
-) -> Any:
-    """`text` as the type that `hints` has for the option `name`. Raises ValueError with the line to
-    show.
-    """
-    if name not in hints:
-        raise ValueError(
-            f"{spelled(name)}: no such {what}{near(spelled(name), map(spelled, hints))}"
-        )
-    return convert(spelled(name), text, _optional(hints[name]) or hints[name], spellings or {})
+def _option_name(word: str) -> str:
+    return f"--{word.lstrip('-').replace('-', '_')}"
 
 
 def convert(name: str, text: str | None, hint: Any, spellings: Spellings) -> Any:
-    """`text` as a value of type `hint`; a bool without a text is true. Raises ValueError with the
-    line to show.
+    """Returns `text` as a value of type `hint`; a bool without a text is true.
+
+    Raises ValueError with the line to show.
     """
-    if text is None and hint is not bool:
-        raise ValueError(f"{name}: needs a value; {expected(hint, '', spellings)}")
-    text = "true" if text is None else text
+    if text is None:
+        if hint is not bool:
+            raise ValueError(f"{name}: needs a value; {expected(hint, '', spellings)}")
+        text = "true"
     try:
-        return spellings[hint].read(text) if hint in spellings else _by_tyro(hint, text, spellings)
+        if hint in spellings:
+            return spellings[hint].read(text)
+        return _convert_by_tyro(hint, text, spellings)
     except SystemExit:
         raise ValueError(f"{name}={text}: {expected(hint, text, spellings)}") from None
     except ValueError as error:
         raise ValueError(f"{name}={text}: {error}") from None
 
 
-def _by_tyro(hint: Any, text: str, spellings: Spellings) -> Any:
-    """`text` as a value of type `hint`, by tyro, which raises SystemExit where it cannot."""
+def _convert_by_tyro(hint: Any, text: str, spellings: Spellings) -> Any:
+    """Returns `text` as a value of type `hint`. tyro raises SystemExit if it is none."""
     import tyro
 
-    many = any(get_origin(each) in (tuple, list) for each in (hint, *get_args(hint)))
-    words = [word for word in text.split(",") if word] if many else [text]
+    is_list = any(get_origin(part) in (tuple, list) for part in (hint, *get_args(hint)))
+    words = [word for word in text.split(",") if word] if is_list else [text]
     with contextlib.redirect_stderr(io.StringIO()):
         return tyro.cli(hint, args=["--", *words], registry=_registry(spellings))
 
 
 def expected(hint: Any, text: str, spellings: Spellings | None = None) -> str:
-    """What would have been right in the place of `text`."""
+    """Returns the end of an error: what is right in the place of `text`."""
     if hint is bool:
         return "expected true or false"
+    arguments = get_args(hint)
     if get_origin(hint) is Literal:
-        choices = [str(choice) for choice in get_args(hint)]
-        return f"expected one of {', '.join(choices)}{did_you_mean(difflib.get_close_matches(text, choices, n=1))}"
-    if get_origin(hint) is tuple and (args := get_args(hint))[1:] == (...,):
-        spelling = (spellings or {}).get(args[0])
-        one = spelling.form if spelling else inspect.formatannotation(args[0])
-        return f"expected {one}, with commas between several and nothing for none"
+        choices = [str(choice) for choice in arguments]
+        similar = difflib.get_close_matches(text, choices, n=1)
+        return f"expected one of {', '.join(choices)}{did_you_mean(similar)}"
+    if get_origin(hint) is tuple and arguments[1:] == (...,):
+        spelling = (spellings or {}).get(arguments[0])
+        form = spelling.form if spelling else inspect.formatannotation(arguments[0])
+        return f"expected {form}, with commas between several and nothing for none"
     return f"expected {inspect.formatannotation(hint)}"
 
 
-def _optional(hint: Any) -> type | None:
-    """Returns the plain type of `int | None` and the like, whose None is a command's default and
-    never typed; None for other types.
+def _optional_type(hint: Any) -> type | None:
+    """Returns the plain type of `int | None` and the like; None for other types.
+
+    Their None is a command's default, and never typed.
     """
-    others = [each for each in get_args(hint) if each is not type(None)]
-    return (
-        others[0]
-        if len(others) == 1 and len(get_args(hint)) == 2 and others[0] in (int, float, str)
-        else None
-    )
+    types = [part for part in get_args(hint) if part is not type(None)]
+    if len(types) == 1 and len(get_args(hint)) == 2 and types[0] in _METAVARS:
+        return types[0]
+    return None
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    """The nearest name; failing that, fields of the right name in another section, of nearly that
-    name in any, or all of its section.
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Returns the end of an error about an unknown name: the names that may be meant.
+
+    They are the nearest one; failing that, fields of the right name in another section, or of
+    nearly that name in any. Without such fields it is all of the section.
     """
-
-    def last(name: str) -> str:
-        return name.lstrip("-").rpartition(".")[2]
-
     known = list(known)
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.9) or [
-        other for other in known if last(other) == last(name)
-    ]
-    if not found and (
-        leaf := difflib.get_close_matches(last(name), map(last, known), n=1, cutoff=0.75)
-    ):
-        found = [other for other in known if last(other) == leaf[0]]
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+    if not similar:
+        similar = [other for other in known if _leaf(other) == _leaf(name)]
+    if not similar:
+        leaves = difflib.get_close_matches(_leaf(name), map(_leaf, known), n=1, cutoff=0.75)
+        similar = [other for other in known if _leaf(other) in leaves]
+    if similar:
+        return did_you_mean(similar)
     section = name.rpartition(".")[0]
-    beside = [last(other) for other in known if section and other.rpartition(".")[0] == section]
-    return did_you_mean(found) or (
-        f"; {section} has {', '.join(beside)}" if beside else "; see --help"
-    )
+    siblings = [_leaf(other) for other in known if other.rpartition(".")[0] == section]
+    if section and siblings:
+        return f"; {section} has {', '.join(siblings)}"
+    return "; see --help"
+
+
+def _leaf(name: str) -> str:
+    """Returns the name of a field without its section."""
+    return name.lstrip("-").rpartition(".")[2]
 
 
 def print_help(
@@ -342,33 +388,35 @@ def print_help(
     spellings: Spellings | None = None,
     *,
     folded: bool = False,
-    of_config: bool = False,
+    is_config: bool = False,
 ) -> NoReturn:
-    """Prints every field of a dataclass with its docstring and its default, or its value in
-    `default`. Ends in SystemExit(0).
+    """Prints every field of a dataclass with its docstring and its default. Raises SystemExit(0).
 
-    folded: leave out the fields that are marked `expert` (see `mesh_lm.config.run.expert`).
-    of_config: the fields are those of a config, which keep their underscores.
+    Args:
+      default: an instance, whose values are shown instead of the defaults.
+      folded: leave out the fields that are marked `expert` (see `mesh_lm.config.run.expert`).
+      is_config: the fields are those of a config, which keep their underscores.
     """
     import tyro
 
-    if free := [name.removeprefix("--") for name in positional(cls)]:
+    positionals = [name.removeprefix("--") for name in positional(cls)]
+    if positionals:
         description += (
-            f"\n\n{' and '.join(map(str.upper, free))} may also be given by name: "
-            f"--{free[0]}=VALUE."
+            f"\n\n{' and '.join(map(str.upper, positionals))} may also be given by name: "
+            f"--{positionals[0]}=VALUE."
         )
-    more = {} if default is None else {"default": default}
+    defaults = {} if default is None else {"default": default}
     tyro.cli(
         cls,
         args=["--help"],
         prog=prog or None,
         description=description,
-        use_underscores=of_config,
+        use_underscores=is_config,
         # A flag pair such as --resume / --no-resume would be a second spelling, and subcommands a
         # second language.
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-        registry=_registry(spellings or {}, folded=folded, of_config=of_config),
-        **more,
+        registry=_registry(spellings or {}, folded=folded, is_config=is_config),
+        **defaults,
     )
     raise SystemExit(0)
 
@@ -377,34 +425,37 @@ Group = dict[str, tuple[Any, str]]
 """Subcommands: name -> (its dataclass, or a group of its own; what it does)."""
 
 
-def completion(shell: str, prog: str, commands: Group, spellings: Spellings) -> str:
-    """The script that completes `prog` in a shell: bash, zsh, tcsh or fish."""
+def completion_script(shell: str, prog: str, commands: Group, spellings: Spellings) -> str:
+    """Returns the script that completes `prog` in a shell: bash, zsh, tcsh or fish."""
     import tyro
 
-    def union(group: Group) -> Any:
-        members = []
-        for name, (cls, about) in group.items():
-            if isinstance(cls, dict):
-                cls = dataclasses.make_dataclass(name, [("subcommand", union(cls))])
-            members.append(Annotated[cls, tyro.conf.subcommand(name, description=about)])
-        return Union[tuple(members)]  # noqa: UP007  # of as many as there are
-
-    with contextlib.redirect_stdout(written := io.StringIO()), contextlib.suppress(SystemExit):
+    script = io.StringIO()
+    with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
         tyro.cli(
-            union(commands),
+            _subcommands(commands),
             args=["--tyro-print-completion", shell],
             prog=prog,
             use_underscores=True,
             config=(tyro.conf.FlagConversionOff, tyro.conf.OmitSubcommandPrefixes),
             registry=_registry(spellings),
         )
-    return written.getvalue()
+    return script.getvalue()
 
 
-def _registry(spellings: Spellings, *, folded: bool = False, of_config: bool = False) -> Any:
-    """How tyro reads and shows the types that it does not know, or spells in Python, and which
-    fields its help shows.
-    """
+def _subcommands(group: Group) -> Any:
+    """Returns the type that tyro reads as these subcommands."""
+    import tyro
+
+    members = []
+    for name, (cls, about) in group.items():
+        if isinstance(cls, dict):
+            cls = dataclasses.make_dataclass(name, [("subcommand", _subcommands(cls))])
+        members.append(Annotated[cls, tyro.conf.subcommand(name, description=about)])
+    return Union[tuple(members)]  # noqa: UP007  # of as many as there are
+
+
+def _registry(spellings: Spellings, *, folded: bool = False, is_config: bool = False) -> Any:
+    """Returns rules for tyro: how types are spelled, and which fields the help shows."""
     import tyro
     from tyro.constructors import (
         ConstructorRegistry,
@@ -414,15 +465,17 @@ def _registry(spellings: Spellings, *, folded: bool = False, of_config: bool = F
         StructTypeInfo,
     )
 
-    registry, busy = ConstructorRegistry(), set()
-    boolean = {bool: Spelling("{true,false}", _boolean, lambda value: str(value).lower())}
+    registry = ConstructorRegistry()
+    boolean = Spelling("{true,false}", _read_boolean, lambda value: str(value).lower())
+    known = {bool: boolean, **spellings}
+    entered: set[Any] = set()
 
     @registry.primitive_rule
     def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        spelling = {**boolean, **spellings}.get(info.type) if isinstance(info.type, type) else None
-        if spelling is None:
-            return None
         kind = info.type
+        if not isinstance(kind, type) or kind not in known:
+            return None
+        spelling = known[kind]
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar=spelling.form,
@@ -434,40 +487,42 @@ def _registry(spellings: Spellings, *, folded: bool = False, of_config: bool = F
     @registry.struct_rule
     def _(info: StructTypeInfo) -> StructConstructorSpec | None:
         """tyro's own rule, with marks on some of the fields."""
-        if not dataclasses.is_dataclass(info.type) or info.type in busy:
+        if not dataclasses.is_dataclass(info.type) or info.type in entered:
             return None
-        busy.add(info.type)
+        # This call asks all rules again, this one among them.
+        entered.add(info.type)
         try:
-            made = ConstructorRegistry.get_struct_spec(info)
+            spec = ConstructorRegistry.get_struct_spec(info)
         finally:
-            busy.discard(info.type)
-        if not isinstance(made, StructConstructorSpec):
-            return made  # pyright: ignore[reportReturnType]
-        expert = {
-            field.name
-            for field in dataclasses.fields(info.type)
-            if folded and field.metadata.get("expert")
-        }
-        free = getattr(info.type, "POSITIONAL", ())
+            entered.discard(info.type)
+        if not isinstance(spec, StructConstructorSpec):
+            return spec  # pyright: ignore[reportReturnType]
+
+        expert_names = set()
+        if folded:
+            for field in dataclasses.fields(info.type):
+                if field.metadata.get("expert"):
+                    expert_names.add(field.name)
+        positional_names = getattr(info.type, "POSITIONAL", ())
         fields = []
-        for field in made.fields:
-            if field.name in expert:
-                field = dataclasses.replace(field, type=Annotated[field.type, tyro.conf.Suppress])
-            elif field.name in free:
-                shown = tyro.conf.arg(metavar=field.name.upper())
-                field = dataclasses.replace(
-                    field, type=Annotated[field.type, tyro.conf.Positional, shown]
-                )
-            elif not of_config and (one := _optional(field.type)):
-                shown = tyro.conf.arg(metavar={str: "STR", int: "INT", float: "FLOAT"}[one])
-                field = dataclasses.replace(field, type=Annotated[field.type, shown])
+        for field in spec.fields:
+            optional_type = _optional_type(field.type)
+            marks: tuple[Any, ...] = ()
+            if field.name in expert_names:
+                marks = (tyro.conf.Suppress,)
+            elif field.name in positional_names:
+                marks = (tyro.conf.Positional, tyro.conf.arg(metavar=field.name.upper()))
+            elif optional_type and not is_config:
+                marks = (tyro.conf.arg(metavar=_METAVARS[optional_type]),)
+            if marks:
+                field = dataclasses.replace(field, type=Annotated[(field.type, *marks)])
             fields.append(field)
-        return dataclasses.replace(made, fields=tuple(fields))
+        return dataclasses.replace(spec, fields=tuple(fields))
 
     return registry
 
 
-def _boolean(word: str) -> bool:
+def _read_boolean(word: str) -> bool:
     if not is_boolean(word):
         raise ValueError(word)
     return word.lower() == "true"

@@ -9,7 +9,7 @@ something else here, the answer has the formula, with the numbers of the run.
 from __future__ import annotations
 
 from mesh_lm.commands import formulas
-from mesh_lm.commands.meanings import Asked, Meaning, explained, near_to, option, same
+from mesh_lm.commands.meanings import Context, Meaning, explained, option, same, similar
 from mesh_lm.commands.megatron_names import MEGATRON, MOE, TOKENIZER
 
 _EPOCHS = explained(
@@ -17,60 +17,51 @@ _EPOCHS = explained(
     "`data.max_epochs` is only a limit"
 )
 _SHOWS = explained("`mesh-lm plan` shows memory, communication and time without starting the run")
-_AMBIGUOUS = frozenset({
-    "lr_scheduler", "batch_size", "batch", "precision", "recompute", "activation_checkpointing",
-    "dataset", "dp", "data_parallel",
-    "tie_embeddings",
-})  # fmt: skip
-"""Names whose values are spelled differently, or that mean different things to different
-trainers."""
 OTHERS: dict[str, Meaning] = {
-    **{name: near_to(field) if name in _AMBIGUOUS else same(field) for name, field in {
-        "max_lr": "optimizer.learning_rate",
-        "wd": "optimizer.weight_decay",
-        "warmup": "optimizer.warmup_steps",
-        "warmup_iters": "optimizer.warmup_steps",
-        "num_warmup_steps": "optimizer.warmup_steps",
-        "grad_clip": "optimizer.clip_norm",
-        "max_grad_norm": "optimizer.clip_norm",
-        "lr_scheduler": "optimizer.schedule",
-        "batch_size": "train.global_batch",
-        "batch": "train.global_batch",
-        "grad_accum": "train.microbatches",
-        "gradient_accumulation_steps": "train.microbatches",
-        "max_steps": "train.steps",
-        "num_steps": "train.steps",
-        "train_steps": "train.steps",
-        "max_iters": "train.steps",
-        "iterations": "train.steps",
-        "n_layer": "model.n_layers",
-        "n_head": "model.n_heads",
-        "num_heads": "model.n_heads",
-        "num_key_value_heads": "model.n_kv_heads",
-        "n_embd": "model.d_model",
-        "intermediate_size": "model.d_ff",
-        "block_size": "model.seq_len",
-        "context_length": "model.seq_len",
-        "max_seq_len": "model.seq_len",
-        "sequence_length": "model.seq_len",
-        "precision": "model.dtype",
-        "recompute": "model.remat",
-        "activation_checkpointing": "model.remat",
-        "tie_embeddings": "model.tied",
-        "dataset": "data.path",
-        "pp": "mesh.pipeline",
-        "pipeline_parallel": "mesh.pipeline",
-        "dp": "mesh.data",
-        "data_parallel": "mesh.data",
-        "out_dir": "output",
-        "output_dir": "output",
-        "save_dir": "output",
-        "save_every": "checkpoint.every",
-        "finetune_from": "init_from",
-        "project": "wandb",
-        "cpus": "launch.cpu_devices",
-        "random_seed": "seed",
-    }.items()},
+    "max_lr": same("optimizer.learning_rate"),
+    "wd": same("optimizer.weight_decay"),
+    "warmup": same("optimizer.warmup_steps"),
+    "warmup_iters": same("optimizer.warmup_steps"),
+    "num_warmup_steps": same("optimizer.warmup_steps"),
+    "grad_clip": same("optimizer.clip_norm"),
+    "max_grad_norm": same("optimizer.clip_norm"),
+    "lr_scheduler": similar("optimizer.schedule"),
+    "batch_size": similar("train.global_batch"),
+    "batch": similar("train.global_batch"),
+    "grad_accum": same("train.microbatches"),
+    "gradient_accumulation_steps": same("train.microbatches"),
+    "max_steps": same("train.steps"),
+    "num_steps": same("train.steps"),
+    "train_steps": same("train.steps"),
+    "max_iters": same("train.steps"),
+    "iterations": same("train.steps"),
+    "n_layer": same("model.n_layers"),
+    "n_head": same("model.n_heads"),
+    "num_heads": same("model.n_heads"),
+    "num_key_value_heads": same("model.n_kv_heads"),
+    "n_embd": same("model.d_model"),
+    "intermediate_size": same("model.d_ff"),
+    "block_size": same("model.seq_len"),
+    "context_length": same("model.seq_len"),
+    "max_seq_len": same("model.seq_len"),
+    "sequence_length": same("model.seq_len"),
+    "precision": similar("model.dtype"),
+    "recompute": similar("model.remat"),
+    "activation_checkpointing": similar("model.remat"),
+    "tie_embeddings": similar("model.tied"),
+    "dataset": similar("data.path"),
+    "pp": same("mesh.pipeline"),
+    "pipeline_parallel": same("mesh.pipeline"),
+    "dp": similar("mesh.data"),
+    "data_parallel": similar("mesh.data"),
+    "out_dir": same("output"),
+    "output_dir": same("output"),
+    "save_dir": same("output"),
+    "save_every": same("checkpoint.every"),
+    "finetune_from": same("init_from"),
+    "project": same("wandb"),
+    "cpus": same("launch.cpu_devices"),
+    "random_seed": same("seed"),
     "microbatch": formulas.MICROBATCHES,
     "microbatch_size": formulas.MICROBATCHES,
     "per_device_train_batch_size": formulas.MICROBATCHES,
@@ -87,13 +78,15 @@ OTHERS: dict[str, Meaning] = {
     "expert_parallel": MOE,
     "dry_run": _SHOWS,
     "dryrun": _SHOWS,
-}  # fmt: skip
-"""A name of another trainer than Megatron-LM, with underscores -> the same."""
+}
+"""A name of another trainer than Megatron-LM, with underscores -> its meaning."""
 
 PREPROCESS: dict[str, Meaning] = {
     "output-prefix": option("output", ", without the `_text_document` that Megatron appends"),
     "json-keys": formulas.TEXT_FIELD,
-    "append-eod": explained("no option: the end-of-document token is always appended; leave it out"),
+    "append-eod": explained(
+        "no option: the end-of-document token is always appended; leave it out"
+    ),
     "tokenizer-model": option("tokenizer"),
     "tokenizer-type": explained("no option: the file that `--tokenizer` names says what it is"),
     "vocab-file": explained(f"`--tokenizer`: {TOKENIZER}"),
@@ -105,9 +98,8 @@ PREPROCESS: dict[str, Meaning] = {
     "keep-newlines": explained("no option: newlines are always kept; leave it out"),
     "lang": explained("no option: it is for splitting sentences; leave it out"),
     "log-interval": explained("no option: progress is always printed; leave it out"),
-}  # fmt: skip
-"""An option of Megatron-LM's preprocess_data.py that `mesh-lm prepare` lacks -> what it is
-there."""
+}
+"""An option of Megatron-LM's preprocess_data.py that `mesh-lm prepare` lacks -> its meaning."""
 
 _ONE_RENDEZVOUS = explained(
     "no option: `--rendezvous` alone says where the nodes meet; leave it out"
@@ -122,24 +114,29 @@ TORCHRUN: dict[str, Meaning] = {
     "rdzv-backend": _ONE_RENDEZVOUS,
     "rdzv-id": _ONE_RENDEZVOUS,
     "standalone": explained("no option: one node needs no rendezvous; leave it out"),
-    "max-restarts": Meaning("`--restarts`, which counts those in a row without a new checkpoint", "restarts", exact=False),
+    "max-restarts": Meaning(
+        "`--restarts`, which counts those in a row without a new checkpoint",
+        "restarts",
+        exact=False,
+    ),
     "log-dir": explained("no option: the run's own log is in the output directory; leave it out"),
-}  # fmt: skip
-"""An option of torchrun that `mesh-lm launch` lacks -> what it is there."""
+}
+"""An option of torchrun that `mesh-lm launch` lacks -> its meaning."""
 
 _MEANINGS = OTHERS | {name.replace("-", "_"): meaning for name, meaning in MEGATRON.items()}
 
-SEVERAL = frozenset(
+LIST_OPTIONS = frozenset(
     f"--{name}"
     for name, meaning in _MEANINGS.items()
     if meaning.field in ("data.blend", "data.valid_blend")
 )
-"""Options of theirs that take all words after them."""
+"""Options of other trainers that take all words after them."""
 
 
-def meaning_of(name: str) -> Meaning | None:
-    """Returns what a name stands for, with underscores or hyphens and in any case; None where
-    nobody is known to use it.
+def look_up(name: str) -> Meaning | None:
+    """Returns what a name of another trainer stands for; None if no trainer is known to use it.
+
+    It may have underscores or hyphens, and be in any case.
     """
     name = name.lower().replace("-", "_")
     if name not in _MEANINGS and name.startswith("moe_"):
@@ -147,21 +144,33 @@ def meaning_of(name: str) -> Meaning | None:
     return _MEANINGS.get(name)
 
 
-def in_run(name: str, text: str, asked: Asked) -> tuple[str, str]:
-    """Returns the field that a name stands for and its value. Raises ValueError where they are not
-    determined.
+def field_and_value(name: str, text: str, context: Context) -> tuple[str, str]:
+    """Returns the field that a name of another trainer stands for, and its value.
+
+    Raises ValueError if the command line does not determine them.
     """
-    meaning = meaning_of(name)
+    meaning = look_up(name)
     if meaning is None or not meaning.field or not meaning.exact:
         raise ValueError(name)
-    return meaning.field, meaning.convert(text, asked) if meaning.convert else text
+    if meaning.convert:
+        text = meaning.convert(text, context)
+    return meaning.field, text
 
 
 RULES = {
-    "dp": "ddp", "data": "ddp", "fsdp2": "fsdp", "hybrid": "hsdp", "hybrid_shard": "hsdp",
+    "dp": "ddp",
+    "data": "ddp",
+    "fsdp2": "fsdp",
+    "hybrid": "hsdp",
+    "hybrid_shard": "hsdp",
     "zero": "zero1",
-    "tp": "megatron", "tensor": "megatron", "tensor_parallel": "megatron",
-    "sp": "megatron_sp", "tp+sp": "megatron_sp", "tp_sp": "megatron_sp", "tp_2d": "megatron_2d",
+    "tp": "megatron",
+    "tensor": "megatron",
+    "tensor_parallel": "megatron",
+    "sp": "megatron_sp",
+    "tp+sp": "megatron_sp",
+    "tp_sp": "megatron_sp",
+    "tp_2d": "megatron_2d",
     "2d": "megatron_2d",
-}  # fmt: skip
+}
 """A name of rules -> the preset that does the same."""

@@ -1,5 +1,5 @@
-"""mesh-lm pipeline --stages=8 --microbatches=64 --chunks=4: the timeline, cost and memory of a
-pipeline schedule.
+"""mesh-lm pipeline --stages=8 --microbatches=64 --chunks=4: draws a pipeline schedule, and shows
+its cost and memory.
 """
 
 from __future__ import annotations
@@ -16,18 +16,10 @@ from rich.text import Text
 
 from mesh_lm.commands.options import command
 from mesh_lm.errors import ConfigError
-from mesh_lm.schedules import custom, gantt, trace
-from mesh_lm.schedules.cost import (
-    CLOCKS,
-    Clock,
-    Durations,
-    Timeline,
-    in_flight,
-    stash_bytes,
-    timeline,
-)
+from mesh_lm.schedules import cost, custom, gantt, trace
+from mesh_lm.schedules.cost import CLOCKS, Clock, Durations, Timeline, in_flight, stash_bytes
 from mesh_lm.schedules.schedule import NAMES, Schedule, make_schedule
-from mesh_lm.schedules.table import compile_table
+from mesh_lm.schedules.table import Table, compile_table
 
 DESCRIPTION = (
     "Draws a pipeline schedule, reports its bubble and its activation memory, and compares it with "
@@ -77,25 +69,30 @@ class Arguments:
     csv: str = ""
     """Write the schedule to this file, which you can edit and pass as --schedule."""
 
-    def found(self) -> Schedule:
-        """The schedule asked for. Raises ConfigError."""
+    def make_schedule(self) -> Schedule:
+        """Returns the schedule that these options describe. Raises ConfigError."""
         if Path(self.schedule).suffix in custom.SUFFIXES:
             return custom.find_schedule(self.schedule, self.stages, self.microbatches, self.chunks)
         stages = self.stages or 4
-        return make_schedule(
-            self.schedule, stages, self.microbatches or 4 * stages, self.chunks or 1
+        microbatches = self.microbatches or 4 * stages
+        return make_schedule(self.schedule, stages, microbatches, self.chunks or 1)
+
+    def timeline(self, schedule: Schedule, clock: Clock | None = None) -> Timeline:
+        """Returns a schedule's timeline with the durations of these options."""
+        durations = Durations(self.forward, self.backward, self.weight_share, self.embed, self.head)
+        return cost.timeline(
+            schedule, durations, clock or self.clock, drop_last_forward=self.drop_last_forward
         )
 
-    def timed(self, one: Schedule, clock: Clock | None = None) -> Timeline:
-        """The schedule's timeline with the durations of these options."""
-        durations = Durations(self.forward, self.backward, self.weight_share, self.embed, self.head)
-        return timeline(
-            one, durations, clock or self.clock, drop_last_forward=self.drop_last_forward
-        )
+    def table(self, schedule: Schedule) -> Table | None:
+        """Returns a schedule's table; None if its backward pass is split: the engine has no W."""
+        if "W" in schedule.kinds:
+            return None
+        return compile_table(schedule, drop_last_forward=self.drop_last_forward)
 
 
 def parse(argv: Sequence[str], prog: str = "") -> Arguments:
-    """The options of `mesh-lm pipeline`. Raises ConfigError."""
+    """Returns the options of `mesh-lm pipeline`. Raises ConfigError."""
     return command(Arguments, argv, DESCRIPTION, prog)
 
 
@@ -105,102 +102,100 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
 
 
 def run(options: Arguments, console: Console | None = None) -> int:
-    """Draws, writes the files asked for and returns 0. Raises ConfigError."""
+    """Draws the schedule, writes its files and returns 0. Raises ConfigError."""
     console = console or Console()
-    chosen = options.found()
-    others = [chosen, *(other for other in _comparable(chosen) if other != chosen)]
-    drawn = [options.timed(one) for one in (others if options.compare else [chosen])]
-    for one in drawn:
-        _show(console, one, options)
-    if len(others) > 1:
-        console.print(_comparison(others, options))
+    schedule = options.make_schedule()
+    schedules = [schedule]
+    schedules += [other for other in _comparable(schedule) if other != schedule]
+    timelines = [options.timeline(s) for s in (schedules if options.compare else schedules[:1])]
+    for timeline in timelines:
+        _show(console, timeline, options)
+    if len(schedules) > 1:
+        console.print(_comparison(schedules, options))
     if options.png:
-        gantt.draw(drawn, options.png)
+        gantt.draw(timelines, options.png)
     if options.trace:
-        trace.write(drawn, options.trace, seconds=1e-3)
+        trace.write(timelines, options.trace, seconds=1e-3)
     if options.csv:
-        custom.write_csv(chosen, options.csv)
+        custom.write_csv(schedule, options.csv)
     for file in filter(None, (options.png, options.trace, options.csv)):
         console.print(f"wrote {file}", style="dim", markup=False, highlight=False)
     return 0
 
 
-def _comparable(chosen: Schedule) -> list[Schedule]:
-    """All named schedules of the same sizes, with one chunk and with as many as `chosen` has; none
-    for evaluation.
+def _comparable(schedule: Schedule) -> list[Schedule]:
+    """Returns all named schedules of the same sizes; none for evaluation.
+
+    They have one chunk, and as many as `schedule` has.
     """
-    if "B" not in chosen.kinds:
+    if "B" not in schedule.kinds:
         return []
-    able = [
-        (name, chunks)
-        for name in _COMPARED
-        for chunks in dict.fromkeys((1, chosen.chunks))
-        if chunks == 1 or NAMES[name].chunked
-    ]
-    found = []
-    for name, chunks in able:
-        # a custom schedule may have sizes that a named one cannot have
-        with contextlib.suppress(ConfigError):
-            found.append(make_schedule(name, chosen.stages, chosen.microbatches, chunks))
-    return found
+    others = []
+    for name in _COMPARED:
+        for chunks in dict.fromkeys((1, schedule.chunks)):
+            if chunks > 1 and not NAMES[name].chunked:
+                continue
+            # A custom schedule may have sizes that a named one cannot have.
+            with contextlib.suppress(ConfigError):
+                others.append(make_schedule(name, schedule.stages, schedule.microbatches, chunks))
+    return others
 
 
-def _show(console: Console, one: Timeline, options: Arguments) -> None:
-    made = one.schedule
-    about = NAMES[made.name].about if made.name in NAMES else options.schedule
-    console.print(
-        Text(gantt.title(made), style="bold").append(
-            f": {made.stages} stages, {made.microbatches} microbatches; {about}", "not bold"
-        )
-    )
+def _show(console: Console, timeline: Timeline, options: Arguments) -> None:
+    """Prints a schedule's chart, and the facts about it."""
+    schedule = timeline.schedule
+    about = NAMES[schedule.name].about if schedule.name in NAMES else options.schedule
+    sizes = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
+    title = Text(gantt.title(schedule), style="bold")
+    console.print(title.append(f": {sizes}; {about}", "not bold"))
     console.print()
-    for line in gantt.lines(one, console.width, colour=console.color_system is not None):
+    for line in gantt.lines(timeline, console.width, colour=console.color_system is not None):
         console.print(line, no_wrap=True, crop=True)
     console.print()
-    busy = one.busy
-    work = (
-        f"{max(busy):.4g} on the busiest stage, {min(busy):.4g} on the idlest"
-        if max(busy) - min(busy) > 1e-9
-        else f"{max(busy):.4g}"
-    )
-    bubbles = "   ".join(f"{clock} {options.timed(made, clock).bubble:.2%}" for clock in CLOCKS)
-    facts = {
-        "bubble": (
-            f"{bubbles}   ((P-1)/(V M) = {(made.stages - 1) / made.chunks / made.microbatches:.2%})"
-        )
-    }
-    facts["time"] = f"{one.span:.4g} ({one.clock}), of which work {work}; {made.n_ticks} ticks"
-    if "B" in made.kinds:
-        facts["in flight"] = (
-            f"{' '.join(map(str, in_flight(made)))}   (at most, on each stage; in inputs of a "
-            "virtual stage)"
-        )
-    facts["slots"] = _slots(made, options)
-    for name, fact in facts.items():
+    for name, fact in _facts(timeline, options).items():
         console.print(f"{name.ljust(10)} {fact}", highlight=False, markup=False)
     console.print()
 
 
-def _slots(made: Schedule, options: Arguments) -> str:
-    if "W" in made.kinds:
+def _facts(timeline: Timeline, options: Arguments) -> dict[str, str]:
+    schedule = timeline.schedule
+    bubbles = [f"{clock} {options.timeline(schedule, clock).bubble:.2%}" for clock in CLOCKS]
+    # The bubble of 1F1B (arXiv 2104.04473).
+    ideal = (schedule.stages - 1) / schedule.chunks / schedule.microbatches
+    most = max(timeline.busy)
+    least = min(timeline.busy)
+    work = f"{most:.4g}"
+    if most - least > 1e-9:
+        work = f"{most:.4g} on the busiest stage, {least:.4g} on the idlest"
+    facts = {
+        "bubble": f"{'   '.join(bubbles)}   ((P-1)/(V M) = {ideal:.2%})",
+        "time": (
+            f"{timeline.span:.4g} ({timeline.clock}), of which work {work}; {schedule.n_ticks} "
+            "ticks"
+        ),
+    }
+    if "B" in schedule.kinds:
+        passes = " ".join(map(str, in_flight(schedule)))
+        facts["in flight"] = f"{passes}   (at most, on each stage; in inputs of a virtual stage)"
+    facts["slots"] = _slots(schedule, options)
+    return facts
+
+
+def _slots(schedule: Schedule, options: Arguments) -> str:
+    table = options.table(schedule)
+    if table is None:
         return "for study: the engine runs no schedule that splits the backward pass"
-    slots = compile_table(made, drop_last_forward=options.drop_last_forward)
-    size = (
-        f": {stash_bytes(slots, round(options.input_mib * 2**20)) / 2**20:,.0f} MiB"
-        if options.input_mib
-        else ""
-    )
-    residuals = (
-        f"; {slots.n_residuals} for residuals, where they are stashed"
-        if slots.n_residuals and not options.drop_last_forward
-        else ""
-    )
-    return (
-        f"{slots.n_inputs} for inputs, {slots.n_grads} for gradients on each stage{size}{residuals}"
-    )
+    text = f"{table.n_inputs} for inputs, {table.n_grads} for gradients on each stage"
+    if options.input_mib:
+        mib = stash_bytes(table, round(options.input_mib * 2**20)) / 2**20
+        text += f": {mib:,.0f} MiB"
+    if table.n_residuals and not options.drop_last_forward:
+        text += f"; {table.n_residuals} for residuals, where they are stashed"
+    return text
 
 
-def _comparison(others: list[Schedule], options: Arguments) -> Rows:
+def _comparison(schedules: Sequence[Schedule], options: Arguments) -> Rows:
+    """Returns a table of the costs of schedules; the first one is bold."""
     rows = Rows(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", header_style="bold")
     rows.add_column("schedule")
     for name in (
@@ -214,20 +209,19 @@ def _comparison(others: list[Schedule], options: Arguments) -> Rows:
         "slots",
     ):
         rows.add_column(name, justify="right", no_wrap=True)
-    lines = [{clock: options.timed(other, clock) for clock in CLOCKS} for other in others]
-    best = min(line[options.clock].span for line in lines)
-    for other, line in zip(others, lines, strict=True):
-        time = line[options.clock].span
-        slots = (
-            compile_table(other, drop_last_forward=options.drop_last_forward)
-            if "W" not in other.kinds
-            else None
-        )
+    timelines = [{clock: options.timeline(s, clock) for clock in CLOCKS} for s in schedules]
+    shortest = min(by_clock[options.clock].span for by_clock in timelines)
+    for schedule, by_clock in zip(schedules, timelines, strict=True):
+        span = by_clock[options.clock].span
+        table = options.table(schedule)
         rows.add_row(
-            other.name, str(other.chunks), str(other.n_ticks),
-            *(f"{line[clock].bubble:.2%}" for clock in CLOCKS),
-            f"{time:.4g} {time / best - 1:+.1%}", str(max(in_flight(other))),
-            f"{slots.n_inputs} + {slots.n_grads}" if slots else "-",
-            style="bold" if other is others[0] else "",
-        )  # fmt: skip
+            schedule.name,
+            str(schedule.chunks),
+            str(schedule.n_ticks),
+            *(f"{by_clock[clock].bubble:.2%}" for clock in CLOCKS),
+            f"{span:.4g} {span / shortest - 1:+.1%}",
+            str(max(in_flight(schedule))),
+            f"{table.n_inputs} + {table.n_grads}" if table else "-",
+            style="bold" if schedule is schedules[0] else "",
+        )
     return rows

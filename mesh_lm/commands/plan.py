@@ -1,7 +1,6 @@
-"""`mesh-lm plan FILE`: what a run would do on GPUs that you do not have. Nothing is trained, and no
-data is read.
+"""`mesh-lm plan FILE`: what a run would do on GPUs that you do not have.
 
-`python train.py --config=FILE --plan` is the same.
+Nothing is trained, and no data is read. `python train.py --config=FILE --plan` is the same.
 """
 
 from __future__ import annotations
@@ -37,28 +36,30 @@ from sharding_rules.lab.summary import alike, amount, flop, headline, ratios, wh
 from sharding_rules.lab.text import screen
 from sharding_rules.lab.why import why
 
+GIB = 2**30
+_LISTED = 5
+"""The most arrays, and the most fixes, that a refusal lists."""
+Fact = tuple[str, str]
+"""A line of the report: its label and its text."""
+
 
 def show(plan: Plan, config: TrainConfig) -> int:
-    """Compiles the config's step and reports it. The status: 0, or 1 where it does not fit into the
-    memory of the target.
+    """Compiles the config's step and reports it. Returns the status 0.
 
-    Raises ConfigError for a config that cannot run, and where the compiler is missing or fails.
+    Raises ConfigError for a config that cannot run or does not fit into the memory of the target,
+    and if the compiler is missing or fails.
     """
-    # XLA would take a GPU that is here, and its memory, to compile for those that are not
+    # XLA would take a GPU that is here, and its memory, to compile for those that are not.
     jax.config.update("jax_platforms", "cpu")
     n_devices = devices_for(config, plan.devices)
-    flags = flags_of(config, plan.target) if plan.flags == "auto" else plan.flags
+    flags = _flag_set(plan, config)
 
-    def compiled(changed: TrainConfig) -> Report:
+    def compile_changed(changed: TrainConfig) -> Report:
         try:
             return compile_config(changed, plan.target, n_devices, options(flags))
-        except (
-            ShardingRuleError
-        ) as error:  # rules that lack a row for an axis of the user's own model
+        except ShardingRuleError as error:
+            # Rules that lack a row for an axis of the user's own model.
             raise LabError(str(error)) from error
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     try:
         if plan.plan != SCREEN:
@@ -66,99 +67,104 @@ def show(plan: Plan, config: TrainConfig) -> int:
         against = _against(plan, n_devices) if plan.against else None
         program = Program.of(config, plan.target, n_devices)
         if plan.plan != SCREEN:
-            say(f"compiling {Path(config.output).name} for {n_devices:,} x {plan.target}")
-        report, outer = program.compile(options(flags)), program.compile_outer(options(flags))
-        if plan.plan != SCREEN or not report.fits:  # before a search, which may be interrupted
-            say(f"{report.name} on {n_devices:,} x {plan.target}: {headline(report)}")
+            _log(f"compiling {Path(config.output).name} for {n_devices:,} x {plan.target}")
+        report = program.compile(options(flags))
+        outer_report = program.compile_outer(options(flags))
+        # Before the search for fixes, which may be interrupted.
+        if plan.plan != SCREEN or not report.fits:
+            _log(f"{report.name} on {n_devices:,} x {plan.target}: {headline(report)}")
         findings = lint(report, config.rules, program.layout.axes)
-        fixes = (
-            () if report.fits else rank(report, candidates(config, n_devices, compiled), say=say)
-        )
-        facts = (
+        fixes: Sequence[Fix] = ()
+        if not report.fits:
+            fixes = rank(report, candidates(config, n_devices, compile_changed), say=_log)
+        facts = [
             *_facts(config, report),
             *state_bytes.report_facts(program.declared),
             *stages.report_facts(program.config, program.layout, report),
-            *islands.report_facts(config, report, outer),
-        )
+            *islands.report_facts(config, report, outer_report),
+        ]
         if plan.max_microbatch:
-            facts += largest_microbatch(config, n_devices, compiled, say=say)
-        compared = why(report, against) if against else ""
+            facts += largest_microbatch(config, n_devices, compile_changed, say=_log)
+        comparison = why(report, against) if against else ""
     except LabError as error:
         raise ConfigError(str(error)) from error
     state = {name: part.nbytes for name, part in program.declared.items()}
     _write(plan, report, findings, fixes, facts, state)
-    if compared:
-        print(compared)
+    if comparison:
+        print(comparison)
     if not report.fits:
         raise ConfigError(refusal(report, fixes))
     return 0
 
 
-def _against(plan: Plan, n_devices: int) -> Report:
-    """Returns the report to compare with: a saved one, or that of another config on the same
-    devices.
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
-    Raises LabError and ConfigError where there is none. A config of another size of mesh takes as
-    many devices as its own mesh has.
+
+def _flag_set(plan: Plan, config: TrainConfig) -> str:
+    return flags_of(config, plan.target) if plan.flags == "auto" else plan.flags
+
+
+def _against(plan: Plan, n_devices: int) -> Report:
+    """Returns the report to compare with: a saved one, or that of another config.
+
+    The config is compiled for the same devices. One with another size of mesh takes as many devices
+    as its own mesh has.
+
+    Raises LabError and ConfigError if there is no such report or config.
     """
     path = Path(plan.against).expanduser()
     if path.suffix == ".json" and path.name != "config.json":
         return load(plan.against)
     config = command_line.parse([f"--config={plan.against}"])
-    flags = flags_of(config, plan.target) if plan.flags == "auto" else plan.flags
-    devices = devices_for(
-        config, plan.devices or (n_devices if -1 in config.mesh.sizes().values() else 0)
-    )
-    report = compile_config(config, plan.target, devices, options(flags))
+    devices = plan.devices
+    if not devices and -1 in config.mesh.sizes().values():
+        devices = n_devices
+    flags = options(_flag_set(plan, config))
+    report = compile_config(config, plan.target, devices_for(config, devices), flags)
     return dataclasses.replace(report, name=Path(plan.against).stem)
 
 
 def refusal(report: Report, fixes: Sequence[Fix]) -> str:
-    """Why a run cannot go on this target: what is in the way, and what would help, best first."""
-    gib = 2**30
+    """Returns why a run does not fit on this target: the largest arrays, and the best fixes."""
     lines = [
-        (
-            f"{report.name} needs {report.peak_bytes / gib:.1f} GiB on each device, and "
-            f"{report.target} has {report.hbm / gib:.1f}"
-        )
+        f"{report.name} needs {report.peak_bytes / GIB:.1f} GiB on each device, and "
+        f"{report.target} has {report.hbm / GIB:.1f}"
     ]
-    for n, b in alike(report.memory.buffers)[:5]:
-        arrays = f"{n} x {b.shape}" if n > 1 else b.shape
+    for n, buffer in alike(report.memory.buffers)[:_LISTED]:
+        arrays = f"{n} x {buffer.shape}" if n > 1 else buffer.shape
         lines.append(
-            f"  - in the way: {n * b.bytes / gib:.2f} GiB of {b.kind}: {arrays}, {whose(b)}"
+            f"  - in the way: {n * buffer.bytes / GIB:.2f} GiB of {buffer.kind}: {arrays}, "
+            f"{whose(buffer)}"
         )
-    lines += [f"  - {fix}" for fix in fixes[:5]]
+    lines += [f"  - {fix}" for fix in fixes[:_LISTED]]
     return "\n".join(lines)
 
 
-def _facts(config: TrainConfig, report: Report) -> tuple[tuple[str, str], ...]:
-    model, train = config.model, config.train
-    facts = [
-        ("rules", config.rules.name),
+def _facts(config: TrainConfig, report: Report) -> list[Fact]:
+    model = config.model
+    facts: list[Fact] = []
+    n_params = getattr(model, "n_params", None)
+    if n_params:
+        facts.append(("parameters", amount(n_params())))
+    facts.append(("rules", config.rules.name))
+    n_microbatches = config.train.microbatches
+    facts.append(
         (
             "batch",
-            (
-                f"{train.global_batch} sequences of {model.seq_len}, {train.microbatches} "
-                f"microbatch{'es' * (train.microbatches > 1)}"
-            ),
-        ),
-    ]
-    if sums := reduced(report, config.rules):
-        facts.append(("gradients", f"summed in {sums} (rules.reduction={config.rules.reduction})"))
-    if n_params := getattr(model, "n_params", None):
-        facts.insert(0, ("parameters", amount(n_params())))
-    if report.model_flops:
-        compiled = sum(report.flops.values())
-        facts.append(
-            (
-                "matmuls",
-                (
-                    f"{flop(compiled)} per device and step, {compiled / report.model_flops:.2f} x "
-                    "the model's"
-                ),
-            )
+            f"{config.train.global_batch} sequences of {model.seq_len}, {n_microbatches} "
+            f"microbatch{'es' if n_microbatches > 1 else ''}",
         )
-    return (*facts, *attention.report_facts(config, report, report.target))
+    )
+    sums = reduced(report, config.rules)
+    if sums:
+        facts.append(("gradients", f"summed in {sums} (rules.reduction={config.rules.reduction})"))
+    if report.model_flops:
+        compiled_flops = sum(report.flops.values())
+        ratio = compiled_flops / report.model_flops
+        text = f"{flop(compiled_flops)} per device and step, {ratio:.2f} x the model's"
+        facts.append(("matmuls", text))
+    return [*facts, *attention.report_facts(config, report, report.target)]
 
 
 def _write(
@@ -166,9 +172,10 @@ def _write(
     report: Report,
     findings: Sequence[Finding],
     fixes: Sequence[Fix],
-    facts: Sequence[tuple[str, str]],
+    facts: Sequence[Fact],
     state: Mapping[str, int],
 ) -> None:
+    """Prints the report, or writes it to the plan's file."""
     if plan.plan == SCREEN:
         Console().print(screen(report, findings, fixes, facts))
         return
@@ -179,7 +186,7 @@ def _write(
         text = json.dumps(
             {
                 "report": json.loads(report.to_json()),
-                "findings": [dataclasses.asdict(one) for one in findings],
+                "findings": [dataclasses.asdict(finding) for finding in findings],
                 "fixes": [_plain(fix) for fix in fixes],
                 "facts": dict(facts),
                 "state": state,
@@ -195,17 +202,21 @@ def _write(
 
 def _plain(fix: Fix) -> dict[str, Any]:
     return {
-        "kind": fix.kind, "text": fix.text, "saves": fix.saves, "cost": fix.cost, "fits": fix.fits,
+        "kind": fix.kind,
+        "text": fix.text,
+        "saves": fix.saves,
+        "cost": fix.cost,
+        "fits": fix.fits,
         "peak_bytes": fix.report.peak_bytes,
-    }  # fmt: skip
+    }
 
 
 def under_rules(argv: list[str], rules: Rules, target: str, devices: int) -> Report:
-    """For `python -m sharding_rules diff`: the config that train.py's words mean, under these
-    rules. Raises as `compile_config`.
+    """Returns the report of a run with other rules, for `python -m sharding_rules diff`.
+
+    argv: the words of train.py. Raises as `compile_config`.
     """
     config = dataclasses.replace(command_line.parse(argv), rules=rules)
-    report = compile_config(
-        config, target, devices_for(config, devices), options(flags_of(config, target))
-    )
+    n_devices = devices_for(config, devices)
+    report = compile_config(config, target, n_devices, options(flags_of(config, target)))
     return dataclasses.replace(report, name=f"{report.name} under {rules.name}")

@@ -1,5 +1,6 @@
-"""What `mesh-lm plan FILE`, and `python train.py --config=FILE --plan`, are asked for. Flax and the
-lab are imported when they run.
+"""The options of `mesh-lm plan FILE`, and of `python train.py --config=FILE --plan`.
+
+Flax and the lab are imported when the commands run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from sharding_rules.lab.flags import FLAG_SETS
 from sharding_rules.lab.targets import TARGETS
 
 SCREEN = "screen"
-_REPORT, _OUTPUT = "--plan", "--output"
+_REPORT = "--plan"
+_OUTPUT = "--output"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +44,11 @@ class Plan:
     (launch.xla_flags)."""
 
     def __post_init__(self) -> None:
-        for name, known in (("target", TARGETS), ("flags", ("auto", *FLAG_SETS))):
-            if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"--{name}={value}: expected one of {', '.join(known)}")
+        flag_sets = ("auto", *FLAG_SETS)
+        if self.target not in TARGETS:
+            raise ConfigError(f"--target={self.target}: expected one of {', '.join(TARGETS)}")
+        if self.flags not in flag_sets:
+            raise ConfigError(f"--flags={self.flags}: expected one of {', '.join(flag_sets)}")
         if self.devices < 0:
             raise ConfigError(f"--devices={self.devices} must be at least 1")
         if self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):
@@ -55,45 +59,47 @@ class Plan:
 
 
 def parse(argv: Sequence[str], prog: str) -> tuple[Plan, TrainConfig]:
-    """What `mesh-lm plan` is asked for. --output=FILE names the report; the run's own directory is
-    --config.output. Raises ConfigError.
+    """Returns the plan and the run on the command line of `mesh-lm plan`. Raises ConfigError.
+
+    --output=FILE names the report; the run's own directory is --config.output.
     """
-    argv = [
-        _REPORT + word.removeprefix(_OUTPUT) if word.partition("=")[0] == _OUTPUT else word
-        for word in argv
-    ]
-    planned, config = parse_either(argv, prog, Plan(SCREEN))
-    return planned or Plan(SCREEN), config
+    words = []
+    for word in argv:
+        if word.partition("=")[0] == _OUTPUT:
+            word = _REPORT + word.removeprefix(_OUTPUT)
+        words.append(word)
+    plan, config = parse_either(words, prog, Plan(SCREEN))
+    return plan or Plan(SCREEN), config
 
 
 def parse_either(
     argv: Sequence[str], prog: str = "train.py", default: Plan | None = None
 ) -> tuple[Plan | None, TrainConfig]:
-    """The plan that a command line asks for, `default` without --plan, and the run. Raises
-    ConfigError for the mistakes in it.
+    """Returns the plan on a command line, `default` without --plan, and the run.
+
+    Raises ConfigError for the mistakes in it.
     """
-    if HELP & {f"--{word.lstrip('-')}" for word in argv} and (
-        default or any(word.partition("=")[0] == _REPORT for word in argv)
-    ):
+    is_plan = default or any(word.partition("=")[0] == _REPORT for word in argv)
+    if is_plan and HELP & {f"--{word.lstrip('-')}" for word in argv}:
         print_help(
             Plan,
-            (
-                "What a run would do on GPUs, without them. FILE and its options are those of "
-                "`mesh-lm train --help`."
-            ),
+            "What a run would do on GPUs, without them. FILE and its options are those of "
+            "`mesh-lm train --help`.",
             prog,
         )
-    config, given = command_line.parse_with(Plan, argv, prog=prog, alone={_REPORT: SCREEN})
-    if given and "plan" not in given and not default:
-        name, value = next(iter(given.items()))
+    config, changes = command_line.parse_with(Plan, argv, prog=prog, alone={_REPORT: SCREEN})
+    if not changes:
+        return default, config
+    if "plan" not in changes and not default:
+        name, value = next(iter(changes.items()))
         word = f"--{name}={value}"
         raise ConfigError(f"{word} goes with --plan: python train.py --config=FILE --plan {word}")
-    return (dataclasses.replace(default or Plan(SCREEN), **given) if given else default), config
+    return dataclasses.replace(default or Plan(SCREEN), **changes), config
 
 
-def run(asked: tuple[Plan, TrainConfig]) -> int:
-    """As `mesh_lm.commands.plan.show`."""
-    # here, so that a mistake in the arguments is answered first
+def run(arguments: tuple[Plan, TrainConfig]) -> int:
+    """Returns the status of `mesh_lm.commands.plan.show`."""
+    # Imported here, so that a mistake in the arguments is answered first.
     from mesh_lm.commands.plan import show
 
-    return show(*asked)
+    return show(*arguments)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
-from mesh_lm.commands.meanings import of_command
+from mesh_lm.commands.meanings import foreign_options
 from mesh_lm.commands.options import command
 from mesh_lm.commands.other_names import PREPROCESS
 from mesh_lm.data import formats, lost_bytes
@@ -19,8 +19,6 @@ DESCRIPTION = (
     "Tokenizes text into Megatron's .bin/.idx files: one sequence per document, followed by the "
     "end-of-document token. If it is killed, the same command continues from there."
 )
-
-
 SEAL = (
     "Writes PREFIX.digests for .bin/.idx files of any origin, with which every run verifies what "
     "it reads of them. Where there is one already, it compares all of the files with it."
@@ -29,7 +27,7 @@ SEAL = (
 
 @dataclasses.dataclass(frozen=True)
 class Seal:
-    """What to seal."""
+    """The files to seal."""
 
     POSITIONAL: ClassVar[tuple[str, ...]] = ("prefixes",)
 
@@ -64,10 +62,10 @@ class Prepare:
 
 
 def parse(argv: Sequence[str], prog: str = "") -> Prepare | Seal:
-    """The options of `mesh-lm prepare`, or of `mesh-lm prepare seal`. Raises ConfigError."""
+    """Returns the options of `mesh-lm prepare [seal]`. Raises ConfigError."""
     if argv[:1] == ["seal"]:
         return command(Seal, argv[1:], SEAL, f"{prog} seal")
-    return command(Prepare, argv, DESCRIPTION, prog, of_command(PREPROCESS))
+    return command(Prepare, argv, DESCRIPTION, prog, foreign_options(PREPROCESS))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,16 +82,18 @@ def run(options: Prepare | Seal) -> int:
     try:
         with formats.field_option("--text-field"):
             prepare(
-                options.input, options.output, options.tokenizer, workers=options.workers,
+                options.input,
+                options.output,
+                options.tokenizer,
+                workers=options.workers,
                 text_field=options.text_field,
-                skip_bad_lines=options.skip_bad_lines, max_lost_bytes=options.max_lost_bytes,
-            )  # fmt: skip
+                skip_bad_lines=options.skip_bad_lines,
+                max_lost_bytes=options.max_lost_bytes,
+            )
     except KeyboardInterrupt:
         print(
-            (
-                f"\nstopped; {options.output}.parts keeps what is done, and the same command "
-                "continues from there"
-            ),
+            f"\nstopped; {options.output}.parts keeps what is done, and the same command continues "
+            "from there",
             file=sys.stderr,
         )
         return EXIT_INTERRUPTED

@@ -1,6 +1,4 @@
-"""The help of `mesh-lm train`: each field that runs commonly change, as it is set, with the first
-sentence about it.
-"""
+"""The help of `mesh-lm train`: the fields that runs commonly change, with a sentence on each."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ from mesh_lm.commands.options import Spellings
 
 
 def print_fields(config: Any, usage: str, description: str, spellings: Spellings) -> None:
-    """Prints the fields of a run's config by section, with their values. Fields that are marked
-    `expert` are left out.
+    """Prints the fields of a run's config by section, with their values.
+
+    Fields that are marked `expert` are left out.
     """
     console = Console(highlight=False)
     console.print(Text(f"usage: {usage}\n\n{description}"))
@@ -31,35 +30,30 @@ def print_fields(config: Any, usage: str, description: str, spellings: Spellings
 
 
 def _rows(section: Any, prefix: str, spellings: Spellings) -> Iterator[tuple[str, str]]:
-    """Yields --section.field=value and what it is; the fields of a section after those that belong
-    to none.
-    """
-    hints, about = get_type_hints(type(section)), field_docs(type(section))
+    """Yields --section.field=value and its description, those of nested sections last."""
+    types = get_type_hints(type(section))
+    docs = field_docs(type(section))
     sections = []
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value) and type(value) not in spellings:
             sections.append((f"{prefix}{field.name}.", value))
         elif field.init and not field.metadata.get("expert"):
-            yield (
-                f"--{prefix}{field.name}={_shown(value, spellings)}",
-                first_sentence(about.get(field.name, "")) + _choices(hints[field.name]),
-            )
-    for name, each in sections:
+            about = first_sentence(docs.get(field.name, ""))
+            if get_origin(types[field.name]) is Literal:
+                about += f" [{', '.join(map(str, get_args(types[field.name])))}]"
+            yield f"--{prefix}{field.name}={_format(value, spellings)}", about
+    for section_prefix, value in sections:
         yield "", ""
-        yield from _rows(each, name, spellings)
+        yield from _rows(value, section_prefix, spellings)
 
 
-def _shown(value: Any, spellings: Spellings) -> str:
+def _format(value: Any, spellings: Spellings) -> str:
     """Returns a value as it is written on the command line."""
     if type(value) in spellings:
         return spellings[type(value)].show(value)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return ",".join(_shown(each, spellings) for each in value)
+        return ",".join(_format(element, spellings) for element in value)
     return str(getattr(value, "__name__", value))
-
-
-def _choices(hint: Any) -> str:
-    return f" [{', '.join(map(str, get_args(hint)))}]" if get_origin(hint) is Literal else ""

@@ -1,5 +1,6 @@
-"""`mesh-lm train FILE`, or `python train.py --config=FILE`: trains what a config describes. With
---plan it only shows what would happen.
+"""`mesh-lm train FILE`, or `python train.py --config=FILE`: trains the run of a config.
+
+With --plan it only shows what would happen.
 """
 
 from __future__ import annotations
@@ -13,26 +14,25 @@ from mesh_lm.training.ready import require_ready
 
 
 def parse(argv: Sequence[str], prog: str = "train.py") -> tuple[Plan | None, TrainConfig]:
-    """The plan that the words ask for, None without --plan, and the run. Raises ConfigError."""
+    """Returns the plan on the command line, None without --plan, and the run."""
     return parse_either(argv, prog)
 
 
-def run(asked: tuple[Plan | None, TrainConfig]) -> int:
-    """The status: 0, 99 where SIGTERM ended the run, 130 where Ctrl-C did, and of a plan as `show`
-    has it.
+def run(arguments: tuple[Plan | None, TrainConfig]) -> int:
+    """Returns the status: 0, 99 if SIGTERM ended the run, 130 if Ctrl-C did; of a plan, see `show`.
 
-    Raises ConfigError for what cannot run.
+    Raises ConfigError for a config that cannot run.
     """
-    planned, config = asked
-    if planned:
-        # here, so that a mistake in the arguments is answered before Flax is imported
+    plan, config = arguments
+    if plan:
+        # Imported here, so that a mistake in the arguments is answered before Flax is imported.
         from mesh_lm.commands.plan import show
 
-        return show(planned, config)
+        return show(plan, config)
     try:
         require_ready(config)
     except ConfigError:
-        # it names what else is wrong, for which it must import Flax
+        # This names the other mistakes, too, for which it must import Flax.
         require_ready(config, thorough=True)
         raise
     from mesh_lm.training import loop
@@ -41,5 +41,5 @@ def run(asked: tuple[Plan | None, TrainConfig]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """As `run`, for the words of a command line."""
+    """Runs the words of a command line. Returns the status of `run`."""
     return run(parse(argv))

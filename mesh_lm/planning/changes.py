@@ -1,14 +1,16 @@
-"""Changes of a config that may make it fit. They follow from its fields; none is written for a
-particular model.
+"""Changes of a config that may make it fit.
+
+They follow from the config's fields; none is written for a particular model.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, get_args
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
@@ -19,174 +21,196 @@ from sharding_rules.lab.fixes import Candidate
 from sharding_rules.lab.targets import NODE
 from sharding_rules.rules import Kind
 
+_POLICIES = ("none", "save_names", "save_attention", "full")
+"""Rematerialisation, from the one that recomputes the least."""
+_REPLICA_RULES = ("zero1", "zero2", "distributed", "hsdp", "fsdp")
+_TENSOR_RULES = ("megatron", "megatron_sp", "megatron_2d")
+_LEAST_LOSS_CHUNK = 128
+
+
+class Change(NamedTuple):
+    """A change of a config."""
+
+    kind: str
+    fields: dict[str, Any]
+    """section.field -> its new value; of `rules` the name."""
+
 
 def candidates(
     config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report]
 ) -> Iterator[Candidate]:
-    """Every change that passes `check`, and every pair of changes of different kinds, as what to
-    type and how to compile it.
+    """Yields every change that passes `check`, and every pair of changes of different kinds.
+
+    A candidate has the options to type, and how to compile it, by `compiled`.
     """
-    config = check(config, n_devices)
-    seen = [_effect(config)]
-    held = _held(config)
-
-    def candidate(*changes: Change) -> Candidate | None:
-        fields = {name: value for _, each in changes for name, value in each.items()}
-        if len(fields) < sum(len(each) for _, each in changes):
-            return None  # both change the same field
-        try:
-            changed = check(_replace(config, fields), n_devices)
-        except (ConfigError, ShardingRuleError):
-            return None
-        effect = _effect(changed)
-        if effect in seen:
-            return None
-        seen.append(effect)
-        kinds = [kind for kind, _ in changes]
-        parts = tuple(_words(each) for _, each in changes) if len(changes) > 1 else ()
-        return Candidate(
-            "+".join(kinds), _words(fields), lambda: compiled(changed),
-            scale=_held(changed) / held, parts=parts, first=set(kinds) <= {"remat", "microbatch"},
-        )  # fmt: skip
-
-    singles = []
+    search = _Search(check(config, n_devices), n_devices, compiled)
+    config = search.config
+    changes = []
     for change in itertools.chain(
         _remat(config), _microbatches(config), _rules(config), _meshes(config), _loss(config)
     ):
-        if one := candidate(change):
-            singles.append(change)
-            yield one
-    for first, second in itertools.combinations(singles, 2):
-        if (
-            first[0] != second[0]
-            and not {first[0], second[0]} <= {"remat", "offload"}
-            and (one := candidate(first, second))
-        ):
-            yield one
+        candidate = search.candidate(change)
+        if candidate is not None:
+            changes.append(change)
+            yield candidate
+    for first, second in itertools.combinations(changes, 2):
+        kinds = {first.kind, second.kind}
+        if len(kinds) == 1 or kinds == {"remat", "offload"}:
+            continue
+        candidate = search.candidate(first, second)
+        if candidate is not None:
+            yield candidate
 
 
-def _held(config: TrainConfig) -> float:
-    """Sequences that a device has at once."""
-    ways = math.prod(config.mesh.sizes()[a] for a in axes_of(config.rules.activations["batch"]))
-    return config.train.global_batch / config.train.microbatches / ways
+class _Search:
+    """The candidates for one config, without those that are the same program."""
+
+    def __init__(
+        self, config: TrainConfig, n_devices: int, compiled: Callable[[TrainConfig], Report]
+    ) -> None:
+        self.config = config
+        self._n_devices = n_devices
+        self._compiled = compiled
+        self._effects = [_effect(config)]
+
+    def candidate(self, *changes: Change) -> Candidate | None:
+        """Returns the config with these changes; None if it cannot run, or is not new."""
+        fields: dict[str, Any] = {}
+        for change in changes:
+            if fields.keys() & change.fields.keys():
+                return None
+            fields |= change.fields
+        try:
+            changed = check(_replace(self.config, fields), self._n_devices)
+        except (ConfigError, ShardingRuleError):
+            return None
+        effect = _effect(changed)
+        if effect in self._effects:
+            return None
+        self._effects.append(effect)
+        kinds = [change.kind for change in changes]
+        return Candidate(
+            "+".join(kinds),
+            _command_line(fields),
+            functools.partial(self._compiled, changed),
+            scale=_sequences_per_device(changed) / _sequences_per_device(self.config),
+            parts=(
+                tuple(_command_line(change.fields) for change in changes)
+                if len(changes) > 1
+                else ()
+            ),
+            first=set(kinds) <= {"remat", "microbatch"},
+        )
 
 
-def _words(fields: dict[str, Any]) -> str:
+def _sequences_per_device(config: TrainConfig) -> float:
+    """Returns the number of sequences that a device has at once."""
+    sizes = config.mesh.sizes()
+    n_shards = math.prod(sizes[axis] for axis in axes_of(config.rules.activations["batch"]))
+    return config.train.global_batch / config.train.microbatches / n_shards
+
+
+def _command_line(fields: Mapping[str, Any]) -> str:
     return " ".join(f"--config.{name}={value}" for name, value in fields.items())
 
 
 def _effect(config: TrainConfig) -> tuple[TrainConfig, Any]:
-    """Returns a key that differs for different programs. Rules count only as far as they shard over
-    axes that this mesh has.
+    """Returns a key that differs for different programs.
+
+    Rules count only as far as they shard over axes that this mesh has.
     """
-    size = config.mesh.sizes()
-    columns = {kind: config.rules.column(kind) for kind in get_args(Kind)}
-    sharded = {
-        k: {row: [a for a in axes_of(entry) if size.get(a, 1) > 1] for row, entry in col.items()}
-        for k, col in columns.items()
-    }
+    sizes = config.mesh.sizes()
+    sharded = {}
+    for kind in get_args(Kind):
+        for row, entry in config.rules.column(kind).items():
+            axes = [axis for axis in axes_of(entry) if sizes.get(axis, 1) > 1]
+            sharded[kind, row] = axes
     return dataclasses.replace(config, rules=PRESETS["ddp"]), (sharded, config.rules.reduction)
-
-
-Change = tuple[str, dict[str, Any]]
-"""A kind, and the fields that change."""
 
 
 def _remat(config: TrainConfig) -> Iterator[Change]:
     """Rematerialise more, beginning with the cheapest; or offload to the host."""
-    policies = ("none", "save_names", "save_attention", "full")
-    now = getattr(config.model, "remat", None)
-    if any(segment.remat != now for segment in config.model.stack().segments):
+    policy = getattr(config.model, "remat", None)
+    if any(segment.remat != policy for segment in config.model.stack().segments):
         return  # model.remat does not apply to a segment with its own policy
-    if now in policies:
-        for policy in policies[policies.index(now) + 1 :]:
-            yield "remat", {"model.remat": policy}
-        if now != "full":
-            yield "offload", {"model.remat": "offload"}
+    if policy not in _POLICIES:
+        return
+    for stronger in _POLICIES[_POLICIES.index(policy) + 1 :]:
+        yield Change("remat", {"model.remat": stronger})
+    if policy != "full":
+        yield Change("offload", {"model.remat": "offload"})
 
 
 def _microbatches(config: TrainConfig) -> Iterator[Change]:
-    """Fewer sequences at once: each number that divides those of now, down to one on each
-    device.
-    """
-    each = int(_held(config))
-    for b in (b for b in range(each - 1, 0, -1) if each % b == 0):
-        yield "microbatch", {"train.microbatches": config.train.microbatches * each // b}
+    """Fewer sequences at once: each divisor of their number, down to one on each device."""
+    n_sequences = int(_sequences_per_device(config))
+    for n in range(n_sequences - 1, 0, -1):
+        if n_sequences % n == 0:
+            microbatches = config.train.microbatches * n_sequences // n
+            yield Change("microbatch", {"train.microbatches": microbatches})
 
 
 def _rules(config: TrainConfig) -> Iterator[Change]:
     """Other presets that use each axis of the same mesh."""
-    used = {axis for axis, size in config.mesh.sizes().items() if size > 1}
-    names = [
-        *PRESETS,
-        *(
-            f"{a}+{b}"
-            for a in ("zero1", "zero2", "distributed", "hsdp", "fsdp")
-            for b in ("megatron", "megatron_sp", "megatron_2d")
-        ),
-    ]
+    mesh_axes = {axis for axis, size in config.mesh.sizes().items() if size > 1}
+    names = list(PRESETS)
+    names += [f"{a}+{b}" for a, b in itertools.product(_REPLICA_RULES, _TENSOR_RULES)]
     for name in names:
-        if name != config.rules.name and used <= preset(name).mesh_axes():
-            yield "rule", {"rules": _with_reduction(config, name)}
+        if name != config.rules.name and mesh_axes <= preset(name).mesh_axes():
+            yield Change("rule", {"rules": _with_reduction(config, name)})
 
 
 def _with_reduction(config: TrainConfig, name: str) -> str:
-    """Returns the name of these rules, extended by the config's own `reduction`, for the command
-    line.
-    """
-    words = [word for word, reduction in REDUCTIONS.items() if reduction == config.rules.reduction]
-    return "+".join(dict.fromkeys([*name.split("+"), *words]))
+    """Returns the name of rules with the config's own `reduction`, for the command line."""
+    reductions = [
+        word for word, reduction in REDUCTIONS.items() if reduction == config.rules.reduction
+    ]
+    return "+".join(dict.fromkeys([*name.split("+"), *reductions]))
 
 
 def _meshes(config: TrainConfig) -> Iterator[Change]:
-    """Weights sharded over part of the replicas (HSDP), and more tensor parallelism inside a
-    node.
-    """
-    mesh = config.mesh.sizes()
-    tensor = (
-        "megatron_2d"
-        if mesh.get("tensor_y", 1) > 1
-        else "megatron_sp"
-        if mesh["tensor"] > 1
-        else ""
-    )
+    """Weights sharded over part of the replicas (HSDP); more tensor parallelism inside a node."""
+    sizes = config.mesh.sizes()
+    tensor_y = sizes.get("tensor_y", 1)
+    rules = "hsdp"
+    if tensor_y > 1:
+        rules = "hsdp+megatron_2d"
+    elif sizes["tensor"] > 1:
+        rules = "hsdp+megatron_sp"
     for factor in (2, 8):
-        if mesh["data"] % factor == 0:
-            rules = "+".join(filter(None, ["hsdp", tensor]))
-            yield (
-                "mesh",
-                {
-                    "rules": _with_reduction(config, rules),
-                    "mesh.data": mesh["data"] // factor,
-                    "mesh.fsdp": mesh["fsdp"] * factor,
-                },
-            )
+        if sizes["data"] % factor == 0:
+            fields = {
+                "rules": _with_reduction(config, rules),
+                "mesh.data": sizes["data"] // factor,
+                "mesh.fsdp": sizes["fsdp"] * factor,
+            }
+            yield Change("mesh", fields)
+
+    if sizes["tensor"] * tensor_y * 2 > NODE:
+        return
     for axis in ("data", "fsdp"):
-        if mesh["tensor"] * mesh.get("tensor_y", 1) * 2 <= NODE and mesh[axis] % 2 == 0:
-            rules = (
-                {}
-                if "megatron" in config.rules.name
-                else {"rules": _with_reduction(config, f"{config.rules.name}+megatron_sp")}
-            )
-            yield (
-                "mesh",
-                {**rules, f"mesh.{axis}": mesh[axis] // 2, "mesh.tensor": mesh["tensor"] * 2},
-            )
+        if sizes[axis] % 2 == 0:
+            fields = {}
+            if "megatron" not in config.rules.name:
+                fields["rules"] = _with_reduction(config, f"{config.rules.name}+megatron_sp")
+            fields[f"mesh.{axis}"] = sizes[axis] // 2
+            fields["mesh.tensor"] = sizes["tensor"] * 2
+            yield Change("mesh", fields)
 
 
 def _loss(config: TrainConfig) -> Iterator[Change]:
     """Smaller chunks of logits in the loss."""
-    if chunk := getattr(config.model, "loss_chunk", 0):
-        yield "loss", {"model.loss_chunk": max(128, chunk // 4)}
+    chunk = getattr(config.model, "loss_chunk", 0)
+    if chunk:
+        yield Change("loss", {"model.loss_chunk": max(_LEAST_LOSS_CHUNK, chunk // 4)})
 
 
-def _replace(config: TrainConfig, fields: dict[str, Any]) -> TrainConfig:
+def _replace(config: TrainConfig, fields: Mapping[str, Any]) -> TrainConfig:
     for name, value in fields.items():
-        section, _, field = name.rpartition(".")
         if name == "rules":
             config = dataclasses.replace(config, rules=preset(value))
-        else:
-            config = dataclasses.replace(
-                config, **{section: dataclasses.replace(getattr(config, section), **{field: value})}
-            )
+            continue
+        section_name, _, field = name.rpartition(".")
+        section = dataclasses.replace(getattr(config, section_name), **{field: value})
+        config = dataclasses.replace(config, **{section_name: section})
     return config

@@ -12,6 +12,10 @@ from mesh_lm.training.check import check
 from sharding_rules import axes_of
 from sharding_rules.lab import Report
 
+GIB = 2**30
+_STRAIGHT_ATTEMPTS = 8
+"""After more, the memory is far from linear in the sequences, and halving is faster."""
+
 
 def largest_microbatch(
     config: TrainConfig,
@@ -21,75 +25,100 @@ def largest_microbatch(
     say: Callable[[str], None],
     most: int = 4096,
 ) -> tuple[tuple[str, str], ...]:
-    """Returns how many sequences a microbatch can have on each device, as facts for the report: b
-    fits, and b + 1 does not.
+    """Returns facts for the report: b sequences of a microbatch fit on each device, b + 1 do not.
 
     Each attempt is compiled, with the config's number of microbatches; without a pipeline with at
     most two, because more need no further memory except for their tokens.
+
+    Args:
+      compiled: compiles a config.
+      say: reports an attempt.
+      most: the largest microbatch that is tried.
     """
     config = check(config, n_devices)
-    mesh = config.mesh.sizes()
-    ways = math.prod(mesh[a] for a in axes_of(config.rules.activations["batch"]))
-    count = config.train.microbatches if mesh["pipeline"] > 1 else min(2, config.train.microbatches)
-    peaks: dict[int, int] = {}
-    hbm = 0
+    sizes = config.mesh.sizes()
+    n_shards = math.prod(sizes[axis] for axis in axes_of(config.rules.activations["batch"]))
+    n_microbatches = config.train.microbatches
+    if sizes["pipeline"] == 1:
+        n_microbatches = min(2, n_microbatches)
+    attempts = _Attempts()
 
     def fits(b: int) -> bool:
-        nonlocal hbm
-        train = dataclasses.replace(config.train, global_batch=b * ways * count, microbatches=count)
+        train = dataclasses.replace(
+            config.train, global_batch=b * n_shards * n_microbatches, microbatches=n_microbatches
+        )
         report = compiled(dataclasses.replace(config, train=train))
-        peaks[b], hbm = report.peak_bytes, report.hbm
+        attempts.peak_bytes[b] = report.peak_bytes
+        attempts.hbm = report.hbm
         say(
-            f"{b} sequences in a microbatch: {report.peak_bytes / 2**30:.2f} GiB of "
-            f"{report.hbm / 2**30:.2f}"
+            f"{b} sequences in a microbatch: {report.peak_bytes / GIB:.2f} GiB of "
+            f"{report.hbm / GIB:.2f}"
         )
         return report.fits
 
-    def gib(b: int) -> str:
-        return f"{peaks[b] / 2**30:.2f} of {hbm / 2**30:.2f} GiB"
-
+    label = "largest microbatch"
     if not fits(1):
-        return (("largest microbatch", f"none: one sequence on each device needs {gib(1)}"),)
-    low, high = 1, most + 1
+        return ((label, f"none: one sequence on each device needs {attempts.text(1)}"),)
+    low = 1
+    high = most + 1
     while high - low > 1:
-        b = _guess(peaks, hbm, low, high)
-        low, high = (b, high) if fits(b) else (low, b)
+        b = attempts.guess(low, high)
+        if fits(b):
+            low = b
+        else:
+            high = b
     if high > most:
-        return (("largest microbatch", f"at least {low} sequences on each device ({gib(low)})"),)
-    result = f"{low} sequences on each device ({gib(low)}); {high} do not fit ({gib(high)})"
-    each = config.train.global_batch // ways
-    best = next(
-        (b for b in range(low, 0, -1) if each % b == 0 and _can_run(config, each // b, n_devices)),
-        None,
+        return ((label, f"at least {low} sequences on each device ({attempts.text(low)})"),)
+    result = (
+        f"{low} sequences on each device ({attempts.text(low)}); {high} do not fit "
+        f"({attempts.text(high)})"
     )
-    if best is None:
-        return (("largest microbatch", result),)
-    advice = f"--config.train.microbatches={each // best}: {best} sequences at once"
-    return (("largest microbatch", result), ("for this batch", advice))
+
+    # The largest microbatch of these that divides the config's batch.
+    n_sequences = config.train.global_batch // n_shards
+    for b in range(low, 0, -1):
+        if n_sequences % b == 0 and _can_run(config, n_sequences // b, n_devices):
+            advice = f"--config.train.microbatches={n_sequences // b}: {b} sequences at once"
+            return ((label, result), ("for this batch", advice))
+    return ((label, result),)
+
+
+@dataclasses.dataclass
+class _Attempts:
+    """The microbatches that were compiled."""
+
+    hbm: int = 0
+    """Bytes of the device's memory."""
+    peak_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Sequences of a microbatch -> bytes at the peak."""
+
+    def text(self, b: int) -> str:
+        """Returns the memory that b sequences need."""
+        return f"{self.peak_bytes[b] / GIB:.2f} of {self.hbm / GIB:.2f} GiB"
+
+    def guess(self, low: int, high: int) -> int:
+        """Returns the next size to try, inside (low, high).
+
+        It is where a line through two measured peaks reaches the memory's size: those of low and
+        high, or of the largest two that fit if high has not been measured.
+        """
+        if len(self.peak_bytes) == 1:
+            return low + 1
+        if len(self.peak_bytes) > _STRAIGHT_ATTEMPTS:
+            b = (low + high) // 2
+        else:
+            x0, x1 = (low, high) if high in self.peak_bytes else sorted(self.peak_bytes)[-2:]
+            slope = (self.peak_bytes[x1] - self.peak_bytes[x0]) / (x1 - x0)
+            b = high
+            if slope > 0:
+                b = low + int((self.hbm - self.peak_bytes[low]) / slope)
+        return min(max(low + 1, b), high - 1)
 
 
 def _can_run(config: TrainConfig, microbatches: int, n_devices: int) -> bool:
+    train = dataclasses.replace(config.train, microbatches=microbatches)
     try:
-        check(
-            dataclasses.replace(
-                config, train=dataclasses.replace(config.train, microbatches=microbatches)
-            ),
-            n_devices,
-        )
+        check(dataclasses.replace(config, train=train), n_devices)
     except ConfigError:
         return False
     return True
-
-
-def _guess(peaks: dict[int, int], hbm: int, low: int, high: int) -> int:
-    """Returns where a line through two measured peaks reaches the memory's size, inside (low,
-    high). The two are low and high, or the largest two that fit if high has not been measured.
-    """
-    if len(peaks) == 1:
-        return low + 1
-    a, b = (low, high) if high in peaks else sorted(peaks)[-2:]
-    slope = (peaks[b] - peaks[a]) / (b - a)
-    guess = low + int((hbm - peaks[low]) / slope) if slope > 0 else high
-    if len(peaks) > 8:  # far from straight
-        guess = (low + high) // 2
-    return min(max(low + 1, guess), high - 1)

@@ -1,6 +1,4 @@
-"""A config's training step, the same that `train.py` runs, as a program for GPUs that this machine
-does not have.
-"""
+"""A config's training step, as `train.py` runs it, as a program for GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -35,12 +33,15 @@ from sharding_rules.lab.targets import NODE, TARGETS, require_whole_nodes
 
 
 def devices_for(config: TrainConfig, devices: int | None) -> int:
-    """Returns the number of devices to plan for: `devices`, else the mesh's size; if one of its
-    axes is -1, the fewest full nodes.
+    """Returns the number of devices to plan for: `devices`, else the size of the mesh.
+
+    If an axis of the mesh is -1, that is the fewest full nodes that hold the other axes.
     """
+    if devices:
+        return devices
     sizes = config.mesh.sizes().values()
-    fixed = math.prod(size for size in sizes if size != -1)
-    return devices or (math.lcm(fixed, NODE) if -1 in sizes else fixed)
+    n_fixed = math.prod(size for size in sizes if size != -1)
+    return math.lcm(n_fixed, NODE) if -1 in sizes else n_fixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +55,13 @@ class Program:
 
     @classmethod
     def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
-        """Raises ConfigError if the config cannot run on n_devices, and LabError if the compiler
-        for the target is missing.
+        """Returns the program of a config.
+
+        Raises ConfigError if the config cannot run on n_devices, and LabError if the compiler for
+        the target is missing.
         """
+        # First, because a config that fits a part of a node is no help.
         if target in TARGETS:
-            # first: what fits a part of a node is no help
             require_whole_nodes(TARGETS[target], n_devices)
         config = check(config, n_devices)
         try:
@@ -66,9 +69,8 @@ class Program:
         except CompilerMissing as error:
             raise LabError(f"{error.what}; {INSTALL}") from error
         config = with_compilable_attention(config, target)
-        return cls(
-            config, mesh, ModelLayout.of(config.model, Shard(config.rules, mesh), config.pipeline)
-        )
+        layout = ModelLayout.of(config.model, Shard(config.rules, mesh), config.pipeline)
+        return cls(config, mesh, layout)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -77,21 +79,20 @@ class Program:
 
     @cached_property
     def declared(self) -> dict[str, StatePart]:
-        """The parts of the training state. Raises ShardingRuleError and ConfigError as
-        `mesh_lm.state.parts` does.
-        """
+        """The parts of the training state. Raises as `mesh_lm.state.parts`."""
         return parts(self.layout, self.optimizer)
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of the model on one device in a step: forward and backward of its tokens, nothing
-        computed twice; 0 where unknown.
+        """FLOPs of the model on one device in a step, 0 if they are unknown.
+
+        They are those of forward and backward of its tokens, nothing computed twice.
         """
         return self.config.model.flops_per_token() * self._tokens
 
     @property
     def attention_flops(self) -> float:
-        """Those of them that are attention's."""
+        """The part of `model_flops` that is attention's."""
         return self.config.model.attention_flops_per_token() * self._tokens
 
     @property
@@ -100,44 +101,57 @@ class Program:
         return self.config.train.global_batch * self.config.model.seq_len / self.mesh.size
 
     def compile(self, options: Mapping[str, Any] | None = None) -> Report:
-        """Compiles the step with these XLA options, and returns the lab's report. Raises LabError
-        if the compiler fails.
+        """Compiles the step with these XLA options, and returns the lab's report.
+
+        Raises LabError if the compiler fails.
         """
         step, arguments = self._step()
         return self._report(
-            step, arguments, options, slots=self._slots, model_flops=self.model_flops,
+            step,
+            arguments,
+            options,
+            slots=self._slots,
+            model_flops=self.model_flops,
             attention_flops=self.attention_flops,
             segments={segment.name: segment.n_layers for segment in self.layout.segments},
-        )  # fmt: skip
+        )
 
     def compile_outer(self, options: Mapping[str, Any] | None = None) -> Report | None:
-        """The same of the outer step, which a run makes every optimizer.outer_steps steps; None
-        without one.
+        """Compiles the outer step, which a run makes every optimizer.outer_steps steps.
+
+        Returns None if the run has none. Raises LabError if the compiler fails.
         """
         if not self.config.optimizer.outer_steps:
             return None
-        layout, optimizer = self.layout, self.optimizer
-        return self._report(
-            outer_step(layout, optimizer), (abstract_state(layout, optimizer),), options
-        )
+        step = outer_step(self.layout, self.optimizer)
+        return self._report(step, (abstract_state(self.layout, self.optimizer),), options)
 
     def _report(
         self,
         program: Callable[..., Any],
         arguments: tuple[Any, ...],
         options: Mapping[str, Any] | None,
-        **more: Any,
+        **facts: Any,
     ) -> Report:
-        config = self.config
+        cache = None
+        if self.config.launch.compile_cache:
+            cache = os.path.join(os.path.expanduser(self.config.launch.compile_cache), "reports")
         return compile_report(
-            program, *arguments, mesh=self.mesh, name=Path(config.output).name, options=options,
-            kind_of=state_bytes.kind_of(self.declared), vocabulary=VOCABULARY,
-            cache=os.path.join(os.path.expanduser(config.launch.compile_cache), "reports") if config.launch.compile_cache else None, **more,
-        )  # fmt: skip
+            program,
+            *arguments,
+            mesh=self.mesh,
+            name=Path(self.config.output).name,
+            options=options,
+            kind_of=state_bytes.kind_of(self.declared),
+            vocabulary=VOCABULARY,
+            cache=cache,
+            **facts,
+        )
 
     def module(self, options: Mapping[str, Any] | None = None) -> Module:
-        """Compiles the step, and returns the program itself, for the queries of
-        `sharding_rules.lab.structure`. Raises as `compile`.
+        """Compiles the step, and returns the program for queries (`sharding_rules.lab.structure`).
+
+        Raises LabError if the compiler fails.
         """
         step, arguments = self._step()
         return compile_module(step, *arguments, mesh=self.mesh, options=options, slots=self._slots)
@@ -147,34 +161,31 @@ class Program:
         return stages.pipeline_slots(self.layout, self.config.train.microbatches)
 
     def _step(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The training step, and the shapes of its arguments."""
-        config, layout, optimizer = self.config, self.layout, self.optimizer
-        step = train_step(layout, optimizer, config.seed, config.health.outlier)
-        return step, (
-            abstract_state(layout, optimizer),
-            abstract_batch(config, batch_sharding(layout)),
-        )
+        """Returns the training step, and the shapes of its arguments."""
+        config = self.config
+        optimizer = self.optimizer
+        step = train_step(self.layout, optimizer, config.seed, config.health.outlier)
+        state = abstract_state(self.layout, optimizer)
+        return step, (state, abstract_batch(config, batch_sharding(self.layout)))
 
 
 def compile_config(
     config: TrainConfig, target: str, n_devices: int, options: Mapping[str, Any] | None = None
 ) -> Report:
-    """Compiles one training step of this config, and returns the lab's report. Raises as Program
-    does.
+    """Compiles one training step of this config, and returns the lab's report.
+
+    Raises as `Program.of` and `Program.compile`.
     """
     return Program.of(config, target, n_devices).compile(options)
 
 
 def flags_of(config: TrainConfig, target: str) -> str:
     """Returns the name of the set of XLA flags that a run of this config uses on such a GPU."""
-    match config.launch.xla_flags:
-        case "auto" if target not in TARGETS:
-            raise LabError(f"no target {target!r}; expected one of {', '.join(TARGETS)}")
-        case "auto":
-            return auto(
-                TARGETS[target].capability, config.mesh.pipeline != 1, config.pipeline.pair_layers
-            )
-        case "none":
-            return "default"
-        case name:
-            return name
+    if config.launch.xla_flags == "none":
+        return "default"
+    if config.launch.xla_flags != "auto":
+        return config.launch.xla_flags
+    if target not in TARGETS:
+        raise LabError(f"no target {target!r}; expected one of {', '.join(TARGETS)}")
+    has_pipeline = config.mesh.pipeline != 1
+    return auto(TARGETS[target].capability, has_pipeline, config.pipeline.pair_layers)

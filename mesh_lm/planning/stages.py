@@ -1,6 +1,4 @@
-"""The pipeline of a plan: when its slots run, and what its schedule and its division of the layers
-cost.
-"""
+"""The pipeline of a plan: the ticks of its slots, and the cost of its schedule and stages."""
 
 from __future__ import annotations
 
@@ -15,125 +13,131 @@ from mesh_lm.schedules.cost import Durations, in_flight, timeline
 from sharding_rules.lab import Report
 from sharding_rules.lab.report import Slot
 
+GIB = 2**30
+Fact = tuple[str, str]
+"""A line of the report: its label and its text."""
+_LISTED_VALUES = 8
+"""The most values that are listed; of more, the smallest and the largest."""
+
 
 def pipeline_slots(layout: ModelLayout, microbatches: int) -> tuple[Slot, ...]:
-    """Returns when the conditionals in the engine's tick run, by named scope
-    (`mesh_lm.parallel.tick`); empty without a pipeline.
+    """Returns the ticks in which the conditionals of the engine's tick run, by named scope.
+
+    The scopes are those of `mesh_lm.parallel.tick`. Empty without a pipeline.
     """
     if layout.n_stages == 1:
         return ()
     table = training_table(layout, microbatches)
-    stage, forward, backward = (
-        np.arange(table.stages),
-        table.columns["forward_chunk"],
-        table.columns["backward_chunk"],
-    )
+    stage = np.arange(table.stages)
+    forward_chunk = table.columns["forward_chunk"]
+    backward_chunk = table.columns["backward_chunk"]
+    is_first = stage == 0
+    is_last = stage == table.stages - 1
     active = {
-        "forward_slot/embed": (stage == 0) & (forward == 0),
-        "backward_slot/embed": (stage == 0) & (backward == 0),
-        "backward_slot/loss": (stage == table.stages - 1) & (backward == table.chunks - 1),
+        "forward_slot/embed": is_first & (forward_chunk == 0),
+        "backward_slot/embed": is_first & (backward_chunk == 0),
+        "backward_slot/loss": is_last & (backward_chunk == table.chunks - 1),
     }
-    return tuple(Slot.of(scope, runs) for scope, runs in active.items())
+    return tuple(Slot.of(scope, ticks) for scope, ticks in active.items())
 
 
-def report_facts(
-    config: TrainConfig, layout: ModelLayout, report: Report
-) -> tuple[tuple[str, str], ...]:
+def report_facts(config: TrainConfig, layout: ModelLayout, report: Report) -> tuple[Fact, ...]:
     """Returns lines for the report: the schedule's bubble and passes in flight, FLOPs by stage,
     bytes of padding and of FSDP's gathers.
     """
-    pipeline, stages, stack = config.pipeline, layout.n_stages, config.model.stack()
-    if stages == 1:
+    if layout.n_stages == 1:
         return ()
-    schedule = training_schedule(pipeline, stages, config.train.microbatches)
-    again = pipeline.stash == "input"
+    flops = np.array(report.stage_flops, np.float64)
+    shares = _format_values(flops / flops.mean(), ".3f")
+    by_stage = f"matmuls {shares} x the mean; {_layers(layout)} layers"
+    return (
+        *_schedule_facts(config, layout.n_stages),
+        ("by stage", by_stage),
+        *_padding_facts(layout),
+        *_fsdp_facts(config, report),
+    )
+
+
+def _schedule_facts(config: TrainConfig, stages: int) -> list[Fact]:
+    pipeline = config.pipeline
+    microbatches = config.train.microbatches
+    schedule = training_schedule(pipeline, stages, microbatches)
+
     # In units of a stage's forward pass. The head's duration follows from its share of the model's
     # FLOPs (forward and backward).
-    in_layers = sum(segment.n_layers * segment.cost for segment in stack.segments)
-    head = stages * stack.head / in_layers
-    repeated = (
-        sum(
-            segment.n_layers * segment.cost for segment in stack.segments if segment.remat == "full"
-        )
-        / in_layers
+    stack = config.model.stack()
+    layers_cost = sum(segment.n_layers * segment.cost for segment in stack.segments)
+    repeated_cost = sum(
+        segment.n_layers * segment.cost for segment in stack.segments if segment.remat == "full"
     )
-    durations = Durations(forward=1.0, backward=2.0 + again + repeated, head=head)
-    times = timeline(schedule, durations, drop_last_forward=again)
+    recomputes = pipeline.stash == "input"
+    durations = Durations(
+        forward=1.0,
+        backward=2.0 + recomputes + repeated_cost / layers_cost,
+        head=stages * stack.head / layers_cost,
+    )
+    times = timeline(schedule, durations, drop_last_forward=recomputes)
     idle = 1 - sum(times.busy) / (times.span * stages)
-    what = f"{pipeline.schedule}, {stages} stages" + f" x {pipeline.chunks} chunks" * (
-        pipeline.chunks > 1
-    )
-    flops = np.array(report.stage_flops, np.float64)
-    lines = [
+    chunks = f" x {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
+    return [
         (
             "pipeline",
-            (
-                f"{what}, {config.train.microbatches} microbatches: bubble {times.bubble:.1%}, "
-                f"stages idle {idle:.1%} of the time"
-            ),
+            f"{pipeline.schedule}, {stages} stages{chunks}, {microbatches} microbatches: bubble "
+            f"{times.bubble:.1%}, stages idle {idle:.1%} of the time",
         ),
         ("in flight", f"at most {max(in_flight(schedule))} passes on a stage, by the schedule"),
-        (
-            "by stage",
-            f"matmuls {_numbers(flops / flops.mean(), '.3f')} x the mean; {_layers(layout)} layers",
-        ),
     ]
-    rows, layers, wasted = 0, 0, 0.0
-    for name, stack in layout.stacks.items():
-        shapes = [
-            s for n, s in layout.shapes.items() if n in layout.stacked and segment_of(n) == name
-        ]
-        wasted += stack.wasted_bytes(sum(math.prod(s.shape[1:]) * s.dtype.itemsize for s in shapes))
-        rows, layers = rows + stack.padded_rows, layers + stack.n_layers
-    if rows != layers:
-        lines.append(
-            (
-                "padding",
-                (
-                    f"{rows - layers} of {rows} rows of the stacked weights: {wasted / 2**30:.2f} "
-                    "GiB in all"
-                ),
-            )
-        )
-    if gathered := sum(
-        one.times * one.wire
-        for one in report.collectives
-        if "fsdp" in one.axes and one.times >= config.train.microbatches
-    ):
-        fix = "zero1 or zero2 would send none of it, where the replicas divide a dimension"
-        lines.append(
-            (
-                "FSDP in stages",
-                (
-                    f"gathers and scatters weights in every slot: {gathered / 2**30:.1f} GiB sent "
-                    f"a step; {fix}"
-                ),
-            )
-        )
-    return tuple(lines)
+
+
+def _padding_facts(layout: ModelLayout) -> list[Fact]:
+    n_rows = 0
+    n_layers = 0
+    wasted_bytes = 0.0
+    for segment, stack in layout.stacks.items():
+        layer_bytes = 0
+        for name, array in layout.shapes.items():
+            if name in layout.stacked and segment_of(name) == segment:
+                layer_bytes += math.prod(array.shape[1:]) * array.dtype.itemsize
+        wasted_bytes += stack.wasted_bytes(layer_bytes)
+        n_rows += stack.padded_rows
+        n_layers += stack.n_layers
+    if n_rows == n_layers:
+        return []
+    gib = wasted_bytes / GIB
+    text = f"{n_rows - n_layers} of {n_rows} rows of the stacked weights: {gib:.2f} GiB in all"
+    return [("padding", text)]
+
+
+def _fsdp_facts(config: TrainConfig, report: Report) -> list[Fact]:
+    sent_bytes = 0.0
+    for collective in report.collectives:
+        if "fsdp" in collective.axes and collective.times >= config.train.microbatches:
+            sent_bytes += collective.times * collective.wire
+    if not sent_bytes:
+        return []
+    text = (
+        f"gathers and scatters weights in every slot: {sent_bytes / GIB:.1f} GiB sent a step; "
+        "zero1 or zero2 would send none of it, where the replicas divide a dimension"
+    )
+    return [("FSDP in stages", text)]
 
 
 def _layers(layout: ModelLayout) -> str:
-    """The number of layers on each stage, by segment if there are several."""
-    by_segment = {
-        name: _numbers(stack.chunk_layers().sum(1), "d") for name, stack in layout.stacks.items()
+    """Returns the number of layers on each stage, by segment if there are several."""
+    texts = {
+        segment: _format_values(stack.chunk_layers().sum(1), "d")
+        for segment, stack in layout.stacks.items()
     }
-    return (
-        "; ".join(f"{name} {layers}" for name, layers in by_segment.items())
-        if len(by_segment) > 1
-        else next(iter(by_segment.values()))
-    )
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{segment} {text}" for segment, text in texts.items())
 
 
-def _numbers(values: np.ndarray, form: str) -> str:
-    """Formats values: one if all are equal, all if they are few, else the smallest and the
-    largest.
-    """
+def _format_values(values: np.ndarray, form: str) -> str:
+    """Returns one value if all are equal, all if they are few, else the smallest and largest."""
     texts = [format(value, form) for value in values]
     if len(set(texts)) == 1:
         return texts[0]
-    return (
-        ", ".join(texts)
-        if len(texts) <= 8
-        else f"{format(values.min(), form)} to {format(values.max(), form)}"
-    )
+    if len(texts) <= _LISTED_VALUES:
+        return ", ".join(texts)
+    return f"{format(values.min(), form)} to {format(values.max(), form)}"

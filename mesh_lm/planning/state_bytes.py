@@ -1,10 +1,12 @@
-"""The bytes of a run's training state on one device, part by part, computed from its declaration
-alone (`mesh_lm.state.parts`).
+"""The bytes of a run's training state on one device, part by part.
+
+They are computed from its declaration alone (`mesh_lm.state.parts`).
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
@@ -20,9 +22,7 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def kind_of(declared: Mapping[str, StatePart]) -> Callable[[str], str]:
-    """Returns a function for `compile_report`: path of an argument of the training step -> the
-    lab's class of memory.
-    """
+    """Returns the function that `compile_report` needs: path of an argument -> class of memory."""
 
     def kind(name: str) -> str:
         match = _PART.match(name)
@@ -33,25 +33,18 @@ def kind_of(declared: Mapping[str, StatePart]) -> Callable[[str], str]:
 
 
 def report_facts(declared: Mapping[str, StatePart]) -> tuple[tuple[str, str], ...]:
-    """Returns a line for the report: the bytes of each part on one device, and the types of its
-    arrays.
-    """
-    return (
-        (
-            "state",
-            ", ".join(
-                f"{name} {size(part.nbytes)} {_types(part)}"
-                for name, part in declared.items()
-                if part.leaves
-            ),
-        ),
-    )
+    """Returns a line for the report: the bytes of each part on one device, and its types."""
+    texts = []
+    for name, part in declared.items():
+        if part.leaves:
+            texts.append(f"{name} {size(part.nbytes)} {_types(part)}")
+    return (("state", ", ".join(texts)),)
 
 
 def _types(part: StatePart) -> str:
-    """The types of a part's arrays, joined by "+", the one with the most bytes first."""
-    total: dict[str, int] = {}
+    """Returns the types of a part's arrays, joined by "+", the one with the most bytes first."""
+    nbytes: dict[str, int] = defaultdict(int)
     for leaf in part.leaves.values():
-        name = jnp.dtype(leaf.dtype).name
-        total[name] = total.get(name, 0) + leaf.nbytes
-    return "+".join(_SHORT.get(name, name) for name in sorted(total, key=lambda name: -total[name]))
+        nbytes[jnp.dtype(leaf.dtype).name] += leaf.nbytes
+    names = sorted(nbytes, key=lambda name: -nbytes[name])
+    return "+".join(_SHORT.get(name, name) for name in names)

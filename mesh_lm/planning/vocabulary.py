@@ -1,5 +1,5 @@
-"""What mesh_lm tells the lab about itself: its named scopes, folders, hand-sharded mesh axes, and
-its own words for fixes.
+"""The vocabulary of mesh_lm for the lab: its named scopes, folders, hand-sharded mesh axes, and
+fixes in its own words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ VOCABULARY = Vocabulary(
         "abort-manual": (
             "pin the operands of the operation to rows of rules.activations: shard(x, 'batch', ...)"
         ),
-        "branch-collective": "run both branches and select the result, or move it out of the conditional",
+        "branch-collective": (
+            "run both branches and select the result, or move it out of the conditional"
+        ),
         "exposed-hop": (
             "XLA's flags of the set pipeline (launch.xla_flags=auto takes it for a pipeline; "
             "--plan --flags=pipeline); where the peak is above XLA's limit, 76 % of the memory, it "

@@ -2,9 +2,10 @@
 jax.
 
 Clocks, from the least to the most coupled:
-  async a stage waits only for the inputs of its next op neighbour a stage starts a tick when it and
-  its neighbours in the ring have ended the last one, as with send and receive lockstep all stages
-  start a tick together
+  async      a stage waits only for the inputs of its next op
+  neighbour  a stage starts a tick when it and its neighbours in the ring have ended the last one,
+             as with send and receive
+  lockstep   all stages start a tick together
 An SPMD program that communicates in each tick is between the last two. Transfers take no time here:
 they are assumed to be hidden.
 """
@@ -12,6 +13,7 @@ they are assumed to be hidden.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -27,8 +29,9 @@ CLOCKS: tuple[Clock, ...] = get_args(Clock)
 
 @dataclasses.dataclass(frozen=True)
 class Durations:
-    """Times for one microbatch, in any unit. forward and backward are those of one stage, divided
-    evenly among its chunks.
+    """Times for one microbatch, in any unit.
+
+    `forward` and `backward` are those of one stage, divided evenly among its chunks.
 
     Raises ConfigError for times that are not positive, and for a weight_share outside of 0 to 1.
     """
@@ -48,31 +51,32 @@ class Durations:
 
     def __post_init__(self) -> None:
         for field in ("forward", "backward"):
-            if not 0 < (value := getattr(self, field)) < float("inf"):
-                raise ConfigError(f"{field}={value:g} must be above 0")
-        for field, most in (("weight_share", 1.0), ("embed", float("inf")), ("head", float("inf"))):
-            if not 0 <= (value := getattr(self, field)) <= most or value == float("inf"):
-                raise ConfigError(
-                    f"{field}={value:g} must be at least 0"
-                    + (" and at most 1" if most == 1 else "")
-                )
+            time = getattr(self, field)
+            if not 0 < time < math.inf:
+                raise ConfigError(f"{field}={time:g} must be above 0")
+        if not 0 <= self.weight_share <= 1:
+            raise ConfigError(
+                f"weight_share={self.weight_share:g} must be at least 0 and at most 1"
+            )
+        for field in ("embed", "head"):
+            time = getattr(self, field)
+            if not 0 <= time < math.inf:
+                raise ConfigError(f"{field}={time:g} must be at least 0")
 
     def of(self, op: Op, schedule: Schedule) -> float:
-        """The time that an op takes."""
-        kind, _, s = op
-        first, last = s == 0, s == schedule.n_virtual - 1
-        if kind == "F":
-            return (
-                self.forward / schedule.chunks
-                + first * self.embed
-                + last * self.head * (schedule.kinds == "F")
-            )
-        backward = (
-            self.backward / schedule.chunks + first * self.embed * self.backward / self.forward
-        )
-        if kind == "W":
+        """Returns the time that an op takes."""
+        embed = self.embed if op.virtual == 0 else 0.0
+        head = self.head if op.virtual == schedule.n_virtual - 1 else 0.0
+        if op.kind == "F":
+            forward = self.forward / schedule.chunks + embed
+            return forward + head if schedule.kinds == "F" else forward
+
+        backward = self.backward / schedule.chunks + embed * self.backward / self.forward
+        if op.kind == "W":
             return backward * self.weight_share
-        return backward * (1 - self.weight_share * ("W" in schedule.kinds)) + last * 3 * self.head
+        if "W" in schedule.kinds:
+            backward *= 1 - self.weight_share
+        return backward + 3 * head  # the head's forward, and a backward of twice that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,21 +90,22 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """Time from the first start to the last end."""
+        """The time from the first start to the last end."""
         return max(end for _, end in self.spans.values())
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time that each stage computes."""
-        total = [0.0] * self.schedule.stages
+        """The time that each stage computes."""
+        times = [0.0] * self.schedule.stages
         for op, (start, end) in self.spans.items():
-            total[op.virtual % len(total)] += end - start
-        return tuple(total)
+            times[op.virtual % len(times)] += end - start
+        return tuple(times)
 
     @property
     def bubble(self) -> float:
-        """Idle time divided by compute time, of the busiest stage: 0.1 means that the step takes 10
-        % longer than that stage computes.
+        """Idle time divided by compute time, of the busiest stage.
+
+        0.1 means that the step takes 10 % longer than that stage computes.
         """
         return self.span / max(self.busy) - 1
 
@@ -112,69 +117,80 @@ def timeline(
     *,
     drop_last_forward: bool = False,
 ) -> Timeline:
-    """The timeline of a valid schedule.
+    """Returns the timeline of a valid schedule.
 
     drop_last_forward: as in `compile_table`: the last virtual stage has no F if there is a B.
     """
-    last = schedule.n_virtual - 1
-    drop = drop_last_forward and "B" in schedule.kinds
-    dropped = {op for op in schedule.ticks if drop and op.kind == "F" and op.virtual == last}
+    dropped: set[Op] = set()
+    if drop_last_forward and "B" in schedule.kinds:
+        last = schedule.n_virtual - 1
+        dropped = {op for op in schedule.ticks if op.kind == "F" and op.virtual == last}
     lengths = {op: 0.0 if op in dropped else durations.of(op, schedule) for op in schedule.ticks}
-    spans = _async(schedule, lengths) if clock == "async" else _by_tick(schedule, lengths, clock)
-    return Timeline(schedule, clock, {op: span for op, span in spans.items() if op not in dropped})
+    if clock == "async":
+        starts = _async_starts(schedule, lengths)
+    else:
+        starts = _tick_starts(schedule, lengths, clock)
+    spans = {op: (start, start + lengths[op]) for op, start in starts.items() if op not in dropped}
+    return Timeline(schedule, clock, spans)
 
 
-def _async(schedule: Schedule, lengths: Mapping[Op, float]) -> dict[Op, tuple[float, float]]:
-    free = [0.0] * schedule.stages
-    spans: dict[Op, tuple[float, float]] = {}
+def _async_starts(schedule: Schedule, lengths: Mapping[Op, float]) -> dict[Op, float]:
+    """The start of each op, as soon as its stage is free and its inputs are there."""
+    free_times = [0.0] * schedule.stages
+    starts: dict[Op, float] = {}
     for op, _ in schedule.in_order():
         stage = op.virtual % schedule.stages
-        start = max(
-            [free[stage], *(spans[needed][1] for needed, _ in needs(op, schedule.n_virtual))]
-        )
-        free[stage] = start + lengths[op]
-        spans[op] = (start, free[stage])
-    return spans
+        start = free_times[stage]
+        for needed, _ in needs(op, schedule.n_virtual):
+            start = max(start, starts[needed] + lengths[needed])
+        free_times[stage] = start + lengths[op]
+        starts[op] = start
+    return starts
 
 
-def _by_tick(
-    schedule: Schedule, lengths: Mapping[Op, float], clock: Clock
-) -> dict[Op, tuple[float, float]]:
+def _tick_starts(schedule: Schedule, lengths: Mapping[Op, float], clock: Clock) -> dict[Op, float]:
+    """The start of each op, if stages wait for all others or for their neighbours in each tick."""
     work = np.zeros((schedule.n_ticks, schedule.stages))
-    before: dict[Op, float] = {}
+    offsets: dict[Op, float] = {}  # from the start of the op's tick
     for op, tick in schedule.in_order():
-        before[op] = work[tick, op.virtual % schedule.stages]
-        work[tick, op.virtual % schedule.stages] += lengths[op]
-    starts = np.zeros_like(work)
+        stage = op.virtual % schedule.stages
+        offsets[op] = work[tick, stage]
+        work[tick, stage] += lengths[op]
+
+    tick_starts = np.zeros_like(work)
     for tick in range(1, schedule.n_ticks):
-        ends = starts[tick - 1] + work[tick - 1]
-        starts[tick] = (
-            ends.max()
-            if clock == "lockstep"
-            else np.maximum(ends, np.maximum(np.roll(ends, 1), np.roll(ends, -1)))
-        )
-    begin = {
-        op: float(starts[tick, op.virtual % schedule.stages] + before[op])
+        ends = tick_starts[tick - 1] + work[tick - 1]
+        if clock == "lockstep":
+            tick_starts[tick] = ends.max()
+        else:
+            neighbours = np.maximum(np.roll(ends, 1), np.roll(ends, -1))
+            tick_starts[tick] = np.maximum(ends, neighbours)
+    return {
+        op: float(tick_starts[tick, op.virtual % schedule.stages] + offsets[op])
         for op, tick in schedule.ticks.items()
     }
-    return {op: (start, start + lengths[op]) for op, start in begin.items()}
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, the maximum number of passes in flight: forward started, last backward op not
-    ended. 0 without backward.
+    """Returns the maximum number of passes in flight on each stage, 0 without backward.
+
+    A pass is in flight from the start of its forward to the end of its last backward op.
     """
-    final = schedule.kinds[-1]
-    now, most = [0] * schedule.stages, [0] * schedule.stages
-    for op, _ in schedule.in_order() if final != "F" else ():
+    most = [0] * schedule.stages
+    last_kind = schedule.kinds[-1]
+    if last_kind == "F":
+        return tuple(most)
+    n_passes = [0] * schedule.stages
+    for op, _ in schedule.in_order():
         stage = op.virtual % schedule.stages
-        now[stage] += (op.kind == "F") - (op.kind == final)
-        most[stage] = max(most[stage], now[stage])
+        n_passes[stage] += (op.kind == "F") - (op.kind == last_kind)
+        most[stage] = max(most[stage], n_passes[stage])
     return tuple(most)
 
 
 def stash_bytes(table: Table, input_bytes: int) -> int:
-    """Bytes of the stashes of inputs and gradients on each device, if one input of a stage takes
-    `input_bytes`.
+    """Returns the bytes of the stashes of inputs and gradients on each device.
+
+    input_bytes: the bytes of one input of a stage.
     """
     return (table.n_inputs + table.n_grads) * input_bytes

@@ -22,12 +22,14 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, TypeGuard
 
 from mesh_lm import strict_json
 from mesh_lm.errors import ConfigError
 from mesh_lm.schedules.schedule import Op, Schedule, ScheduleError, assign_ticks, make_schedule
 
 SUFFIXES = (".csv", ".json")
+Unit = Literal["tick", "position"]
 _OP = re.compile(r"(\d+)([FBW])(\d+)")
 _SPLIT_INPUT = re.compile(r"(?<=\d)I(?=\d)")
 _JSON = (
@@ -37,8 +39,9 @@ _JSON = (
 
 
 def find_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The named schedule, or the one in a .csv or .json file, which must have these sizes; 0: any
-    size.
+    """Returns the named schedule, or the one in a .csv or .json file.
+
+    A file must have these sizes; 0 stands for any size.
 
     Raises ConfigError as `make_schedule` and `load` do, and for a file with other sizes.
     """
@@ -46,20 +49,20 @@ def find_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
         return make_schedule(name, stages, microbatches, chunks)
     schedule = load(name)
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    if other := [
-        field for field, size in sizes.items() if size not in (0, getattr(schedule, field))
-    ]:
-        has = " and ".join(f"{field}={getattr(schedule, field)}" for field in other)
+    different = {
+        field: size for field, size in sizes.items() if size not in (0, getattr(schedule, field))
+    }
+    if different:
+        file_sizes = [f"{field}={getattr(schedule, field)}" for field in different]
+        run_sizes = [f"{field}={size}" for field, size in different.items()]
         raise ConfigError(
-            f"{name} is a schedule for {has}; here: "
-            f"{' and '.join(f'{field}={sizes[field]}' for field in other)}"
+            f"{name} is a schedule for {' and '.join(file_sizes)}; here: {' and '.join(run_sizes)}"
         )
     return schedule
 
 
 def load(file: str) -> Schedule:
-    """The schedule in a .csv or .json file, checked, named after the file without directory and
-    suffix.
+    """Returns the schedule in a .csv or .json file, checked, with the file's stem as its name.
 
     Raises ConfigError, which names file, line, tick and op, for a file that cannot be read and for
     a schedule that cannot run.
@@ -68,142 +71,147 @@ def load(file: str) -> Schedule:
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{file}: expected a file that ends in .csv or .json")
     try:
-        with open(path, "rb") as opened:
-            text = opened.read(strict_json.FILE).decode("utf-8-sig")
+        with open(path, "rb") as stream:
+            text = stream.read(strict_json.FILE).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from error
     text = _SPLIT_INPUT.sub("B", text)
     try:
-        return _read(path.stem, path.suffix, text)
+        if path.suffix == ".csv":
+            return _parse_csv(path.stem, text)
+        return _parse_json(path.stem, text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}:{error.lineno}: not JSON: {error.msg}") from error
     except ScheduleError as error:
-        raise ConfigError(f"{file}{_line(text, error.word)}: {error}") from error
+        raise ConfigError(f"{file}{_line_suffix(text, error.word)}: {error}") from error
 
 
 def write_csv(schedule: Schedule, file: str) -> None:
-    """Writes a schedule as `load` reads it, with aligned columns. Raises ConfigError if the file
-    cannot be written.
+    """Writes a schedule as `load` reads it, with aligned columns.
+
+    Raises ConfigError if the file cannot be written.
     """
     cells = [["" for _ in range(schedule.n_ticks)] for _ in range(schedule.stages)]
     for op, tick in schedule.in_order():
         stage = op.virtual % schedule.stages
         cells[stage][tick] = f"{cells[stage][tick]};{op}".lstrip(";")
     widths = [max(len(row[tick]) for row in cells) for tick in range(schedule.n_ticks)]
-    sizes = f"{schedule.stages} stages, {schedule.microbatches} microbatches" + (
-        f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    )
+
+    chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     lines = [
-        (
-            f"# {schedule.name}: {sizes}. A row is a stage, a cell a tick; an op is its virtual "
-            "stage, F, B or W, and its microbatch"
-        )
+        f"# {schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches"
+        f"{chunks}. A row is a stage, a cell a tick; an op is its virtual stage, F, B or W, and "
+        "its microbatch"
     ]
-    lines += [
-        ", ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    for row in cells:
+        aligned = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(", ".join(aligned).rstrip())
     try:
         Path(file).expanduser().write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: cannot write: {error.strerror}") from error
 
 
-def _read(name: str, suffix: str, text: str) -> Schedule:
-    if suffix == ".csv":
-        lines = ["" if line.lstrip().startswith("#") else line for line in text.splitlines()]
-        return _schedule_of(name, [row for row in csv.reader(lines) if row], "tick")
+def _parse_csv(name: str, text: str) -> Schedule:
+    lines = ["" if line.lstrip().startswith("#") else line for line in text.splitlines()]
+    rows = [row for row in csv.reader(lines) if row]
+    return _parse_rows(name, rows, "tick")
+
+
+def _parse_json(name: str, text: str) -> Schedule:
     try:
         data = strict_json.loads(text, size=strict_json.FILE)
     except json.JSONDecodeError:
-        raise  # it has the line
+        raise  # it is a ValueError, too, and `load` reports its line
     except ValueError as error:
         raise ScheduleError(f"expected {_JSON}") from error
-    kinds = [kind for kind in ("ticks", "order") if kind in data]
-    rows = data[kinds[0]] if len(kinds) == 1 else None
-    if not isinstance(rows, list) or not all(
-        isinstance(row, list) and all(isinstance(cell, str) for cell in row) for row in rows
-    ):
+    forms = [form for form in ("ticks", "order") if form in data]
+    rows = data[forms[0]] if len(forms) == 1 else None
+    if not _is_table(rows):
         raise ScheduleError(f"expected {_JSON}")
-    if strays := sorted(data.keys() - {*kinds, "packed"}):
-        raise ScheduleError(f"unknown key {strays[0]!r}; expected {_JSON}", f'"{strays[0]}"')
-    return _schedule_of(
-        name,
-        rows,
-        "tick" if kinds == ["ticks"] else "position",
-        packed=bool(data.get("packed", True)),
+    unknown = sorted(data.keys() - {*forms, "packed"})
+    if unknown:
+        raise ScheduleError(f"unknown key {unknown[0]!r}; expected {_JSON}", f'"{unknown[0]}"')
+    unit = "tick" if forms == ["ticks"] else "position"
+    return _parse_rows(name, rows, unit, packed=bool(data.get("packed", True)))
+
+
+def _is_table(value: object) -> TypeGuard[list[list[str]]]:
+    return isinstance(value, list) and all(
+        isinstance(row, list) and all(isinstance(cell, str) for cell in row) for row in value
     )
 
 
-def _schedule_of(
-    name: str, rows: Sequence[Sequence[str]], unit: str, *, packed: bool = True
+def _parse_rows(
+    name: str, rows: Sequence[Sequence[str]], unit: Unit, *, packed: bool = True
 ) -> Schedule:
-    """The schedule of a row of cells for each stage. unit: what a cell's index in its row means, a
-    `tick` or a `position` in the order.
+    """Returns the schedule of a row of cells for each stage, checked.
+
+    unit: what a cell's index in its row means, a tick or a position in the order.
     """
-    ops = _ops(rows, unit)
+    ops = _parse_ops(rows, unit)
     if not ops:
         raise ScheduleError(
             "the schedule has no ops; write a row for each stage, as in 0F0, 0F1;0B0, 0B1"
         )
-    stages, n_virtual = len(rows), 1 + max(op.virtual for op in ops)
+    stages = len(rows)
+    n_virtual = 1 + max(op.virtual for op in ops)
     if n_virtual % stages:
-        near = (
-            f"{n_virtual // stages * stages} or {-(-n_virtual // stages) * stages}"
-            if n_virtual > stages
-            else str(stages)
-        )
+        below = n_virtual // stages * stages
+        multiples = f"{below} or {below + stages}" if below else f"{stages}"
         raise ScheduleError(
             f"{stages} rows are {stages} stages, which must have equally many virtual stages: "
-            f"{near} in all, not {n_virtual}"
+            f"{multiples} in all, not {n_virtual}"
         )
     ticks = ops
     if unit == "position":
-        ticks = assign_ticks(
-            [[op for op in ops if op.virtual % stages == stage] for stage in range(stages)], packed
-        )
-    schedule = Schedule(
-        name, stages, 1 + max(op.microbatch for op in ops), n_virtual // stages, ticks
-    )
+        orders: list[list[Op]] = [[] for _ in range(stages)]
+        for op in ops:
+            orders[op.virtual % stages].append(op)
+        ticks = assign_ticks(orders, packed)
+    microbatches = 1 + max(op.microbatch for op in ops)
+    schedule = Schedule(name, stages, microbatches, n_virtual // stages, ticks)
     schedule.check()
     return schedule
 
 
-def _ops(rows: Sequence[Sequence[str]], unit: str) -> dict[Op, int]:
-    """Each op of a table -> the index of its cell, row by row."""
+def _parse_ops(rows: Sequence[Sequence[str]], unit: Unit) -> dict[Op, int]:
+    """Returns each op of a table -> the index of its cell, row by row."""
     ops: dict[Op, int] = {}
     for stage, row in enumerate(rows):
-        for index, word in (
-            (index, word)
-            for index, cell in enumerate(row)
-            for word in re.split(r"[;\s]+", cell)
-            if word
-        ):
-            where = f"{unit} {index}, stage {stage}"
-            if not (match := _OP.fullmatch(word)):
-                raise ScheduleError(
-                    (
-                        f"{where}: {word!r} is not an op; write virtual stage, F, B or W, and "
-                        "microbatch, as in 2F3"
-                    ),
-                    word,
-                )
-            op = Op(match[2], int(match[3]), int(match[1]))
-            if op.virtual % len(rows) != stage:
-                owner = (
-                    f"virtual stage {op.virtual} is on stage {op.virtual % len(rows)} of "
-                    f"{len(rows)}"
-                )
-                raise ScheduleError(f"{where}: {op} is in the wrong row: {owner}", op)
-            if op in ops:
-                raise ScheduleError(f"{where}: {op} occurs twice, first at {unit} {ops[op]}", op)
-            ops[op] = index
+        for index, cell in enumerate(row):
+            for word in re.split(r"[;\s]+", cell):
+                if not word:
+                    continue
+                location = f"{unit} {index}, stage {stage}"
+                match = _OP.fullmatch(word)
+                if match is None:
+                    raise ScheduleError(
+                        f"{location}: {word!r} is not an op; write virtual stage, F, B or W, and "
+                        "microbatch, as in 2F3",
+                        word,
+                    )
+                op = Op(match[2], int(match[3]), int(match[1]))
+                if op.virtual % len(rows) != stage:
+                    raise ScheduleError(
+                        f"{location}: {op} is in the wrong row: virtual stage {op.virtual} is on "
+                        f"stage {op.virtual % len(rows)} of {len(rows)}",
+                        op,
+                    )
+                if op in ops:
+                    raise ScheduleError(
+                        f"{location}: {op} occurs twice, first at {unit} {ops[op]}", op
+                    )
+                ops[op] = index
     return ops
 
 
-def _line(text: str, word: str) -> str:
-    """`:7` if the last occurrence of the word in a file's text is in line 7; empty if there is
-    none.
-    """
-    places = list(re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text)) if word else []
-    return f":{text.count(chr(10), 0, places[-1].start()) + 1}" if places else ""
+def _line_suffix(text: str, word: str) -> str:
+    """`:7` if the last occurrence of the word in a file is in line 7; empty if there is none."""
+    if not word:
+        return ""
+    matches = list(re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text))
+    if not matches:
+        return ""
+    n_newlines = text.count("\n", 0, matches[-1].start())
+    return f":{n_newlines + 1}"

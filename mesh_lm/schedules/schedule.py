@@ -17,20 +17,22 @@ import dataclasses
 import difflib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mesh_lm.errors import ConfigError
 
 KINDS = "FBW"
-"""Forward, backward, and weight gradient (if a schedule splits it from the backward pass), in their
-order in a tick."""
+"""Forward, backward and, if a schedule splits it from the backward pass, weight gradient: the order
+in a tick."""
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradient"}
 
 
 class Op(NamedTuple):
-    """One pass of one microbatch through one virtual stage. As in PyTorch's tables, 2F3 is the
-    forward of microbatch 3 at stage 2.
+    """One pass of one microbatch through one virtual stage.
+
+    It is written as in the tables of PyTorch: 2F3 is the forward of microbatch 3 at virtual stage
+    2.
     """
 
     kind: str
@@ -41,9 +43,18 @@ class Op(NamedTuple):
         return f"{self.virtual}{self.kind}{self.microbatch}"
 
 
+class Dependency(NamedTuple):
+    """An op that another one needs."""
+
+    op: Op
+    gap: int
+    """The least number of ticks between the two: 1 if they are on different virtual stages."""
+
+
 class ScheduleError(ConfigError):
-    """Raised for a schedule that cannot run. `word` is the op at fault as written in a file, if
-    there is one.
+    """Raised for a schedule that cannot run.
+
+    `word` is the op at fault as a file spells it, empty if no op is.
     """
 
     def __init__(self, message: str, word: object = "") -> None:
@@ -63,7 +74,7 @@ class Schedule:
 
     @property
     def n_virtual(self) -> int:
-        """Virtual stages."""
+        """The number of virtual stages."""
         return self.stages * self.chunks
 
     @property
@@ -73,187 +84,211 @@ class Schedule:
 
     @functools.cached_property
     def kinds(self) -> str:
-        """The kinds of op that occur, in the order of `KINDS`: F in evaluation, FBW if the backward
-        pass is split.
+        """The kinds of op that occur, in the order of `KINDS`.
+
+        F in evaluation, FBW if the backward pass is split.
         """
-        return "".join(kind for kind in KINDS if any(op.kind == kind for op in self.ticks))
+        present = {op.kind for op in self.ticks}
+        return "".join(kind for kind in KINDS if kind in present)
 
     def in_order(self) -> list[tuple[Op, int]]:
         """(op, tick) sorted by tick, slot and stage: each op comes after those it needs."""
-        return sorted(
-            self.ticks.items(),
-            key=lambda item: (item[1], KINDS.index(item[0].kind), item[0].virtual % self.stages),
-        )
+
+        def position(item: tuple[Op, int]) -> tuple[int, int, int]:
+            op, tick = item
+            return tick, KINDS.index(op.kind), op.virtual % self.stages
+
+        return sorted(self.ticks.items(), key=position)
 
     def check(self) -> None:
-        """Raises ScheduleError unless each op occurs, alone in its slot, after the ops that it
-        needs.
+        """Raises ScheduleError unless the schedule can run.
+
+        Each op must occur, alone in its slot, after the ops that it needs.
         """
-        taken: dict[tuple[int, int, str], Op] = {}
+        ops_by_slot: dict[tuple[int, int, str], Op] = {}
         for op, tick in self.in_order():
             stage = op.virtual % self.stages
-            where = f"tick {tick}, stage {stage}: {op}"
-            if not (
-                0 <= op.microbatch < self.microbatches
-                and 0 <= op.virtual < self.n_virtual
-                and tick >= 0
-            ):
-                known = (
-                    f"there are microbatches 0 to {self.microbatches - 1}, virtual stages 0 to "
-                    f"{self.n_virtual - 1}, and ticks from 0"
+            location = f"tick {tick}, stage {stage}: {op}"
+            if tick < 0 or not self._has_op(op):
+                raise ScheduleError(
+                    f"{location}: no such op; there are microbatches 0 to "
+                    f"{self.microbatches - 1}, virtual stages 0 to {self.n_virtual - 1}, and "
+                    "ticks from 0",
+                    op,
                 )
-                raise ScheduleError(f"{where}: no such op; {known}", op)
-            other = taken.setdefault((tick, stage, op.kind), op)
+            other = ops_by_slot.setdefault((tick, stage, op.kind), op)
             if other != op:
                 raise ScheduleError(
-                    f"{where} and {other} share a tick: a stage does one {WORDS[op.kind]} a tick",
+                    f"{location} and {other} share a tick: a stage does one {WORDS[op.kind]} a "
+                    "tick",
                     op,
                 )
             for needed, gap in needs(op, self.n_virtual):
                 if needed not in self.ticks:
-                    raise ScheduleError(f"{where} needs {needed}, which the schedule lacks", op)
+                    raise ScheduleError(f"{location} needs {needed}, which the schedule lacks", op)
                 if tick < self.ticks[needed] + gap:
-                    why = "; a stage's output arrives one tick later" if gap else ""
+                    reason = "; a stage's output arrives one tick later" if gap else ""
                     raise ScheduleError(
-                        f"{where} needs {needed}, which is at tick {self.ticks[needed]}{why}", op
+                        f"{location} needs {needed}, which is at tick {self.ticks[needed]}{reason}",
+                        op,
                     )
+        self._check_complete()
+
+    def _has_op(self, op: Op) -> bool:
+        return 0 <= op.microbatch < self.microbatches and 0 <= op.virtual < self.n_virtual
+
+    def _check_complete(self) -> None:
+        # A schedule without any op is one of forwards that are missing.
         kinds = self.kinds or "F"
-        if absent := len(kinds) * self.microbatches * self.n_virtual - len(self.ticks):
-            every = (
-                Op(kind, m, s)
-                for kind in kinds
-                for m in range(self.microbatches)
-                for s in range(self.n_virtual)
-            )
-            first = next(op for op in every if op not in self.ticks)
-            more = f" and {absent - 1} more ops are" if absent > 1 else " is"
-            raise ScheduleError(
-                (
-                    f"{first} ({WORDS[first.kind]} on stage {first.virtual % self.stages}){more} "
-                    "missing"
-                ),
-                first,
-            )
+        n_missing = len(kinds) * self.microbatches * self.n_virtual - len(self.ticks)
+        if not n_missing:
+            return
+        # Lazy: a file may name a microbatch that is far too large.
+        every_op = (
+            Op(kind, m, s)
+            for kind in kinds
+            for m in range(self.microbatches)
+            for s in range(self.n_virtual)
+        )
+        first = next(op for op in every_op if op not in self.ticks)
+        others = f" and {n_missing - 1} more ops are" if n_missing > 1 else " is"
+        raise ScheduleError(
+            f"{first} ({WORDS[first.kind]} on stage {first.virtual % self.stages}){others} missing",
+            first,
+        )
 
 
-def needs(op: Op, n_virtual: int) -> tuple[tuple[Op, int], ...]:
-    """The ops that an op depends on, each with the least number of ticks between them: 1 if it is
-    on another virtual stage.
-    """
+def needs(op: Op, n_virtual: int) -> tuple[Dependency, ...]:
+    """Returns the ops that an op depends on."""
     kind, m, s = op
     if kind == "F":
-        return ((Op("F", m, s - 1), 1),) if s else ()
+        return (Dependency(Op("F", m, s - 1), 1),) if s else ()
     if kind == "W":
-        return ((Op("B", m, s), 0),)
-    own = (Op("F", m, s), 0)
-    return (own, (Op("B", m, s + 1), 1)) if s < n_virtual - 1 else (own,)
+        return (Dependency(Op("B", m, s), 0),)
+    forward = Dependency(Op("F", m, s), 0)
+    if s == n_virtual - 1:
+        return (forward,)
+    return (forward, Dependency(Op("B", m, s + 1), 1))
+
+
+def _eager_warmup(p: int, P: int, V: int) -> int:
+    """Stage p of P with V chunks: interleaved 1F1B (arXiv 2104.04473), eager with one chunk.
+
+    The loop of a microbatch from stage p to the last stage and back takes 2 (P - 1 - p) ticks, and
+    V - 1 earlier chunks have P forwards each.
+    """
+    return 2 * (P - 1 - p) + (V - 1) * P
+
+
+def _least_warmup(p: int, P: int, V: int) -> int:
+    """Stage p of P: one forward for each later stage, the fewest that keep all stages busy."""
+    return P - 1 - p
 
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """A named schedule: each stage runs its warm-up of forwards, then alternates one forward and
-    one backward.
-    """
+    """A named schedule: a warm-up of forwards, then one forward and one backward in turn."""
 
-    warmup: Callable[[int, int, int], int | None]
+    warmup: Callable[[int, int, int], int] | None
     """(stage, stages, chunks) -> forwards before the first pair; None: all of them."""
     about: str
     packed: bool = True
     """Whether a tick has one slot of each kind, or one op only."""
     chunked: bool = True
+    """Whether a stage may have several chunks."""
     backward: bool = True
+    """Whether there are backward passes."""
     split: bool = False
     """Whether weight gradients are separate ops, each `stage` microbatches after its backward."""
 
 
 NAMES: Mapping[str, _Named] = {
-    "1f1b": _Named(lambda p, P, V: 2 * (P - 1 - p) + (V - 1) * P, "eager 1F1B; interleaved with chunks > 1 (arXiv 2104.04473, 2412.14374)"),
-    "gpipe": _Named(lambda p, P, V: None, "all forwards, then all backwards (GPipe, arXiv 1811.06965)"),
+    "1f1b": _Named(
+        _eager_warmup, "eager 1F1B; interleaved with chunks > 1 (arXiv 2104.04473, 2412.14374)"
+    ),
+    "gpipe": _Named(None, "all forwards, then all backwards (GPipe, arXiv 1811.06965)"),
     "classic_1f1b": _Named(
-        lambda p, P, V: P - 1 - p,
-        "1F1B with the least in flight (PipeDream-flush, arXiv 2006.09503)", packed=False,
-        chunked=False
+        _least_warmup,
+        "1F1B with the least in flight (PipeDream-flush, arXiv 2006.09503)",
+        packed=False,
+        chunked=False,
     ),
     "zb_h1": _Named(
-        lambda p, P, V: P - 1 - p, "zero bubble H1 (arXiv 2401.10241), for study", packed=False,
-        chunked=False, split=True
+        _least_warmup,
+        "zero bubble H1 (arXiv 2401.10241), for study",
+        packed=False,
+        chunked=False,
+        split=True,
     ),
-    "forward": _Named(lambda p, P, V: None, "forwards only, for evaluation", backward=False),
-}  # fmt: skip
+    "forward": _Named(None, "forwards only, for evaluation", backward=False),
+}
 """The schedules that `make_schedule` makes."""
 
 
 def make_schedule(
     name: str, stages: int, microbatches: int, chunks: int = 1, *, packed: bool | None = None
 ) -> Schedule:
-    """The named schedule: each stage runs its ops in the schedule's order, each op as early as its
-    inputs allow.
+    """Returns the named schedule: each stage runs its ops in order, each as early as inputs allow.
 
-    packed: whether a tick has one slot of each kind, or one op only; None: the default of the
-    schedule, best under the lockstep clock.
+    Args:
+      packed: whether a tick has one slot of each kind, or one op only. None is the default of the
+        schedule, which is best under the lockstep clock.
 
     Raises ConfigError for an unknown name and for sizes that the schedule does not support.
     """
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
-        hint = (
-            "1f1b with chunks > 1 is interleaved"
-            if "interleaved" in name
-            else f"did you mean {near[0]!r}?"
-            if near
-            else ""
-        )
-        raise ConfigError(f"no pipeline schedule {name!r}; {hint or 'known: ' + ', '.join(NAMES)}")
+        raise ConfigError(f"no pipeline schedule {name!r}; {_name_hint(name)}")
+    named = NAMES[name]
     for field, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if size < 1:
             raise ConfigError(f"pipeline schedule {name}: {field}={size} must be at least 1")
-    named = NAMES[name]
     if chunks > 1 and not named.chunked:
-        able = ", ".join(other for other, known in NAMES.items() if known.chunked)
+        chunked = ", ".join(other for other, schedule in NAMES.items() if schedule.chunked)
         raise ConfigError(
             f"pipeline schedule {name}: chunks={chunks}, but it has one chunk a stage; with more: "
-            f"{able}"
+            f"{chunked}"
         )
     if chunks > 1 and microbatches % stages and named.backward:
-        near = " or ".join(
-            str(m)
-            for m in (microbatches // stages * stages, -(-microbatches // stages) * stages)
-            if m
-        )
-        fits = f"a multiple of stages={stages}, as {near} is"
+        below = microbatches // stages * stages
+        multiples = f"{below} or {below + stages}" if below else f"{stages}"
         raise ConfigError(
             f"pipeline schedule {name}: with chunks={chunks}, microbatches={microbatches} must be "
-            f"{fits}"
+            f"a multiple of stages={stages}, as {multiples} is"
         )
+
     orders = [_order(named, stage, stages, microbatches, chunks) for stage in range(stages)]
-    schedule = Schedule(
-        name,
-        stages,
-        microbatches,
-        chunks,
-        assign_ticks(orders, named.packed if packed is None else packed),
-    )
+    if packed is None:
+        packed = named.packed
+    schedule = Schedule(name, stages, microbatches, chunks, assign_ticks(orders, packed))
     schedule.check()
     return schedule
 
 
-def _order(named: _Named, stage: int, stages: int, microbatches: int, chunks: int) -> Iterable[Op]:
-    """The ops of one stage, in order. Microbatches go through the chunks in groups of `stages`
-    (arXiv 2104.04473).
-    """
-    groups = [
-        range(first, min(first + stages, microbatches)) for first in range(0, microbatches, stages)
-    ]
-    passes = [(m, chunk) for group in groups for chunk in range(chunks) for m in group]
+def _name_hint(name: str) -> str:
+    if "interleaved" in name:
+        return "1f1b with chunks > 1 is interleaved"
+    similar = difflib.get_close_matches(name, NAMES, n=1)
+    return f"did you mean {similar[0]!r}?" if similar else f"known: {', '.join(NAMES)}"
+
+
+def _order(named: _Named, stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+    """Yields the ops of one stage, in order."""
+    # Microbatches go through the chunks in groups of `stages` (arXiv 2104.04473).
+    passes = []
+    for first in range(0, microbatches, stages):
+        group = range(first, min(first + stages, microbatches))
+        passes += [(m, chunk) for chunk in range(chunks) for m in group]
     forwards = deque(Op("F", m, chunk * stages + stage) for m, chunk in passes)
-    backwards = (
-        [Op("B", m, (chunks - 1 - chunk) * stages + stage) for m, chunk in passes]
-        if named.backward
-        else []
-    )
-    warmup = named.warmup(stage, stages, chunks)
-    for _ in range(len(forwards) if warmup is None else min(warmup, len(forwards))):
+    backwards = []
+    if named.backward:
+        backwards = [Op("B", m, (chunks - 1 - chunk) * stages + stage) for m, chunk in passes]
+
+    n_warmup = len(forwards)
+    if named.warmup is not None:
+        n_warmup = min(named.warmup(stage, stages, chunks), n_warmup)
+    for _ in range(n_warmup):
         yield forwards.popleft()
+
     weights: deque[Op] = deque()
     for op in backwards:
         if forwards:
@@ -267,8 +302,7 @@ def _order(named: _Named, stage: int, stages: int, microbatches: int, chunks: in
 
 
 def assign_ticks(orders: Sequence[Iterable[Op]], packed: bool = True) -> dict[Op, int]:
-    """The tick of each op. The ops of each stage run in the given order, each as early as its
-    inputs allow.
+    """Returns the tick of each op if the ops of each stage run in this order, as early as possible.
 
     Raises ScheduleError for orders that deadlock.
     """
@@ -277,24 +311,27 @@ def assign_ticks(orders: Sequence[Iterable[Op]], packed: bool = True) -> dict[Op
     ticks: dict[Op, int] = {}
     tick = 0
     while any(queues):
-        before = len(ticks)
+        n_assigned = len(ticks)
         for queue in queues:
+            # An op takes a slot after that of the op before it, so that a tick never runs B, then
+            # F.
             slot = -1
             while queue and KINDS.index(queue[0].kind) > slot and (packed or slot < 0):
-                if any(
-                    ticks.get(needed, tick + 1) + gap > tick
-                    for needed, gap in needs(queue[0], n_virtual)
-                ):
+                if not _is_ready(queue[0], tick, ticks, n_virtual):
                     break
                 slot = KINDS.index(queue[0].kind)
                 ticks[queue.popleft()] = tick
-        if len(ticks) == before:
-            waiting = ", ".join(
-                f"stage {stage} at {queue[0]}" for stage, queue in enumerate(queues) if queue
-            )
+        if len(ticks) == n_assigned:
+            blocked = [(stage, queue[0]) for stage, queue in enumerate(queues) if queue]
+            ops = ", ".join(f"stage {stage} at {op}" for stage, op in blocked)
             raise ScheduleError(
-                f"deadlock at tick {tick}: every stage waits for another: {waiting}",
-                next(queue[0] for queue in queues if queue),
+                f"deadlock at tick {tick}: every stage waits for another: {ops}", blocked[0][1]
             )
         tick += 1
     return ticks
+
+
+def _is_ready(op: Op, tick: int, ticks: Mapping[Op, int], n_virtual: int) -> bool:
+    return all(
+        needed in ticks and ticks[needed] + gap <= tick for needed, gap in needs(op, n_virtual)
+    )

@@ -14,7 +14,7 @@ LIGHTER: dict[Remat, Remat] = {
     "save_attention": "save_names",
     "save_names": "none",
 }
-"""The policy that recomputes less than another, and saves more."""
+"""For each policy, the one that recomputes less, and saves more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LayerRun:
     end: int
     remat: Remat
     keep: bool = False
-    """Whether they keep the weights that they gather until their backward passes."""
+    """Whether the layers keep the weights that they gather until their backward passes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,32 +54,28 @@ class Segment:
     kept_layers: int = 0
     """The number of last layers that keep the weights they gather (`mesh_lm.parallel.zero3`)
     until their backward passes."""
-
     batch_halves: bool = False
     """Whether a layer runs on two halves of its sequences (`mesh_lm.parallel.halves`)."""
 
     def runs(self) -> list[LayerRun]:
-        """Its layers, in order, as runs of layers that are treated alike."""
-        first, keep = (
-            self.n_layers if self.remat_layers is None else self.remat_layers,
-            self.n_layers - self.kept_layers,
-        )
-        bounds = itertools.pairwise(sorted({0, first, keep, self.n_layers}))
-        return [
-            LayerRun(
-                begin,
-                end,
-                self.remat if begin < first else LIGHTER.get(self.remat, self.remat),
-                begin >= keep,
-            )
-            for begin, end in bounds
-        ]
+        """Returns the layers, in order, as runs that have one policy."""
+        lighter_begin = self.n_layers if self.remat_layers is None else self.remat_layers
+        keep_begin = self.n_layers - self.kept_layers
+        bounds = sorted({0, lighter_begin, keep_begin, self.n_layers})
+        runs = []
+        for begin, end in itertools.pairwise(bounds):
+            remat = self.remat
+            if begin >= lighter_begin:
+                remat = LIGHTER.get(remat, remat)
+            runs.append(LayerRun(begin, end, remat, keep=begin >= keep_begin))
+        return runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A whole model, embed -> segments -> loss. A pipeline divides its layers among the stages, at
-    any boundary between two layers.
+    """A whole model: embed -> segments -> loss.
+
+    A pipeline divides its layers among the stages, at any boundary between two layers.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -90,7 +86,7 @@ class Stack:
 
     @property
     def n_layers(self) -> int:
-        """Layers of all segments."""
+        """The number of layers of all segments."""
         return sum(segment.n_layers for segment in self.segments)
 
     @property
@@ -99,16 +95,18 @@ class Stack:
         return tuple(segment.name for segment in self.segments)
 
     def start(self, name: str) -> int:
-        """The number of a segment's first layer in the whole model."""
+        """Returns the number of a segment's first layer in the whole model."""
         return sum(segment.n_layers for segment in self.segments[: self.names.index(name)])
 
     def problems(self) -> list[str]:
-        """A sentence for each fault of the stack."""
-        problems = [
-            f"model.segments: {s.name!r} has {s.n_layers} layers; it needs at least 1"
-            for s in self.segments
-            if s.n_layers < 1
-        ]
+        """Returns a sentence for each fault of the stack."""
+        problems = []
+        for segment in self.segments:
+            if segment.n_layers < 1:
+                problems.append(
+                    f"model.segments: {segment.name!r} has {segment.n_layers} layers; it needs at "
+                    "least 1"
+                )
         for segment in self.segments:
             if segment.period < 1:
                 problems.append(
@@ -116,9 +114,9 @@ class Stack:
                     "needs at least 1"
                 )
             elif segment.n_layers % segment.period:
-                fix = f"not a multiple of its period of {segment.period}"
                 problems.append(
-                    f"model.segments: {segment.name!r} has {segment.n_layers} layers, {fix}"
+                    f"model.segments: {segment.name!r} has {segment.n_layers} layers, not a "
+                    f"multiple of its period of {segment.period}"
                 )
         for name in dict.fromkeys(self.names):
             if not name.isidentifier():
@@ -126,15 +124,14 @@ class Stack:
                     f"model.segments: {name!r} is not a name that a module's attribute can have"
                 )
             elif self.names.count(name) > 1:
-                fix = f"names are unique, as in '{name}_0' and '{name}_1'"
                 problems.append(
-                    f"model.segments: {self.names.count(name)} segments are called {name!r}; {fix}"
+                    f"model.segments: {self.names.count(name)} segments are called {name!r}; names "
+                    f"are unique, as in '{name}_0' and '{name}_1'"
                 )
         return problems
 
     def with_recomputation(self, virtual: int, repeats: bool) -> Stack:
-        """The stack with the costs of what `virtual` stages compute, including recomputed forward
-        passes.
+        """Returns the stack with the costs of recomputed forward passes on `virtual` stages.
 
         repeats: whether a backward slot recomputes the forward pass, a third of a layer's FLOPs.
         Then the last virtual stage has no forward slot, so its head costs only what exceeds that
@@ -142,9 +139,9 @@ class Stack:
         """
         if not repeats:
             return self
-        again = sum(segment.n_layers * segment.cost for segment in self.segments) / virtual / 3
+        layers_cost = sum(segment.n_layers * segment.cost for segment in self.segments)
         segments = tuple(
             dataclasses.replace(segment, cost=segment.cost + segment.cost / 3)
             for segment in self.segments
         )
-        return Stack(segments, self.embed, max(0.0, self.head - again))
+        return Stack(segments, self.embed, max(0.0, self.head - layers_cost / virtual / 3))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -42,14 +42,12 @@ class StackLayout:
 
     @property
     def n_layers(self) -> int:
-        """Layers of the segment on all virtual stages."""
+        """The number of layers of the segment."""
         return sum(self.layer_counts)
 
     @property
     def rows_per_pass(self) -> int:
-        """Rows that a pass through one virtual stage reads: the most layers of the segment on any
-        of them.
-        """
+        """Rows that a pass through one virtual stage reads: its most layers on any of them."""
         return max(self.layer_counts)
 
     @property
@@ -82,9 +80,8 @@ class StackLayout:
 
     def chunk_start_rows(self) -> np.ndarray:
         """The first row of its stage that a pass through each chunk reads, int32 [P, V]."""
-        return np.minimum(self._row_offsets(), self.rows_per_stage - self.rows_per_pass).astype(
-            np.int32
-        )
+        last_start = self.rows_per_stage - self.rows_per_pass
+        return np.minimum(self._row_offsets(), last_start).astype(np.int32)
 
     def chunk_skipped_rows(self) -> np.ndarray:
         """The number of leading rows of a pass that belong to the previous chunk, int32 [P, V]."""
@@ -92,14 +89,13 @@ class StackLayout:
 
     def layer_of_row(self) -> np.ndarray:
         """The layer of the segment in each row in memory, int32 [padded_rows]; -1: padding."""
-        layers, offset, first = (
-            np.full((self.stages, self.rows_per_stage), -1, np.int32),
-            self._row_offsets(),
-            self.chunk_first_layers(),
-        )
-        for (stage, chunk), count in np.ndenumerate(self.chunk_layers()):
-            begin, layer = offset[stage, chunk], first[stage, chunk]
-            layers[stage, begin : begin + count] = range(layer, layer + count)
+        layers = np.full((self.stages, self.rows_per_stage), -1, np.int32)
+        row_offsets = self._row_offsets()
+        first_layers = self.chunk_first_layers()
+        for (stage, chunk), n_layers in np.ndenumerate(self.chunk_layers()):
+            row = row_offsets[stage, chunk]
+            layer = first_layers[stage, chunk]
+            layers[stage, row : row + n_layers] = range(layer, layer + n_layers)
         return layers.ravel()
 
     def row_of_layer(self) -> np.ndarray:
@@ -113,10 +109,12 @@ class StackLayout:
         return (self.padded_rows - self.n_layers) * bytes_per_layer
 
     def _row_offsets(self) -> np.ndarray:
+        """The first row of each chunk in its stage, [P, V]."""
         return np.cumsum(self.chunk_layers(), 1) - self.chunk_layers()
 
-    def _by_stage(self, of_virtual: Sequence[int] | np.ndarray) -> np.ndarray:
-        return np.asarray(of_virtual, np.int32).reshape(self.chunks, self.stages).T
+    def _by_stage(self, values: Sequence[int] | np.ndarray) -> np.ndarray:
+        """One value of each virtual stage, in model order, as int32 [P, V]."""
+        return np.asarray(values, np.int32).reshape(self.chunks, self.stages).T
 
 
 StackLayouts = dict[str, StackLayout]
@@ -124,12 +122,16 @@ StackLayouts = dict[str, StackLayout]
 
 
 def flops(layouts: StackLayouts, stack: Stack) -> np.ndarray:
-    """The cost of each stage for one token, float64 [P]. The embedding is on the first virtual
-    stage, the head on the last.
+    """Returns the cost of each stage for one token, float64 [P].
+
+    The embedding is on the first virtual stage, the head on the last.
     """
-    each = [layouts[segment.name].chunk_layers() * segment.cost for segment in stack.segments]
-    stages, chunks = each[0].shape
-    return np.sum(each, 0).sum(1) + _ends(stack, stages * chunks).reshape(chunks, stages).sum(0)
+    segment_costs = [
+        layouts[segment.name].chunk_layers() * segment.cost for segment in stack.segments
+    ]
+    stages, chunks = segment_costs[0].shape
+    end_costs = _end_costs(stack, stages * chunks).reshape(chunks, stages)
+    return np.sum(segment_costs, 0).sum(1) + end_costs.sum(0)
 
 
 def divide(
@@ -140,187 +142,219 @@ def divide(
     layers: Sequence[int] = (),
     balance: Literal["equal", "flops"] = "equal",
 ) -> StackLayouts:
-    """The division of a stack among the stages: every virtual stage gets at least one layer, and
-    complete periods of each segment.
+    """Returns the division of a stack among the stages.
+
+    Every virtual stage gets at least one layer, and complete periods of each segment.
 
     Args:
-      stack: a stack without `Stack.problems`. layers: the number of layers of each virtual stage,
-      in model order, over all segments; empty: by `balance`. balance: equal: the same number
-      everywhere. flops: as even as complete periods allow, by the costs of the stack. If all
-      periods cost
-        the same, it minimises the cost of the busiest stage, then that of the busiest virtual
-        stage. Otherwise it minimises the cost of the busiest virtual stage, then the sum of the
-        squared costs of the virtual stages.
+      stack: a stack without `Stack.problems`.
+      layers: the number of layers of each virtual stage, in model order, over all segments; empty:
+        by `balance`.
+      balance: "equal": the same number everywhere. "flops": as even as complete periods allow, by
+        the costs of the stack. If all periods cost the same, it minimises the cost of the busiest
+        stage, then that of the busiest virtual stage. Otherwise it minimises the cost of the
+        busiest virtual stage, then the sum of the squared costs of the virtual stages.
 
     Raises ConfigError, with sizes that would work, if the layers do not divide among the stages.
     """
-    virtual, n_layers = stages * chunks, stack.n_layers
-    what = f"the {virtual} virtual stages of mesh.pipeline={stages} x pipeline.chunks={chunks}"
+    virtual = stages * chunks
+    virtual_stages = (
+        f"the {virtual} virtual stages of mesh.pipeline={stages} x pipeline.chunks={chunks}"
+    )
     if layers:
-        return _as_given(tuple(layers), stack, stages, virtual, what)
-    periods = [
-        (segment.period, segment.period * segment.cost)
-        for segment in stack.segments
-        for _ in range(0, segment.n_layers, segment.period)
-    ]
+        return _chosen_layouts(tuple(layers), stack, stages, virtual, virtual_stages)
+
+    periods = []
+    for segment in stack.segments:
+        period = _Period(segment.period, segment.period * segment.cost)
+        periods += [period] * (segment.n_layers // segment.period)
+    n_layers = stack.n_layers
     if len(periods) < virtual:
-        size = f"model.n_layers={n_layers}" + f" ({len(periods)} complete periods)" * (
-            len(periods) < n_layers
-        )
+        in_periods = f" ({len(periods)} complete periods)" if len(periods) < n_layers else ""
         raise ConfigError(
-            f"{size} is too few for {what}: each needs at least 1; lower mesh.pipeline or "
-            "pipeline.chunks"
+            f"model.n_layers={n_layers}{in_periods} is too few for {virtual_stages}: each needs at "
+            "least 1; lower mesh.pipeline or pipeline.chunks"
         )
     if balance == "flops":
-        costs, ends = [cost for _, cost in periods], _ends(stack, virtual)
-        held = (
-            _greedy(len(periods), costs[0], ends, stages)
-            if len(set(periods)) == 1
-            else _partition(costs, ends)
-        )
-        each = iter(periods)
-        return _stack_layouts(
-            [sum(length for length, _ in itertools.islice(each, count)) for count in held],
-            stack,
-            stages,
-        )
-    equal = _stack_layouts([n_layers // virtual] * virtual, stack, stages)
-    if n_layers % virtual or _divided_period(equal, stack):
-        raise ConfigError(_unequal(stack, virtual, what, _divided_period(equal, stack)))
-    return equal
+        return _stack_layouts(_balanced_layers(periods, stack, stages, virtual), stack, stages)
+    layouts = _stack_layouts([n_layers // virtual] * virtual, stack, stages)
+    if n_layers % virtual or _divided_period(layouts, stack):
+        raise ConfigError(_unequal(stack, virtual, virtual_stages, _divided_period(layouts, stack)))
+    return layouts
 
 
-def _unequal(stack: Stack, virtual: int, what: str, divided: Segment | None) -> str:
-    """An error: why stages cannot be equal, and what would be possible."""
-    n_layers, unit = stack.n_layers, virtual * stack.segments[0].period
-    periods = (
-        f" in complete periods of segment {divided.name!r} ({divided.period} layers)"
-        if divided and n_layers % virtual == 0
-        else ""
-    )
-    would = (
-        f"model.n_layers={n_layers // unit * unit} or {(n_layers // unit + 1) * unit} would, or "
-        if len(stack.segments) == 1
-        else ""
-    )
+class _Period(NamedTuple):
+    """Layers that stay together."""
+
+    n_layers: int
+    cost: float
+
+
+def _unequal(stack: Stack, virtual: int, virtual_stages: str, divided: Segment | None) -> str:
+    """An error: why stages cannot be equal, and which sizes would be possible."""
+    n_layers = stack.n_layers
+    periods = ""
+    if divided and n_layers % virtual == 0:
+        periods = f" in complete periods of segment {divided.name!r} ({divided.period} layers)"
+    sizes = ""
+    if len(stack.segments) == 1:
+        unit = virtual * stack.segments[0].period
+        below = n_layers // unit * unit
+        sizes = f"model.n_layers={below} or {below + unit} would, or "
     return (
-        f"model.n_layers={n_layers} does not divide into {what}{periods}; {would}set "
+        f"model.n_layers={n_layers} does not divide into {virtual_stages}{periods}; {sizes}set "
         "pipeline.balance=flops or pipeline.layers"
     )
 
 
-def _as_given(
-    layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, what: str
+def _chosen_layouts(
+    layers: tuple[int, ...], stack: Stack, stages: int, virtual: int, virtual_stages: str
 ) -> StackLayouts:
-    wrong = []
+    """The layouts of pipeline.layers."""
+    problems = []
     if len(layers) != virtual:
-        wrong.append(f"has {len(layers)} entries; it needs one for each of {what}, in model order")
-    if sum(layers) != stack.n_layers:
-        wrong.append(f"sums to {sum(layers)}, not to model.n_layers={stack.n_layers}")
-    if min(layers) < 1:
-        wrong.append("leaves a virtual stage without layers; each needs at least 1")
-    layout = {} if wrong else _stack_layouts(layers, stack, stages)
-    if layout and (divided := _divided_period(layout, stack)):
-        wrong.append(
-            f"divides a period of segment {divided.name!r}; each entry must hold a multiple of "
-            f"{divided.period} of its layers"
+        problems.append(
+            f"has {len(layers)} entries; it needs one for each of {virtual_stages}, in model order"
         )
-    if wrong:
-        raise ConfigError(f"pipeline.layers={','.join(map(str, layers))} {'; it '.join(wrong)}")
-    return layout
+    if sum(layers) != stack.n_layers:
+        problems.append(f"sums to {sum(layers)}, not to model.n_layers={stack.n_layers}")
+    if min(layers) < 1:
+        problems.append("leaves a virtual stage without layers; each needs at least 1")
+    layouts: StackLayouts = {}
+    if not problems:
+        layouts = _stack_layouts(layers, stack, stages)
+        divided = _divided_period(layouts, stack)
+        if divided:
+            problems.append(
+                f"divides a period of segment {divided.name!r}; each entry must hold a multiple of "
+                f"{divided.period} of its layers"
+            )
+    if problems:
+        raise ConfigError(f"pipeline.layers={','.join(map(str, layers))} {'; it '.join(problems)}")
+    return layouts
 
 
 def _divided_period(layouts: StackLayouts, stack: Stack) -> Segment | None:
     """The first segment with a period that is divided between virtual stages."""
-    return next(
-        (
-            s
-            for s in stack.segments
-            if any(count % s.period for count in layouts[s.name].layer_counts)
-        ),
-        None,
-    )
+    for segment in stack.segments:
+        if any(n % segment.period for n in layouts[segment.name].layer_counts):
+            return segment
+    return None
 
 
 def _stack_layouts(layers: Sequence[int], stack: Stack, stages: int) -> StackLayouts:
-    """The layers of each virtual stage, given as counts over all segments, as layers of each
-    segment.
-    """
-    bounds, layouts = list(itertools.accumulate(layers, initial=0)), {}
+    """The layout of each segment. layers: of each virtual stage, over all segments."""
+    bounds = list(itertools.accumulate(layers, initial=0))
+    layouts = {}
     for segment in stack.segments:
         first = stack.start(segment.name)
-        layers_here = (
-            min(end, first + segment.n_layers) - max(begin, first)
-            for begin, end in itertools.pairwise(bounds)
+        end = first + segment.n_layers
+        layouts[segment.name] = StackLayout(
+            stages,
+            tuple(
+                max(0, min(stage_end, end) - max(stage_begin, first))
+                for stage_begin, stage_end in itertools.pairwise(bounds)
+            ),
         )
-        layouts[segment.name] = StackLayout(stages, tuple(max(0, count) for count in layers_here))
     return layouts
 
 
-def _ends(stack: Stack, virtual: int) -> np.ndarray:
+def _end_costs(stack: Stack, virtual: int) -> np.ndarray:
     """The cost of each virtual stage besides its layers."""
-    extra = np.zeros(virtual)
-    extra[0] += stack.embed
-    extra[-1] += stack.head
-    return extra
+    costs = np.zeros(virtual)
+    costs[0] += stack.embed
+    costs[-1] += stack.head
+    return costs
 
 
-def _partition(costs: Sequence[float], ends: np.ndarray) -> list[int]:
-    """The number of units on each virtual stage, at least one: exact dynamic programming over
-    (virtual stages x units).
+def _balanced_layers(
+    periods: Sequence[_Period], stack: Stack, stages: int, virtual: int
+) -> list[int]:
+    """The number of layers on each virtual stage for pipeline.balance=flops."""
+    end_costs = _end_costs(stack, virtual)
+    if len(set(periods)) == 1:
+        period_counts = _greedy(len(periods), periods[0].cost, end_costs, stages)
+    else:
+        period_counts = _partition([period.cost for period in periods], end_costs)
+    lengths = iter([period.n_layers for period in periods])
+    return [sum(itertools.islice(lengths, n)) for n in period_counts]
 
-    It runs twice: to minimise the cost of the busiest virtual stage, then to minimise the sum of
-    squares among those divisions.
+
+def _partition(costs: Sequence[float], end_costs: np.ndarray) -> list[int]:
+    """The number of units on each virtual stage, at least one.
+
+    Exact dynamic programming over (virtual stages x units). It runs twice: to minimise the cost of
+    the busiest virtual stage, then to minimise the sum of squares among those divisions.
     """
-    total = np.concatenate([[0.0], np.cumsum(costs)])
-    n, virtual = len(costs), len(ends)
-    # [end, begin]; inf: no unit
-    load = np.where(np.tri(n + 1, k=-1, dtype=bool), total[:, None] - total[None, :], np.inf)
+    n = len(costs)
+    virtual = len(end_costs)
+    # The cost of the units from begin to end, [end, begin]; inf where there are none.
+    prefix_sums = np.concatenate([[0.0], np.cumsum(costs)])
+    has_units = np.tri(n + 1, k=-1, dtype=bool)
+    unit_costs = np.where(has_units, prefix_sums[:, None] - prefix_sums[None, :], np.inf)
+    loads = unit_costs[None] + end_costs[:, None, None]  # [virtual stage, end, begin]
 
-    def best(of_stage: np.ndarray, join: np.ufunc) -> list[np.ndarray]:
-        """For each number of virtual stages, the least cost of the first units, [n + 1]."""
-        least = [np.where(np.arange(n + 1) == 0, 0.0, np.inf)]
-        for each in of_stage:
-            least.append(join(least[-1][None, :], each).min(1))
-        return least
+    busiest = _least_costs(loads, np.maximum)[-1][n]
+    allowed = np.where(loads <= busiest * (1 + 1e-12), loads**2, np.inf)
+    least = _least_costs(allowed, np.add)
 
-    loads = load[None] + ends[:, None, None]
-    most = best(loads, np.maximum)[-1][n]
-    allowed = np.where(loads <= most * (1 + 1e-12), loads**2, np.inf)
-    prefix, counts, end = best(allowed, np.add), [], n
+    # Walk back from the last virtual stage along the choices that gave the least sum.
+    counts = []
+    end = n
     for stage in reversed(range(virtual)):
-        begin = int(np.argmin(prefix[stage] + allowed[stage, end]))
+        begin = int(np.argmin(least[stage] + allowed[stage, end]))
         counts.append(end - begin)
         end = begin
     return counts[::-1]
 
 
-def _greedy(n: int, cost: float, ends: np.ndarray, stages: int) -> list[int]:
-    """The number of units on each virtual stage, for n units of equal cost. Minimises the cost of
-    the busiest stage, over all its chunks.
+def _least_costs(costs: np.ndarray, join: np.ufunc) -> list[np.ndarray]:
+    """For each number of virtual stages, the least cost of the first units, [n + 1].
 
-    That cost limits the number of units of each stage; within this limit, the virtual stages are
-    balanced.
+    costs: of each virtual stage, [stage, end, begin]. join: np.add for a sum of costs, np.maximum
+    for the greatest.
     """
-    chunks = len(ends) // stages
-    of_stage = ends.reshape(chunks, stages).sum(0)
-    most = (of_stage + cost * _fill(n, of_stage, cost, chunks, np.full(stages, n))).max()
-    room = (of_stage[:, None] + cost * np.arange(n + 1) <= most).sum(1) - 1
-    return _fill(n, ends, cost, 1, room).tolist()
+    n_ends = costs.shape[1]
+    least = [np.where(np.arange(n_ends) == 0, 0.0, np.inf)]
+    for stage_costs in costs:
+        least.append(join(least[-1][None, :], stage_costs).min(1))
+    return least
 
 
-def _fill(n: int, extra: np.ndarray, layer: float, least: int, room: np.ndarray) -> np.ndarray:
-    """Assigns n units one by one, each to the virtual stage whose cost is then least and whose
-    stage, i % len(room), has room.
+def _greedy(n: int, unit_cost: float, end_costs: np.ndarray, stages: int) -> list[int]:
+    """The number of units on each virtual stage, for n units of equal cost.
+
+    Minimises the cost of the busiest stage, over all its chunks. That cost limits the number of
+    units of each stage; within this limit, the virtual stages are balanced.
+    """
+    chunks = len(end_costs) // stages
+    stage_costs = end_costs.reshape(chunks, stages).sum(0)
+    unlimited = np.full(stages, n)
+    counts = _fill(n, stage_costs, unit_cost, minimum=chunks, capacity=unlimited)
+    busiest = (stage_costs + unit_cost * counts).max()
+    fits = stage_costs[:, None] + unit_cost * np.arange(n + 1) <= busiest
+    capacity = fits.sum(1) - 1
+    return _fill(n, end_costs, unit_cost, minimum=1, capacity=capacity).tolist()
+
+
+def _fill(
+    n: int, base_costs: np.ndarray, unit_cost: float, *, minimum: int, capacity: np.ndarray
+) -> np.ndarray:
+    """Assigns n units one by one, each where the cost is then least and the stage has room.
+
+    `base_costs` are those of the virtual stages without units, `minimum` is the number of units
+    that each has at first. Virtual stage i is on stage i % len(capacity).
 
     Greedy is exact: the allowed counts are a matroid, whose greedy basis has the least maximum.
     Ties go to the last one, because late stages hold fewer microbatches at once.
     """
-    count, stage = np.full(len(extra), least), np.arange(len(extra)) % len(room)
-    for _ in range(n - count.sum()):
-        free = np.bincount(stage, count, len(room))[stage] < room[stage]
+    counts = np.full(len(base_costs), minimum)
+    stage = np.arange(len(counts)) % len(capacity)
+    for _ in range(n - counts.sum()):
+        has_room = np.bincount(stage, counts, len(capacity))[stage] < capacity[stage]
         best = min(
-            np.flatnonzero(free), key=lambda i: (extra[i] + layer * (count[i] + 1), count[i], -i)
+            np.flatnonzero(has_room),
+            key=lambda i: (base_costs[i] + unit_cost * (counts[i] + 1), counts[i], -i),
         )
-        count[best] += 1
-    return count
+        counts[best] += 1
+    return counts

@@ -21,23 +21,21 @@ _COLOURS = {"F": "thread_state_running", "B": "thread_state_iowait", "W": "threa
 
 
 def chrome_trace(timelines: Sequence[Timeline], seconds: float = 1.0) -> dict[str, Any]:
-    """The trace of several timelines: a process for each, a thread for each stage. seconds: length
-    of one unit of time.
+    """Returns the trace of several timelines: a process for each, a thread for each stage.
+
+    seconds: the length of one unit of time.
     """
-    events = [
-        event
-        for number, timeline in enumerate(timelines)
-        for event in _events(timeline, number, 1e6 * seconds)
-    ]
+    events: list[dict[str, Any]] = []
+    for process, timeline in enumerate(timelines):
+        events += _events(timeline, process, 1e6 * seconds)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def write(timelines: Sequence[Timeline], file: str, seconds: float = 1.0) -> None:
     """Writes `chrome_trace` to a file. Raises ConfigError if it cannot be written."""
+    text = json.dumps(chrome_trace(timelines, seconds))
     try:
-        Path(file).expanduser().write_text(
-            json.dumps(chrome_trace(timelines, seconds)), encoding="utf-8"
-        )
+        Path(file).expanduser().write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: cannot write: {error.strerror}") from error
 
@@ -48,27 +46,28 @@ def _events(timeline: Timeline, process: int, scale: float) -> Iterator[dict[str
         f"{schedule.name}, {schedule.microbatches} microbatches, {schedule.chunks} chunks, "
         f"{timeline.clock}"
     )
-    yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+    yield _metadata("process_name", process, 0, {"name": name})
     for stage in range(schedule.stages):
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": process,
-            "tid": stage,
-            "args": {"name": f"stage {stage}"},
-        }
-        yield {
-            "ph": "M",
-            "name": "thread_sort_index",
-            "pid": process,
-            "tid": stage,
-            "args": {"sort_index": stage},
-        }
+        yield _metadata("thread_name", process, stage, {"name": f"stage {stage}"})
+        yield _metadata("thread_sort_index", process, stage, {"sort_index": stage})
     for op, (start, end) in sorted(timeline.spans.items(), key=lambda item: item[1]):
+        chunk = f" chunk {op.virtual // schedule.stages}" if schedule.chunks > 1 else ""
         yield {
-            "ph": "X", "pid": process, "tid": op.virtual % schedule.stages, "ts": start * scale,
+            "ph": "X",
+            "pid": process,
+            "tid": op.virtual % schedule.stages,
+            "ts": start * scale,
             "dur": (end - start) * scale,
-            "name": f"{op.kind}{op.microbatch}" + (f" chunk {op.virtual // schedule.stages}" if schedule.chunks > 1 else ""),
-            "cat": WORDS[op.kind], "cname": _COLOURS[op.kind],
-            "args": {"microbatch": op.microbatch, "virtual stage": op.virtual, "tick": schedule.ticks[op]},
-        }  # fmt: skip
+            "name": f"{op.kind}{op.microbatch}{chunk}",
+            "cat": WORDS[op.kind],
+            "cname": _COLOURS[op.kind],
+            "args": {
+                "microbatch": op.microbatch,
+                "virtual stage": op.virtual,
+                "tick": schedule.ticks[op],
+            },
+        }
+
+
+def _metadata(name: str, process: int, thread: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": arguments}

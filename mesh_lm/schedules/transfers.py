@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,8 @@ _NEVER = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(frozen=True)
 class Transfers:
-    """The order in which each stage gathers the rows of a segment's stacked parameters, and that in
-    which it sums their gradients.
+    """The orders in which each stage gathers the rows of a segment's stacked parameters, and sums
+    their gradients.
 
     Rows are numbered within a stage. The first `before` rows of `gathers` are gathered before the
     first tick, then one in each tick. The last `after` rows of `sums` are summed after the last
@@ -55,44 +55,55 @@ class Transfers:
 
 
 def plan_transfers(table: Table, stack: StackLayout) -> Transfers:
-    """The transfers of a segment that leave the fewest rows for the time before the first tick and
-    after the last.
+    """Returns the transfers of a segment that leave the fewest rows for before and after the ticks.
 
     Rows are gathered only in ticks before the first backward slot, and summed only in those after
     the last forward slot, where stages have less to compute and no collective of the other slot to
     wait for.
     """
-    first, last = _uses(table, stack)
-    gathers, sums = np.argsort(first, 1, kind="stable"), np.argsort(last, 1, kind="stable")
-    rows, place = stack.rows_per_stage, np.arange(stack.rows_per_stage)
-    loops = {slots: ticks.stop - ticks.start for slots, ticks in table.loops()}
+    uses = _uses(table, stack)
+    gathers = np.argsort(uses.first_tick, 1, kind="stable")
+    sums = np.argsort(uses.last_tick, 1, kind="stable")
+    rows = stack.rows_per_stage
+    k = np.arange(rows)
+    loop_ticks = {slots: ticks.stop - ticks.start for slots, ticks in table.loops()}
+
     # Row k is gathered in tick k - before, and must be there one tick later.
-    before = (place + 1 - np.take_along_axis(first, gathers, 1)).max()
+    first_ticks = np.take_along_axis(uses.first_tick, gathers, 1)
+    before = int((k + 1 - first_ticks).max())
+    before = min(rows, max(before, rows - loop_ticks.get("F", 0), 0))
+
     # Row k is summed in tick `ticks` - (rows - after) + k, which comes after its last use.
-    after = (np.take_along_axis(last, sums, 1) + 1 - table.ticks + rows - place).max()
-    before = min(rows, max(int(before), rows - loops.get("F", 0), 0))
-    after = min(rows, max(int(after), rows - loops.get("B", 0), 0))
+    last_ticks = np.take_along_axis(uses.last_tick, sums, 1)
+    after = int((last_ticks + 1 - table.ticks + rows - k).max())
+    after = min(rows, max(after, rows - loop_ticks.get("B", 0), 0))
     return Transfers(gathers.astype(np.int32), sums.astype(np.int32), before, after, table.ticks)
 
 
-def _uses(table: Table, stack: StackLayout) -> tuple[np.ndarray, np.ndarray]:
-    """(the first tick that reads a row, the last one that adds to its gradient), int64 [P, rows];
-    padding: never read, added to at -1.
-    """
-    shape = table.stages, stack.rows_per_stage
-    first, last = np.full(shape, _NEVER, np.int64), np.full(shape, -1, np.int64)
+class _Uses(NamedTuple):
+    """The ticks that use each row, int64 [P, rows]. Padding has `_NEVER` and -1."""
+
+    first_tick: np.ndarray
+    """The first tick that reads a row."""
+    last_tick: np.ndarray
+    """The last tick that adds to a row's gradient."""
+
+
+def _uses(table: Table, stack: StackLayout) -> _Uses:
+    shape = (table.stages, stack.rows_per_stage)
+    first_tick = np.full(shape, _NEVER, np.int64)
+    last_tick = np.full(shape, -1, np.int64)
     begin = stack.chunk_start_rows() + stack.chunk_skipped_rows()
     end = begin + stack.chunk_layers()
     for slot in ("forward", "backward"):
-        chunks = np.where(
-            table.columns[f"{slot}_microbatch"] >= 0, table.columns[f"{slot}_chunk"], -1
-        )
-        for tick, stage in zip(*np.nonzero(chunks >= 0), strict=True):
-            own = slice(begin[stage, chunks[tick, stage]], end[stage, chunks[tick, stage]])
-            first[stage, own] = np.minimum(first[stage, own], tick)
+        busy = table.columns[f"{slot}_microbatch"] >= 0
+        for tick, stage in zip(*np.nonzero(busy), strict=True):
+            chunk = table.columns[f"{slot}_chunk"][tick, stage]
+            rows = (stage, slice(begin[stage, chunk], end[stage, chunk]))
+            first_tick[rows] = np.minimum(first_tick[rows], tick)
             if slot == "backward":
-                last[stage, own] = np.maximum(last[stage, own], tick)
-    return first, last
+                last_tick[rows] = np.maximum(last_tick[rows], tick)
+    return _Uses(first_tick, last_tick)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,27 +111,30 @@ class Loop:
     """Consecutive ticks that one loop runs."""
 
     slots: str
-    """The slots that it has: "F", "FB" or "B"."""
+    """The slots that the loop has: "F", "FB" or "B"."""
     first: int
     end: int
-    """The tick after its last one."""
+    """The tick after the last one."""
     moves: Literal["", "gathers", "sums"] = ""
-    """What each of its ticks does with one row of each segment."""
+    """The transfer of one row of each segment in each of the ticks."""
 
 
 def loops(table: Table, transfers: Sequence[Transfers] = ()) -> list[Loop]:
-    """The loops that run a table's ticks, in order: those of `Table.loops`, without the ticks with
-    transfers, and these.
+    """Returns the loops that run a table's ticks, in order.
+
+    They are those of `Table.loops`, cut where the ticks with gathers end and those with sums begin.
     """
-    gather_end = max((each.gather_ticks for each in transfers), default=0)
-    sum_begin = table.ticks - max((each.sum_ticks for each in transfers), default=0)
-    out = []
+    gather_end = max((plan.gather_ticks for plan in transfers), default=0)
+    sum_begin = table.ticks - max((plan.sum_ticks for plan in transfers), default=0)
+    parts = []
     for slots, ticks in table.loops():
-        first, end = int(ticks.start), int(ticks.stop)
-        middle = min(max(first, gather_end), end), max(min(end, sum_begin), first)
-        out += [
-            Loop(slots, first, middle[0], "gathers"),
-            Loop(slots, *middle),
-            Loop(slots, middle[1], end, "sums"),
+        first = int(ticks.start)
+        end = int(ticks.stop)
+        first_without = min(max(first, gather_end), end)
+        end_without = max(min(end, sum_begin), first)
+        parts += [
+            Loop(slots, first, first_without, "gathers"),
+            Loop(slots, first_without, end_without),
+            Loop(slots, end_without, end, "sums"),
         ]
-    return [loop for loop in out if loop.end > loop.first]
+    return [loop for loop in parts if loop.end > loop.first]

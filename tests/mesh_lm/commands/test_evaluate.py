@@ -1,5 +1,4 @@
-"""Perplexity of texts compared with one forward pass per token, and the command that measures
-it."""
+"""Perplexity of texts compared with one forward pass per token, and the command that measures it."""
 
 import gzip
 import json
@@ -73,12 +72,12 @@ def test_compressors_of_much_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perplexity, "_COMPRESSED", 2**20)
     random = np.random.default_rng(0).integers(0, 128, 2**20, np.uint8).tobytes().decode()
     texts = iter([random[: 2**19], random[: 2**19 + 1], "never read"])
-    found = perplexity.compressed_bits_per_byte(texts)
-    assert [*found] == ["gzip -9 of the first 1 MiB", "xz -9 of the first 1 MiB"] and next(
-        texts
-    ) == "never read"
-    whole = random[: 2**19] * 2
-    assert found["gzip -9 of the first 1 MiB"] == 8 * len(gzip.compress(whole.encode(), 9)) / 2**20
+    bits = perplexity.compressed_bits_per_byte(texts)
+    assert list(bits) == ["gzip -9 of the first 1 MiB", "xz -9 of the first 1 MiB"]
+    assert next(texts) == "never read"
+    read = random[: 2**19] * 2
+    n_bits = 8 * len(gzip.compress(read.encode(), 9))
+    assert bits["gzip -9 of the first 1 MiB"] == n_bits / 2**20
 
 
 @given(st.integers(1, 200), st.integers(1, 20), st.data())
@@ -104,7 +103,7 @@ def test_perplexity(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluate, "_TELL", 0.0)
+    monkeypatch.setattr(evaluate, "_PROGRESS_SECONDS", 0.0)
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8"
     )
@@ -116,42 +115,42 @@ def test_perplexity(
         f"--json={tmp_path}/r",
     ]
     assert evaluate.main([*arguments, "--mesh=data=2,tensor=4", "--rules=megatron_sp"]) == 0
-    nats, tokens = 0.0, 0
+    nats = 0.0
+    n_tokens = 0
     for text in TEXTS:
         ids = [tiny_run.BYTES.eod, *text.encode()]
         cases = []
         for i in range(1, len(ids)):
-            # end of the window that scores it
-            end = i if i <= SEQ else min(len(ids) - 1, SEQ + math.ceil((i - SEQ) / stride) * stride)
+            # The end of the window that scores token i.
+            end = i
+            if i > SEQ:
+                n_strides = math.ceil((i - SEQ) / stride)
+                end = min(len(ids) - 1, SEQ + n_strides * stride)
             cases.append((ids[max(0, end - SEQ) : i], ids[i]))
-        nats, tokens = nats + cost(cases), tokens + len(cases)
-    found = json.loads((tmp_path / "r").read_text(encoding="utf-8"))
+        nats += cost(cases)
+        n_tokens += len(cases)
     n_bytes = sum(len(text.encode()) for text in TEXTS)
-    assert (found["texts"], found["tokens"], found["bytes"], found["stride"], found["step"]) == (
-        4,
-        tokens,
-        n_bytes,
-        stride,
-        3,
-    )
-    assert found["nats_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
-    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
-    assert (
-        found["gzip -9 bits_per_byte"]
-        == 8 * len(gzip.compress("".join(TEXTS).encode(), 9)) / n_bytes
-    )
-    out, told = capsys.readouterr()
-    assert (
-        told.splitlines()[-1]
-        == f"4 texts, {tokens} tokens so far: {found['bits_per_byte']:.4f} bits per byte"
+    gzip_bits = 8 * len(gzip.compress("".join(TEXTS).encode(), 9)) / n_bytes
+
+    result = json.loads((tmp_path / "r").read_text(encoding="utf-8"))
+    assert result["texts"] == len(TEXTS) == 4
+    assert result["tokens"] == n_tokens
+    assert result["bytes"] == n_bytes
+    assert result["stride"] == stride
+    assert result["step"] == 3
+    assert result["nats_per_token"] == pytest.approx(nats / n_tokens, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(nats / n_tokens), rel=1e-4)
+    bits = result["bits_per_byte"]
+    assert bits == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
+    assert result["gzip -9 bits_per_byte"] == gzip_bits
+
+    out, progress = capsys.readouterr()
+    assert progress.splitlines()[-1] == (
+        f"4 texts, {n_tokens} tokens so far: {bits:.4f} bits per byte"
     ), "the last group has all"
+    assert f"{bits:.4f} bits per byte (gzip -9 {gzip_bits:.4f}, xz -9 " in out
     assert (
-        f"{found['bits_per_byte']:.4f} bits per byte (gzip -9 "
-        f"{found['gzip -9 bits_per_byte']:.4f}, xz -9 "
-    ) in out
-    assert (
-        f"4 texts, {tokens} tokens, {n_bytes} bytes; windows of 48 tokens, stride {stride}" in out
+        f"4 texts, {n_tokens} tokens, {n_bytes} bytes; windows of 48 tokens, stride {stride}" in out
     )
 
 
@@ -174,27 +173,15 @@ def test_any_file_is_a_text(run: Path, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes.md").write_text(TEXTS[0], encoding="utf-8")
     (tmp_path / "notes.txt.gz").write_bytes(gzip.compress(TEXTS[0].encode()))
-    found = []
+    results = []
     for text in ("a/notes.md", "a", "notes.txt.gz"):
-        assert (
-            evaluate.main(
-                [
-                    f"--checkpoint={run}",
-                    "--compile-cache=",
-                    f"--text={tmp_path}/{text}",
-                    f"--json={tmp_path}/r",
-                ]
-            )
-            == 0
-        )
-        found.append(
-            {
-                k: v
-                for k, v in json.loads((tmp_path / "r").read_text(encoding="utf-8")).items()
-                if k != "text"
-            }
-        )
-    assert found[0] == found[1] == found[2] and found[0]["stride"] == SEQ // 2
+        options = [f"--checkpoint={run}", "--compile-cache=", f"--text={tmp_path}/{text}"]
+        assert evaluate.main([*options, f"--json={tmp_path}/r"]) == 0
+        result = json.loads((tmp_path / "r").read_text(encoding="utf-8"))
+        del result["text"]
+        results.append(result)
+    assert results[0] == results[1] == results[2]
+    assert results[0]["stride"] == SEQ // 2
 
 
 MISTAKES = [
@@ -232,20 +219,15 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(
-    ("more", "answer"),
+    ("words", "message"),
     MISTAKES,
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes(run: Path, more: list[str], answer: str, tmp_path: Path) -> None:
+def test_mistakes(run: Path, words: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"ab\xff\xfe")
     (tmp_path / "empty").write_text("", encoding="utf-8")
     (tmp_path / "good").write_text("some text", encoding="utf-8")
+    words = [word.replace("TMP", str(tmp_path)) for word in words]
     with pytest.raises(ConfigError) as caught:
-        evaluate.main(
-            [
-                f"--checkpoint={run}",
-                "--compile-cache=",
-                *(word.replace("TMP", str(tmp_path)) for word in more),
-            ]
-        )
-    assert str(caught.value) == answer.replace("TMP", str(tmp_path))
+        evaluate.main([f"--checkpoint={run}", "--compile-cache=", *words])
+    assert str(caught.value) == message.replace("TMP", str(tmp_path))

@@ -24,13 +24,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(run: Path) -> list:
+def completions(run: Path) -> list:
     trained = TrainedModel.load(run, mesh=MeshConfig(data=8))
     generator = Generator(trained.layout, trained.params, trained.tokenizer, Sampling(2.0, 0))
     return generator.complete(PROMPTS, 12, seed=1)
 
 
-def arguments(run: Path, *more: str) -> list[str]:
+def arguments(run: Path, *words: str) -> list[str]:
     return [
         f"--checkpoint={run}",
         "--compile-cache=",
@@ -38,106 +38,96 @@ def arguments(run: Path, *more: str) -> list[str]:
         "--temperature=2",
         "--top-k=0",
         "--seed=1",
-        *more,
+        *words,
     ]
 
 
 def test_several_prompts_to_a_file(
-    run: Path, wanted: list, tmp_path: Path, capsys: pytest.CaptureFixture
+    run: Path, completions: list, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "more.jsonl").write_text(
         '{"prompt": ""}\n\n{"prompt": "a longer prompt"}\n', encoding="utf-8"
     )
-    more = [
-        "--prompt=def ",
-        f"--prompts-file={tmp_path}/more.jsonl",
-        f"--output={tmp_path}/out.jsonl",
-    ]
-    assert generate.main(arguments(run, *more)) == 0
-    assert capsys.readouterr().out == f"3 texts: {tmp_path}/out.jsonl\n"
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    assert [row["prompt"] for row in rows] == PROMPTS
-    assert [(row["text"], row["tokens"], row["reason"]) for row in rows] == [
-        (c.text, c.tokens, c.reason) for c in wanted
-    ]
+    output = tmp_path / "out.jsonl"
+    words = ["--prompt=def ", f"--prompts-file={tmp_path}/more.jsonl", f"--output={output}"]
+    assert generate.main(arguments(run, *words)) == 0
+    assert capsys.readouterr().out == f"3 texts: {output}\n"
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    for row, prompt, completion in zip(rows, PROMPTS, completions, strict=True):
+        assert row["prompt"] == prompt
+        assert row["text"] == completion.text
+        assert row["tokens"] == completion.tokens
+        assert row["reason"] == completion.reason
 
 
-def test_one_prompt_on_another_mesh(run: Path, wanted: list, capsys: pytest.CaptureFixture) -> None:
-    mesh = ["--mesh=data=2,tensor=4", "--rules=megatron_sp"]
-    assert generate.main(arguments(run, "--prompt", PROMPTS[0], *mesh)) == 0
-    assert capsys.readouterr().out == f"{PROMPTS[0]}{wanted[0].text}\n"
-    stop = wanted[0].text[5:7]
-    assert (
-        generate.main(
-            arguments(run, "--prompt", PROMPTS[0], "--stream=false", f"--stop={stop}", *mesh)
-        )
-        == 0
-    )
-    assert capsys.readouterr().out == f"{PROMPTS[0]}{wanted[0].text[: wanted[0].text.find(stop)]}\n"
+def test_one_prompt_on_another_mesh(
+    run: Path, completions: list, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["--prompt", PROMPTS[0], "--mesh=data=2,tensor=4", "--rules=megatron_sp"]
+    text = completions[0].text
+    assert generate.main(arguments(run, *words)) == 0
+    assert capsys.readouterr().out == f"{PROMPTS[0]}{text}\n"
+    stop = text[5:7]
+    assert generate.main(arguments(run, *words, "--stream=false", f"--stop={stop}")) == 0
+    assert capsys.readouterr().out == f"{PROMPTS[0]}{text[: text.find(stop)]}\n"
 
 
 def test_lines_of_a_file(
-    run: Path, wanted: list, tmp_path: Path, capsys: pytest.CaptureFixture
+    run: Path, completions: list, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
     assert generate.main(arguments(run, f"--prompts-file={tmp_path}/prompts.txt")) == 0
-    heads = [
-        f"--- {i} ({len(c.tokens)} tokens, {c.reason})\n{p}{c.text}\n"
-        for i, (p, c) in enumerate(zip(PROMPTS, wanted, strict=True))
-    ]
-    assert capsys.readouterr().out == "".join(heads)
+    expected = ""
+    for i, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True)):
+        expected += f"--- {i} ({len(completion.tokens)} tokens, {completion.reason})\n"
+        expected += f"{prompt}{completion.text}\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_as_many_tokens_as_fit(run: Path, tmp_path: Path) -> None:
-    assert (
-        generate.main(
-            [
-                *arguments(
-                    run,
-                    "--tokens=0",
-                    "--prompt=12345678",
-                    "--ignore-eod",
-                    f"--output={tmp_path}/out.jsonl",
-                )
-            ]
-        )
-        == 0
-    )
-    assert (
-        len(json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["tokens"])
-        == tiny_run.MODEL.seq_len - 8
-    )
+    output = tmp_path / "out.jsonl"
+    words = ["--tokens=0", "--prompt=12345678", "--ignore-eod", f"--output={output}"]
+    assert generate.main(arguments(run, *words)) == 0
+    tokens = json.loads(output.read_text(encoding="utf-8"))["tokens"]
+    assert len(tokens) == tiny_run.MODEL.seq_len - 8
 
 
 MISTAKES = [
     (["--tokens=-1"], "--tokens=-1 must be at least 0 and --batch=16 at least 1"),
     (["--temperature=-1"], "temperature=-1.0 must be at least 0 (0: always the likeliest token)"),
-    (["--prompt=0123456789", "--tokens=39"],
-     ("prompt 0 has length 10 and 39 new tokens were requested, but model.seq_len=48; ask for "
-         "38 at "
-     "most, or shorten the prompt")),
+    (
+        ["--prompt=0123456789", "--tokens=39"],
+        "prompt 0 has length 10 and 39 new tokens were requested, but model.seq_len=48; ask for 38 "
+        "at most, or shorten the prompt",
+    ),
     (["--prompt", "ab" * 24], "prompt 0 has 48 tokens, but model.seq_len=48; shorten the prompt"),
-    (["--mesh=data=2,foo=3"],
-     "--mesh=data=2,foo=3: 'foo=3' is not a mesh axis and its size; give some of island, pipeline, "
-     "data, fsdp, expert, sequence, tensor, as in data=2,tensor=4"),
-    (["--prompts-file=no/such"],
-     ("--prompts-file=no/such: cannot be read ([Errno 2] No such file or directory: 'no/such'); "
-     "give a text file in UTF-8, or a .jsonl")),
-    (["--tokens=4", "--output=no/such/file"], "--output=no/such/file: cannot be written (No such file or directory)"),
+    (
+        ["--mesh=data=2,foo=3"],
+        "--mesh=data=2,foo=3: 'foo=3' is not a mesh axis and its size; give some of island, "
+        "pipeline, data, fsdp, expert, sequence, tensor, as in data=2,tensor=4",
+    ),
+    (
+        ["--prompts-file=no/such"],
+        "--prompts-file=no/such: cannot be read ([Errno 2] No such file or directory: 'no/such'); "
+        "give a text file in UTF-8, or a .jsonl",
+    ),
+    (
+        ["--tokens=4", "--output=no/such/file"],
+        "--output=no/such/file: cannot be written (No such file or directory)",
+    ),
     (["--stop="], "an empty stop string ends every text before it starts; leave it out"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
-    ("more", "answer"), MISTAKES, ids=lambda value: value[0][:30] if isinstance(value, list) else ""
+    ("words", "message"),
+    MISTAKES,
+    ids=lambda value: value[0][:30] if isinstance(value, list) else "",
 )
-def test_mistakes(run: Path, more: list[str], answer: str) -> None:
+def test_mistakes(run: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        generate.main(arguments(run, *more))
-    assert str(caught.value) == answer
+        generate.main(arguments(run, *words))
+    assert str(caught.value) == message
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -147,9 +137,8 @@ def test_nothing_there(tmp_path: Path) -> None:
         generate.main(["--checkpoint", str(tmp_path), "--compile-cache="])
     with pytest.raises(ConfigError) as caught:
         generate.main(["--propmt=a"])
-    assert "did you mean --prompt?" in str(caught.value) and "--checkpoint: missing" in str(
-        caught.value
-    )
+    assert "did you mean --prompt?" in str(caught.value)
+    assert "--checkpoint: missing" in str(caught.value)
 
 
 def test_a_line_that_is_no_prompt(run: Path, tmp_path: Path) -> None:

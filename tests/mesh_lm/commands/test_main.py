@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from processes import bare, ended, wait_for
@@ -19,25 +20,32 @@ from mesh_lm.commands.main import COMMANDS, main
 ROOT = Path(__file__).parents[3]
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+class Printed(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> Printed:
     status = main(argv)
-    out, err = capsys.readouterr()
-    return status, out, err
+    return Printed(status, *capsys.readouterr())
 
 
 def test_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = said(capsys, "--help")
-    assert (status, err) == (0, "") and [
-        line.split()[0] for line in out.splitlines() if line.startswith("  ")
-    ][: len(COMMANDS)] == [*COMMANDS]
-    assert said(capsys)[1] == out
+    status, out, err = run(capsys, "--help")
+    assert (status, err) == (0, "")
+    names = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
+    assert names[: len(COMMANDS)] == list(COMMANDS)
+    assert run(capsys).out == out
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     import jax
 
-    status, out, _ = said(capsys, "--version")
-    assert status == 0 and out.startswith("mesh_lm ") and f"jax {jax.__version__}" in out
+    status, out, _ = run(capsys, "--version")
+    assert status == 0
+    assert out.startswith("mesh_lm ")
+    assert f"jax {jax.__version__}" in out
 
 
 MISTAKES = {
@@ -65,7 +73,7 @@ def test_mistakes(
     words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert said(capsys, *words.split()) == (1, "", f"error: {MISTAKES[words]}\n")
+    assert run(capsys, *words.split()) == (1, "", f"error: {MISTAKES[words]}\n")
 
 
 WAITS_AT_ITS_END = """
@@ -120,19 +128,17 @@ def test_bash_completes(tmp_path: Path) -> None:
     (tmp_path / "mesh-lm.bash").write_bytes(printed.stdout)
     lines = [f". {tmp_path}/mesh-lm.bash"]
     for words in COMPLETED:
-        lines += [
-            (
-                f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _tyro_mesh_lm; "
-                "echo ${COMPREPLY[*]}"
-            )
-        ]
+        lines.append(
+            f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _tyro_mesh_lm; "
+            "echo ${COMPREPLY[*]}"
+        )
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
     assert dict(zip(COMPLETED, done.stdout.split("\n"), strict=False)) == COMPLETED, done.stderr
 
 
-def test_help_spells_options_as_the_guides_do(capsys: pytest.CaptureFixture[str]) -> None:
-    """With dashes; the fields of a config have underscores."""
-    for name in (
+@pytest.mark.parametrize(
+    "words",
+    [
         "generate",
         "evaluate",
         "launch",
@@ -142,13 +148,21 @@ def test_help_spells_options_as_the_guides_do(capsys: pytest.CaptureFixture[str]
         "import",
         "plan",
         "pipeline",
-    ):
-        with pytest.raises(SystemExit):
-            main([*name.split(), "--help"])
-        out = capsys.readouterr().out
-        assert (
-            not (found := re.findall(r" --\w*_\w*", out)) and "None}" not in out and " --" in out
-        ), (name, found)
+    ],
+)
+def test_help_spells_options_as_the_guides_do(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With dashes."""
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--help"])
+    out = capsys.readouterr().out
+    assert " --" in out
+    assert not re.findall(r" --\w*_\w*", out)
+    assert "None}" not in out
+
+
+def test_fields_of_a_config_have_underscores(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help-all"])
     assert "--train.global_batch " in capsys.readouterr().out
@@ -230,14 +244,15 @@ def test_the_installed_launcher_starts_commands_and_modules_of_the_working_direc
     (tmp_path / "mine" / "hello.py").write_text("print('hello from', __name__)", encoding="utf-8")
     launcher = [str(Path(sys.executable).with_name("mesh-lm")), "launch", "--health=off"]
 
-    def said(*words: str) -> str:
+    def output(*words: str) -> str:
         done = subprocess.run([*launcher, *words], cwd=tmp_path, capture_output=True, text=True)
         return done.stdout + done.stderr
 
-    assert "hello from __main__" in said("-m", "mine.hello")
-    assert "-m mine.helo: no module named mine.helo" in said("-m", "mine.helo")
-    found = said("train", "gpt_tiny", "--train.stepz=2")
-    assert "no such field; did you mean --train.steps?" in found and "no module named" not in found
+    assert "hello from __main__" in output("-m", "mine.hello")
+    assert "-m mine.helo: no module named mine.helo" in output("-m", "mine.helo")
+    mistake = output("train", "gpt_tiny", "--train.stepz=2")
+    assert "no such field; did you mean --train.steps?" in mistake
+    assert "no module named" not in mistake
 
 
 def test_a_python_that_is_too_old_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,35 +50,15 @@ def test_the_screen() -> None:
 
 
 def test_the_comparison() -> None:
-    rows = [
-        line.split() for line in shown("--stages=8", "--microbatches=64", "--chunks=4").splitlines()
-    ]
-    table = {(row[0], row[1]): row[2:] for row in rows[-8:] if len(row) > 8}
-    assert table["1f1b", "4"] == [
-        "294",
-        "2.73%",
-        "2.73%",
-        "2.73%",
-        "197.2",
-        "+0.0%",
-        "39",
-        "37",
-        "+",
-        "1",
-    ]
-    assert table["classic_1f1b", "1"] == [
-        "142",
-        "10.94%",
-        "43.75%",
-        "43.75%",
-        "276",
-        "+39.9%",
-        "8",
-        "8",
-        "+",
-        "1",
-    ]
-    assert table["zb_h1", "1"][-2:] == ["8", "-"]
+    text = shown("--stages=8", "--microbatches=64", "--chunks=4")
+    table = {}
+    for line in text.splitlines()[-8:]:
+        words = line.split()
+        if len(words) > 8:
+            table[words[0], words[1]] = " ".join(words[2:])
+    assert table["1f1b", "4"] == "294 2.73% 2.73% 2.73% 197.2 +0.0% 39 37 + 1"
+    assert table["classic_1f1b", "1"] == "142 10.94% 43.75% 43.75% 276 +39.9% 8 8 + 1"
+    assert table["zb_h1", "1"].endswith(" 8 -")
     assert set(table) == {
         ("1f1b", "4"),
         ("1f1b", "1"),
@@ -105,27 +85,27 @@ def test_facts_of_the_stash_and_the_head() -> None:
 
 
 @given(schedules(), st.integers(40, 160), st.booleans())
-def test_the_chart_fits(one: Schedule, width: int, colour: bool) -> None:
-    line = timeline(one, Durations())
-    chart = gantt.lines(line, width, colour=colour)[: one.stages]
+def test_the_chart_fits(schedule: Schedule, width: int, colour: bool) -> None:
+    lines = gantt.lines(timeline(schedule, Durations()), width, colour=colour)
+    chart = lines[: schedule.stages]
     assert len({len(row) for row in chart}) == 1
     assert len(chart[0]) <= width
 
 
 def test_colours_tell_kinds_chunks_and_neighbours() -> None:
-    one = make_schedule("1f1b", 4, 8, 2)
-    assert len({gantt.colour_of(op, one) for op in one.ticks}) == 2 * 2 * 2
-    row = gantt.lines(timeline(one, Durations()), 120)[0]
-    assert {str(span.style).split(" on ")[-1] for span in row.spans} >= {
-        gantt.colour_of(op, one) for op in one.ticks if op.virtual == 0
-    }
+    schedule = make_schedule("1f1b", 4, 8, 2)
+    colours = {op: gantt.colour_of(op, schedule) for op in schedule.ticks}
+    n_kinds = n_chunks = n_neighbours = 2
+    assert len(set(colours.values())) == n_kinds * n_chunks * n_neighbours
+    row = gantt.lines(timeline(schedule, Durations()), 120)[0]
+    drawn = {str(span.style).split(" on ")[-1] for span in row.spans}
+    assert drawn >= {colour for op, colour in colours.items() if op.virtual == 0}
 
 
 def test_a_picture(tmp_path: Path) -> None:
     png = tmp_path / "all.png"
-    assert f"wrote {png}" in shown(
-        "--stages=2", "--microbatches=4", "--compare", f"--png={png}"
-    ).replace("\n", "")
+    text = shown("--stages=2", "--microbatches=4", "--compare", f"--png={png}")
+    assert f"wrote {png}" in text.replace("\n", "")
     header = png.read_bytes()[:24]
     assert header[1:4] == b"PNG"
     assert struct.unpack(">II", header[16:]) == (2000, round(200 * (4 * (0.62 + 0.2 * 2) + 0.45)))
@@ -134,42 +114,47 @@ def test_a_picture(tmp_path: Path) -> None:
 def test_a_trace() -> None:
     """Two ops of one stage do not overlap, times are in microseconds, and an op starts after its
     inputs."""
-    events = trace.chrome_trace(
-        [timeline(make_schedule("1f1b", 2, 4, 2), Durations(0.01, 0.02), "async")]
-    )["traceEvents"]
+    schedule = make_schedule("1f1b", 2, 4, 2)
+    line = timeline(schedule, Durations(0.01, 0.02), "async")
+    events = trace.chrome_trace([line])["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {(0, 0): "stage 0", (0, 1): "stage 1"}
     ops = [e for e in events if e["ph"] == "X"]
     assert len(ops) == 2 * 4 * 4
     assert (ops[0]["name"], ops[0]["ts"], ops[0]["dur"]) == ("F0 chunk 0", 0, pytest.approx(5000))
     assert sum(e["dur"] for e in ops if e["tid"] == 1) == pytest.approx(4 * 30000)
-    assert {e["args"]["virtual stage"] % 2 == e["tid"] for e in ops} == {True}
+    assert all(e["args"]["virtual stage"] % 2 == e["tid"] for e in ops)
+
+
+def n_rows(text: str, name: str) -> int:
+    """The rows of the comparison for the schedules of this name."""
+    return sum(line.split()[:1] == [name] for line in text.splitlines())
 
 
 def test_a_schedule_of_sizes_that_no_named_one_has(tmp_path: Path) -> None:
     """Three microbatches in two chunks are compared only with the schedules of one chunk."""
-    order = [
-        [f"{v}F{m}" for v in (p, p + 2) for m in range(3)] + [f"{v}B{m}" for v in (p + 2, p) for m in range(3)]
-        for p in range(2)
-    ]  # fmt: skip
+    order = []
+    for stage in range(2):
+        forwards = [f"{virtual}F{m}" for virtual in (stage, stage + 2) for m in range(3)]
+        backwards = [f"{virtual}B{m}" for virtual in (stage + 2, stage) for m in range(3)]
+        order.append(forwards + backwards)
     (tmp_path / "own.json").write_text(json.dumps({"order": order}), encoding="utf-8")
     text = shown(f"--schedule={tmp_path / 'own.json'}")
     assert text.startswith("own, 2 chunks: 2 stages, 3 microbatches")
-    assert sum(line.split()[:1] == ["1f1b"] for line in text.splitlines()) == 1
+    assert n_rows(text, "1f1b") == 1
 
 
 def test_files_of_the_command(tmp_path: Path) -> None:
-    file, out = tmp_path / "mine.csv", tmp_path / "out.json"
-    shown("--stages=2", "--microbatches=4", f"--csv={file}", f"--trace={out}")
-    assert custom.load(str(file)).ticks == make_schedule("1f1b", 2, 4).ticks
-    assert max(
-        e["ts"] + e["dur"]
-        for e in json.loads(out.read_text(encoding="utf-8"))["traceEvents"]
-        if e["ph"] == "X"
-    ) == pytest.approx((4 + 1) * 3000)
-    text = shown(f"--schedule={file}")
+    schedule_file = tmp_path / "mine.csv"
+    trace_file = tmp_path / "out.json"
+    shown("--stages=2", "--microbatches=4", f"--csv={schedule_file}", f"--trace={trace_file}")
+    assert custom.load(str(schedule_file)).ticks == make_schedule("1f1b", 2, 4).ticks
+    events = json.loads(trace_file.read_text(encoding="utf-8"))["traceEvents"]
+    ends = [e["ts"] + e["dur"] for e in events if e["ph"] == "X"]
+    assert max(ends) == pytest.approx((4 + 1) * 3000)
+    text = shown(f"--schedule={schedule_file}")
     assert text.startswith("mine: 2 stages, 4 microbatches")
-    assert sum(line.split()[:1] == ["1f1b"] for line in text.splitlines()) == 1
+    assert n_rows(text, "1f1b") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from lab_report import report
 import train
 from mesh_lm.commands.plan import refusal
 from mesh_lm.commands.plan_options import Plan, parse, parse_either
-from mesh_lm.config import load
+from mesh_lm.config import TrainConfig, load
 from mesh_lm.errors import ConfigError
 from mesh_lm.planning.changes import candidates
 from mesh_lm.planning.microbatch import largest_microbatch
@@ -25,43 +26,27 @@ from sharding_rules.lab.report import LabError
 
 def test_the_words_of_a_plan_are_told_from_the_runs() -> None:
     words = ["--config=configs/gpt_175b.py", "--config.model.n_layers", "2", "--output=runs/mine"]
-    run = parse_either(words)[1]
-    assert (run.model.n_layers, run.output) == (2, "runs/mine")  # pyright: ignore[reportAttributeAccessIssue]
-    assert parse_either(words) == (None, run)
-    assert parse_either([*words, "--plan"]) == (Plan("screen"), run)
-    assert (
-        parse_either(["--plan", *words])
-        == parse_either(["--plan", "configs/gpt_175b.py", *words[1:]])
-        == (Plan("screen"), run)
-    )
-    wanted = Plan("report.html", "h200", 1024, max_microbatch=True, flags="overlap")
-    assert parse_either(["--plan", "report.html", *words]) == (Plan("report.html"), run)
-    plan = [
-        "--plan=report.html",
-        "--target=h200",
-        "--devices",
-        "1024",
-        "--max-microbatch",
-        "--flags=overlap",
-    ]
-    assert parse_either([plan[0], *words, *plan[1:]]) == (wanted, run)
+    plan, config = parse_either(words)
+    assert plan is None
+    assert config.model.n_layers == 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert config.output == "runs/mine"
+    screen = (Plan("screen"), config)
+    assert parse_either([*words, "--plan"]) == screen
+    assert parse_either(["--plan", *words]) == screen
+    assert parse_either(["--plan", "configs/gpt_175b.py", *words[1:]]) == screen
+    assert parse_either(["--plan", "report.html", *words]) == (Plan("report.html"), config)
+    options = ["--target=h200", "--devices", "1024", "--max-microbatch", "--flags=overlap"]
+    expected = Plan("report.html", "h200", 1024, max_microbatch=True, flags="overlap")
+    assert parse_either(["--plan=report.html", *words, *options]) == (expected, config)
 
 
 def test_a_plan_by_its_own_command() -> None:
     """There --output is the report's; the run's is --config.output."""
-    words = [
-        "gpt_tiny",
-        "--devices=8",
-        "--output=report.html",
-        "--config.output=runs/mine",
-        "--rules=fsdp",
-    ]
-    planned, config = parse(words, "mesh-lm plan")
-    assert (planned, config.output, config.rules.name) == (
-        Plan("report.html", devices=8),
-        "runs/mine",
-        "fsdp",
-    )
+    words = "gpt_tiny --devices=8 --output=report.html --config.output=runs/mine --rules=fsdp"
+    plan, config = parse(words.split(), "mesh-lm plan")
+    assert plan == Plan("report.html", devices=8)
+    assert config.output == "runs/mine"
+    assert config.rules.name == "fsdp"
     assert parse([], "mesh-lm plan")[0] == Plan("screen")
 
 
@@ -96,32 +81,31 @@ def test_a_config_that_cannot_run_is_refused_before_anything_is_compiled() -> No
         train.main(["--config=configs/gpt_175b.py", "--plan", "--devices=96"])
 
 
+def candidate_texts(config: TrainConfig, n_devices: int) -> set[str]:
+    return {candidate.text for candidate in candidates(config, n_devices, pytest.fail)}
+
+
 def test_changes_are_of_every_kind_and_all_can_run() -> None:
     config = check(load("configs/llama3_8b.py"), 8)
     compiled = []
-    found = list(candidates(config, 8, compiled.append))
-    assert {c.kind for c in found if not c.parts} == {
-        "remat",
-        "offload",
-        "microbatch",
-        "mesh",
-        "loss",
-    }
-    assert "--config.rules=zero1" in {
-        c.text for c in candidates(load("configs/gpt2_124m.py"), 8, compiled.append)
-    }
+    changes = list(candidates(config, 8, compiled.append))
+    kinds = {change.kind for change in changes if not change.parts}
+    assert kinds == {"remat", "offload", "microbatch", "mesh", "loss"}
+    fewer = next(change for change in changes if change.kind == "microbatch")
+    assert "--config.train.microbatches=" in fewer.text
+    assert len({change.text for change in changes}) == len(changes)
+    changes[0].compile()
+    (changed,) = compiled
+    assert changed != config
+    assert check(changed, 8) == changed
+
+    assert "--config.rules=zero1" in candidate_texts(load("configs/gpt2_124m.py"), 8)
     zero2 = replace(
         load("configs/megatron_16b.py"),
         rules=preset("zero2+megatron_sp"),
         mesh=MeshConfig(data=48, tensor=4),
     )
-    assert "--config.rules=distributed+megatron_sp" in {
-        c.text for c in candidates(zero2, 192, compiled.append)
-    }
-    assert "--config.train.microbatches=" in next(c.text for c in found if c.kind == "microbatch")
-    found[0].compile()
-    assert len(compiled) == 1 and compiled[0] != config and check(compiled[0], 8) == compiled[0]
-    assert len({c.text for c in found}) == len(found)
+    assert "--config.rules=distributed+megatron_sp" in candidate_texts(zero2, 192)
 
 
 def test_changes_of_rules_keep_the_type_of_sums() -> None:
@@ -131,21 +115,20 @@ def test_changes_of_rules_keep_the_type_of_sums() -> None:
         mesh=MeshConfig(data=2, fsdp=4),
     )
     compiled = []
-    found = [c for c in candidates(config, 8, compiled.append) if "rules" in c.text]
-    assert {"--config.rules=hsdp+reduce_float32 --config.mesh.data=1 --config.mesh.fsdp=8"} <= {
-        c.text for c in found
-    }
+    changes = [c for c in candidates(config, 8, compiled.append) if "rules" in c.text]
+    texts = {change.text for change in changes}
+    assert "--config.rules=hsdp+reduce_float32 --config.mesh.data=1 --config.mesh.fsdp=8" in texts
     assert (
         "--config.rules=hsdp+reduce_float32+megatron_sp --config.mesh.data=1 --config.mesh.tensor=2"
-        in {c.text for c in found}
+        in texts
     )
-    for c in found:
-        c.compile()
-    assert {c.rules.reduction for c in compiled} == {"float32"}
+    for change in changes:
+        change.compile()
+    assert {config.rules.reduction for config in compiled} == {"float32"}
 
 
 @pytest.mark.parametrize(
-    ("mesh", "given", "devices"),
+    ("mesh", "option", "n_devices"),
     [
         ({"data": -1, "fsdp": 16, "tensor": 8}, 0, 128),
         ({"data": -1}, 0, 8),
@@ -154,44 +137,43 @@ def test_changes_of_rules_keep_the_type_of_sums() -> None:
         ({"data": 2}, 4, 4),
     ],
 )
-def test_how_many_devices_a_plan_is_for(mesh: dict[str, int], given: int, devices: int) -> None:
-    assert (
-        devices_for(replace(load("configs/gpt2_124m.py"), mesh=MeshConfig(**mesh)), given)
-        == devices
-    )
+def test_how_many_devices_a_plan_is_for(mesh: dict[str, int], option: int, n_devices: int) -> None:
+    config = replace(load("configs/gpt2_124m.py"), mesh=MeshConfig(**mesh))
+    assert devices_for(config, option) == n_devices
 
 
 def test_refusal_names_what_is_in_the_way_and_what_helps() -> None:
-    small, big = report(), report()
-    tight = SimpleNamespace(
+    fitting = report()
+    tight: Any = SimpleNamespace(
         **{
-            **big.__dict__,
-            "hbm": int(big.peak_bytes * 0.9),
+            **fitting.__dict__,
+            "hbm": int(fitting.peak_bytes * 0.9),
             "fits": False,
-            "peak_bytes": big.peak_bytes,
+            "peak_bytes": fitting.peak_bytes,
         }
     )
-    less = SimpleNamespace(peak_bytes=big.peak_bytes // 2, fits=True, timeline=None)
-    same = SimpleNamespace(peak_bytes=big.peak_bytes, fits=False, timeline=None)
+    half: Any = SimpleNamespace(peak_bytes=tight.peak_bytes // 2, fits=True, timeline=None)
+    same: Any = SimpleNamespace(peak_bytes=tight.peak_bytes, fits=False, timeline=None)
 
-    def cannot() -> None:
+    def fail() -> NoReturn:
         raise LabError("no")
 
-    tried = [
-        Candidate("remat", "--a", lambda: less),
-        Candidate("rule", "--b", lambda: same),
-        Candidate("mesh", "--c", cannot),
-    ]  # pyright: ignore
-    fixes = rank(tight, tried)  # pyright: ignore
+    fixes = rank(
+        tight,
+        [
+            Candidate("remat", "--a", lambda: half),
+            Candidate("rule", "--b", lambda: same),
+            Candidate("mesh", "--c", fail),
+        ],
+    )
     assert [fix.text for fix in fixes] == ["--a"], (
         "what saves nothing, or does not compile, is no fix"
     )
-    said = refusal(tight, fixes)  # pyright: ignore
-    assert (
-        f"in the way: {small.memory.buffers[0].bytes / 2**30:.2f} GiB of "
-        f"{small.memory.buffers[0].kind}"
-    ) in said
-    assert "--a: " in said and said.endswith("it fits")
+    message = refusal(tight, fixes)
+    largest = fitting.memory.buffers[0]
+    assert f"in the way: {largest.bytes / 2**30:.2f} GiB of {largest.kind}" in message
+    assert "--a: " in message
+    assert message.endswith("it fits")
 
 
 @given(st.integers(0, 400), st.integers(1, 300), st.integers(0, 2), st.integers(1, 1000))
@@ -201,42 +183,43 @@ def test_the_largest_microbatch_fits_and_one_more_does_not(
     def peak(b: int) -> int:
         return base + slope * b + bend * b * b
 
-    def compiled(config):
+    def compiled(config: TrainConfig) -> Any:
         b = config.train.global_batch // 2
         tried.append(b)
         return SimpleNamespace(peak_bytes=peak(b), hbm=limit, fits=peak(b) <= limit)
 
     tried: list[int] = []
-    config = load("configs/gpt2_124m.py")
+    facts = largest_microbatch(load("configs/gpt2_124m.py"), 1, compiled, say=lambda text: None)
+    text = facts[0][1]
     if peak(1) > limit:
-        (_, found), *more = largest_microbatch(config, 1, compiled, say=lambda text: None)
-        assert found.startswith("none: one sequence on each device needs ") and not more
+        assert text.startswith("none: one sequence on each device needs ")
+        assert len(facts) == 1
         return
-    (_, found), *_ = largest_microbatch(config, 1, compiled, say=lambda text: None)
-    b = int(found.split()[0])
-    assert peak(b) <= limit < peak(b + 1) and {b, b + 1} <= set(tried)
+    b = int(text.split()[0])
+    assert peak(b) <= limit < peak(b + 1)
+    assert {b, b + 1} <= set(tried)
     assert len(tried) <= 5 or bend
 
 
 def test_the_largest_microbatch_in_stages() -> None:
     """A pipeline's memory grows with its microbatches, whose number must suit the schedule, in each
     attempt and in the advice."""
-    n_devices, config = 1024, load("configs/gpt_175b.py")
+    n_devices = 1024
+    config = load("configs/gpt_175b.py")
     mesh = check(config, n_devices).mesh
 
-    def compiled(tried):
-        check(tried, n_devices)
-        counts.add(tried.train.microbatches)
-        b = tried.train.global_batch // tried.train.microbatches // (mesh.data * mesh.fsdp)
+    def compiled(changed: TrainConfig) -> Any:
+        check(changed, n_devices)
+        microbatches.add(changed.train.microbatches)
+        b = changed.train.global_batch // changed.train.microbatches // (mesh.data * mesh.fsdp)
         return SimpleNamespace(peak_bytes=b, hbm=3, fits=b <= 3)
 
-    counts: set[int] = set()
+    microbatches: set[int] = set()
     facts = dict(largest_microbatch(config, n_devices, compiled, say=lambda text: None))
-    assert facts["largest microbatch"].startswith("3 sequences") and counts == {
-        config.train.microbatches
-    }
-    field, advised = facts["for this batch"].split(":")[0].split("=")
-    assert field == "--config.train.microbatches"
+    assert facts["largest microbatch"].startswith("3 sequences")
+    assert microbatches == {config.train.microbatches}
+    option, _, advised = facts["for this batch"].split(":")[0].partition("=")
+    assert option == "--config.train.microbatches"
     check(replace(config, train=replace(config.train, microbatches=int(advised))), n_devices)
 
 

@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "config.json"
 
 
-def again(config: TrainConfig, file: Path) -> TrainConfig:
+def reload(config: TrainConfig, file: Path) -> TrainConfig:
     file.write_text(to_json(config), encoding="utf-8")
     return load(str(file))
 
@@ -32,9 +32,10 @@ def again(config: TrainConfig, file: Path) -> TrainConfig:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_config_is_the_same_again(name: str, file: Path) -> None:
     config = load(name)
-    found = again(config, file)
-    assert as_dict(found) == as_dict(config) and type(found.model) is type(config.model)
-    assert dataclasses.replace(found, rules=config.rules) == config, (
+    reloaded = reload(config, file)
+    assert as_dict(reloaded) == as_dict(config)
+    assert type(reloaded.model) is type(config.model)
+    assert dataclasses.replace(reloaded, rules=config.rules) == config, (
         "the types of all fields are the same, tuples included"
     )
 
@@ -44,7 +45,7 @@ def test_rules_are_the_same_again(name: str, file: Path) -> None:
     config = dataclasses.replace(
         load("gpt_tiny"), rules=PRESETS[name].replace(params={"mlp": None})
     )
-    assert again(config, file).rules.as_dict() == config.rules.as_dict()
+    assert reload(config, file).rules.as_dict() == config.rules.as_dict()
 
 
 def test_a_config_with_all_kinds_of_fields(file: Path) -> None:
@@ -54,8 +55,8 @@ def test_a_config_with_all_kinds_of_fields(file: Path) -> None:
     config = dataclasses.replace(
         load("gpt_tiny"), model=model, mesh=MeshConfig(data=2, extra=("tensor_y=2",))
     )
-    found = again(config, file)
-    assert dataclasses.replace(found, rules=config.rules) == config
+    reloaded = reload(config, file)
+    assert dataclasses.replace(reloaded, rules=config.rules) == config
 
 
 def test_it_repeats_a_run_from_the_command_line(
@@ -64,17 +65,14 @@ def test_it_repeats_a_run_from_the_command_line(
     """By its path, and with changes, also for a model of the user's own, whose code is in a config
     file."""
     monkeypatch.chdir(file.parent)
-    given = parse([str(ROOT / "docs" / "custom_model.py"), "--train.steps=7", "--mesh.data=4"])
-    Path("config.json").write_text(to_json(given), encoding="utf-8")
-    found = parse(["config.json", "--output=again"])
-    assert found.output == "again" and as_dict(
-        dataclasses.replace(found, output=given.output)
-    ) == as_dict(given)
-    assert (type(found.model).__name__, found.train.steps, found.mesh.data) == (
-        type(given.model).__name__,
-        7,
-        4,
-    )
+    config = parse([str(ROOT / "docs" / "custom_model.py"), "--train.steps=7", "--mesh.data=4"])
+    Path("config.json").write_text(to_json(config), encoding="utf-8")
+    repeated = parse(["config.json", "--output=again"])
+    assert repeated.output == "again"
+    assert as_dict(dataclasses.replace(repeated, output=config.output)) == as_dict(config)
+    assert type(repeated.model).__name__ == type(config.model).__name__
+    assert repeated.train.steps == 7
+    assert repeated.mesh.data == 4
     assert parse(["--config=config.json"]).train.steps == 7
 
 

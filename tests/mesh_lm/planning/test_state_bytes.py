@@ -3,6 +3,7 @@ classes from the declaration."""
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import pytest
 from support import GPT, LLAMA, shard_on
@@ -30,31 +31,34 @@ MODEL = dataclasses.replace(
 )
 
 
-def declared(
-    optimizer: str, rules: str, **mesh: int
-) -> tuple[ModelLayout, Optimizer, dict[str, StatePart]]:
-    layout, made = (
-        ModelLayout.of(MODEL, shard_on(rules, **mesh)),
-        Optimizer(OptimizerConfig(name=optimizer), 9),
-    )
-    return layout, made, parts(layout, made)
+class Declared(NamedTuple):
+    layout: ModelLayout
+    optimizer: Optimizer
+    parts: dict[str, StatePart]
+
+
+def declared(optimizer: str, rules: str, **mesh: int) -> Declared:
+    layout = ModelLayout.of(MODEL, shard_on(rules, **mesh))
+    made = Optimizer(OptimizerConfig(name=optimizer), 9)
+    return Declared(layout, made, parts(layout, made))
 
 
 @functools.cache
 def compiled(optimizer: str, rules: str, **mesh: int) -> Report:
-    layout, made, kept = declared(optimizer, rules, **mesh)
+    state = declared(optimizer, rules, **mesh)
+    layout = state.layout
     config = TrainConfig(
         model=MODEL,
         output="runs/held",
         rules=layout.shard.rules,
         train=TrainLoop(global_batch=16, microbatches=1),
     )
-    arguments = abstract_state(layout, made), abstract_batch(config, batch_sharding(layout))
     return compile_report(
-        train_step(layout, made, 0),
-        *arguments,
+        train_step(layout, state.optimizer, 0),
+        abstract_state(layout, state.optimizer),
+        abstract_batch(config, batch_sharding(layout)),
         mesh=layout.shard.mesh,
-        kind_of=state_bytes.kind_of(kept),
+        kind_of=state_bytes.kind_of(state.parts),
     )
 
 
@@ -75,66 +79,69 @@ def compiled(optimizer: str, rules: str, **mesh: int) -> Report:
 def test_bytes_are_those_of_the_program(
     optimizer: str, rules: str, mesh: dict, slots: list[str]
 ) -> None:
-    """Returns XLA's sizes of the program's parameters on one device."""
-    *_, kept = declared(optimizer, rules, **mesh)
-    assert list(kept) == slots
+    """They are XLA's sizes of the program's parameters on one device."""
+    state = declared(optimizer, rules, **mesh).parts
+    assert list(state) == slots
     report = compiled(optimizer, rules, **mesh)
-    found = report.memory.by_kind
-    assert found["params"] == kept["params"].nbytes
-    assert found["moments"] == sum(part.nbytes for name, part in kept.items() if name != "params")
-    assert {a.name for a in report.arguments if a.kind == "other"} == {
-        f"state['{name}']" for name in COUNTERS
-    }
+    nbytes = report.memory.by_kind
+    assert nbytes["params"] == state["params"].nbytes
+    assert nbytes["moments"] == sum(state[name].nbytes for name in state if name != "params")
+    others = {argument.name for argument in report.arguments if argument.kind == "other"}
+    assert others == {f"state['{name}']" for name in COUNTERS}
 
 
 def test_bytes_of_each_slot_in_the_line() -> None:
-    n = sum(leaf.nbytes // 4 for leaf in ModelLayout.of(MODEL, shard_on("ddp")).leaves.values())
-    (line,) = state_bytes.report_facts(declared("adamw", "ddp", data=2)[2])
-    kib = f"{4 * n / 2**20:.1f} MiB" if 4 * n > 0.0995 * 2**20 else f"{4 * n / 2**10:,.0f} KiB"
-    assert line == ("state", f"params {kib} fp32, mu {kib} fp32, nu {kib} fp32")
-    (line,) = state_bytes.report_facts(declared("lion", "distributed", data=4)[2])
-    assert [word.split()[0] + " " + word.split()[-1] for word in line[1].split(", ")] == [
-        "params bf16+fp32",
-        "master fp32",
-        "mu fp32",
-    ]
+    leaves = ModelLayout.of(MODEL, shard_on("ddp")).leaves.values()
+    fp32_bytes = sum(leaf.nbytes for leaf in leaves)
+    if fp32_bytes > 0.0995 * 2**20:
+        size = f"{fp32_bytes / 2**20:.1f} MiB"
+    else:
+        size = f"{fp32_bytes / 2**10:,.0f} KiB"
+    (line,) = state_bytes.report_facts(declared("adamw", "ddp", data=2).parts)
+    assert line == ("state", f"params {size} fp32, mu {size} fp32, nu {size} fp32")
+
+    ((_, text),) = state_bytes.report_facts(declared("lion", "distributed", data=4).parts)
+    names_and_types = [(part.split()[0], part.split()[-1]) for part in text.split(", ")]
+    assert names_and_types == [("params", "bf16+fp32"), ("master", "fp32"), ("mu", "fp32")]
 
 
 def test_a_flat_master_is_a_part_of_the_replicas() -> None:
     """Matrices take 2 bytes on every replica; master and moments are sharded, with at most a row of
     padding."""
-    *_, kept = declared("adamw", "distributed", data=8)
-    layout = declared("adamw", "distributed", data=8)[0]
-    matrices = sum(
-        leaf.nbytes // 4 for name, leaf in layout.leaves.items() if name in layout.flat.names
-    )
+    layout, _, state = declared("adamw", "distributed", data=8)
+    n_matrix_elements = 0
+    vector_bytes = 0
+    for name, leaf in layout.leaves.items():
+        if name in layout.flat.names:
+            n_matrix_elements += leaf.nbytes // 4
+        else:
+            vector_bytes += leaf.nbytes
     padding = sum(128 * max(1, vector.rows) for vector in layout.flat.vectors)
-    assert matrices / 8 <= kept[MASTER].nbytes / 4 <= matrices / 8 + padding
-    vectors = sum(
-        leaf.nbytes for name, leaf in layout.leaves.items() if name not in layout.flat.names
-    )
-    assert kept["params"].nbytes == 2 * matrices + vectors
-    assert kept["mu"].nbytes == kept["nu"].nbytes == kept[MASTER].nbytes + vectors
+    n_master_elements = state[MASTER].nbytes / 4
+    assert n_matrix_elements / 8 <= n_master_elements <= n_matrix_elements / 8 + padding
+    assert state["params"].nbytes == 2 * n_matrix_elements + vector_bytes
+    assert state["mu"].nbytes == state["nu"].nbytes == state[MASTER].nbytes + vector_bytes
 
 
 def test_the_lab_is_told_the_class_of_a_part() -> None:
     """The class does not depend on names: a slot named like a batch, and a parameter named like a
     moment."""
-    *_, kept = declared("adamw", "distributed", data=2)
-    kind = state_bytes.kind_of({**kept, "batch": kept["mu"], "buffers": kept["params"]})
-    names = {
-        "state['params']['blocks.mu']": "params", "state['buffers']['bias']": "params",
+    state = declared("adamw", "distributed", data=2).parts
+    kind = state_bytes.kind_of({**state, "batch": state["mu"], "buffers": state["params"]})
+    kinds = {
+        "state['params']['blocks.mu']": "params",
+        "state['buffers']['bias']": "params",
         "state['master']['blocks/whole']": "moments",
-        "state['batch']['embedding']": "moments", "state['step']": "other",
-        "state['recent']": "other", "batch['tokens']": "batch",
-    }  # fmt: skip
-    assert {name: kind(name) for name in names} == names
+        "state['batch']['embedding']": "moments",
+        "state['step']": "other",
+        "state['recent']": "other",
+        "batch['tokens']": "batch",
+    }
+    assert {name: kind(name) for name in kinds} == kinds
 
 
 def test_models_that_compute_in_fp32_keep_fp32() -> None:
     layout = ModelLayout.of(GPT, shard_on("distributed", data=2))
-    kept = parts(layout, Optimizer(OptimizerConfig(), 9))
-    assert (
-        state_bytes.report_facts(kept)[0][1].startswith("params ")
-        and "bf16" not in state_bytes.report_facts(kept)[0][1]
-    )
+    ((_, text),) = state_bytes.report_facts(parts(layout, Optimizer(OptimizerConfig(), 9)))
+    assert text.startswith("params ")
+    assert "bf16" not in text

@@ -25,44 +25,51 @@ def written(folder: Path, text: str, name: str = "mine.csv") -> str:
     return str(folder / name)
 
 
-@given(one=schedules())
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, one: Schedule) -> None:
-    file = tmp_path_factory.getbasetemp() / f"{one.name}.csv"
-    write_csv(one, str(file))
-    assert load(str(file)) == one
+@given(schedule=schedules())
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, schedule: Schedule
+) -> None:
+    file = tmp_path_factory.getbasetemp() / f"{schedule.name}.csv"
+    write_csv(schedule, str(file))
+    assert load(str(file)) == schedule
     rows = file.read_text(encoding="utf-8").splitlines()[1:]
-    # columns are aligned
-    assert len({tuple(i for i, letter in enumerate(row) if letter == ",") for row in rows}) == 1
+    commas = {tuple(i for i, letter in enumerate(row) if letter == ",") for row in rows}
+    assert len(commas) == 1, "columns are not aligned"
 
 
 def test_the_cells_of_a_table_are_its_ticks(tmp_path: Path) -> None:
-    one = load(written(tmp_path, GOOD.replace("0B0, 0B1", " , , 0B0, , 0B1")))
-    assert (one.name, one.stages, one.microbatches, one.chunks, one.n_ticks) == ("mine", 2, 2, 1, 7)
-    assert one.ticks == {
-        Op("F", 0, 0): 0, Op("F", 1, 0): 1, Op("F", 0, 1): 1, Op("B", 0, 1): 1, Op("F", 1, 1): 2,
+    text = GOOD.replace("0B0, 0B1", " , , 0B0, , 0B1")
+    schedule = load(written(tmp_path, text))
+    assert schedule.name == "mine"
+    assert (schedule.stages, schedule.microbatches, schedule.chunks) == (2, 2, 1)
+    assert schedule.n_ticks == 7
+    assert schedule.ticks == {
+        Op("F", 0, 0): 0,
+        Op("F", 1, 0): 1,
+        Op("F", 0, 1): 1,
+        Op("B", 0, 1): 1,
+        Op("F", 1, 1): 2,
         Op("B", 1, 1): 2,
-        Op("B", 0, 0): 4, Op("B", 1, 0): 6,
-    }  # fmt: skip
+        Op("B", 0, 0): 4,
+        Op("B", 1, 0): 6,
+    }
 
 
 def test_json_holds_the_same_table_or_only_the_order(tmp_path: Path) -> None:
-    ticks = written(
-        tmp_path,
-        '{"ticks": [["0F0", "0F1", "0B0", "0B1"], ["", "1F0;1B0", "1F1;1B1"]]}',
-        "ticks.json",
-    )
+    table = '{"ticks": [["0F0", "0F1", "0B0", "0B1"], ["", "1F0;1B0", "1F1;1B1"]]}'
     order = '{"order": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]'
-    assert load(ticks).ticks == load(written(tmp_path, GOOD)).ticks
-    assert load(written(tmp_path, order + "}", "order.json")).ticks == load(ticks).ticks
+    ticks = load(written(tmp_path, GOOD)).ticks
+    assert load(written(tmp_path, table, "ticks.json")).ticks == ticks
+    assert load(written(tmp_path, order + "}", "order.json")).ticks == ticks
     single = load(written(tmp_path, order + ', "packed": false}', "single.json"))
-    assert sorted(single.ticks[op] for op in single.ticks if op.virtual) == [1, 2, 3, 4]
+    assert sorted(tick for op, tick in single.ticks.items() if op.virtual) == [1, 2, 3, 4]
 
 
 def test_tables_of_pytorch_can_be_read(tmp_path: Path) -> None:
     """PyTorch's zero bubble schedules write I for the gradient of the input."""
-    one = load(written(tmp_path, "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n"))
-    assert one.kinds == "FBW"
-    assert one.ticks[Op("B", 0, 1)] == 2
+    schedule = load(written(tmp_path, "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n"))
+    assert schedule.kinds == "FBW"
+    assert schedule.ticks[Op("B", 0, 1)] == 2
 
 
 @pytest.mark.parametrize(
@@ -116,11 +123,11 @@ def test_mistakes_name_line_tick_and_op(tmp_path: Path, text: str, message: str)
     file = written(tmp_path, text)
     with pytest.raises(ConfigError) as error:
         load(file)
-    hop, rows = (
-        "a stage's output arrives one tick later",
-        "2 rows are 2 stages, which must have equally many virtual stages:",
+    expected = message.format(
+        hop="a stage's output arrives one tick later",
+        rows="2 rows are 2 stages, which must have equally many virtual stages:",
     )
-    assert str(error.value) == file + message.format(hop=hop, rows=rows)
+    assert str(error.value) == file + expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Named schedules, and the validity of any schedule."""
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 
@@ -13,53 +14,56 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.schedules.schedule import Op, Schedule, ScheduleError, assign_ticks, make_schedule
 
 
-def changed(one: Schedule, **ticks: int | None) -> Schedule:
-    """The schedule with other ticks for some ops (f_3_2=5: the forward of microbatch 3 at virtual
-    stage 2); None removes an op."""
-    new = dict(one.ticks)
+def changed(schedule: Schedule, **ticks: int | None) -> Schedule:
+    """The schedule with other ticks for some ops; None removes an op.
+
+    f_3_2=5: the forward of microbatch 3 at stage 2.
+    """
+    new_ticks = dict(schedule.ticks)
     for name, tick in ticks.items():
         kind, m, s = name.split("_")
         op = Op(kind.upper(), int(m), int(s))
-        new.pop(op, None)
+        new_ticks.pop(op, None)
         if tick is not None:
-            new[op] = tick
-    return dataclasses.replace(one, ticks=new)
+            new_ticks[op] = tick
+    return dataclasses.replace(schedule, ticks=new_ticks)
 
 
 @given(schedules())
-def test_every_op_runs_once_in_its_slot_after_what_it_needs(one: Schedule) -> None:
-    kinds = {"forward": "F", "zb_h1": "FBW"}.get(one.name, "FB")
-    last = one.stages * one.chunks - 1
-    assert set(one.ticks) == {
-        Op(k, m, s) for k in kinds for m in range(one.microbatches) for s in range(last + 1)
-    }
-    slots = [(tick, op.virtual % one.stages, op.kind) for op, tick in one.ticks.items()]
-    assert len(set(slots)) == len(slots)
-    for (kind, m, s), tick in one.ticks.items():
+def test_every_op_runs_once_in_its_slot_after_what_it_needs(schedule: Schedule) -> None:
+    kinds = {"forward": "F", "zb_h1": "FBW"}.get(schedule.name, "FB")
+    last = schedule.n_virtual - 1
+    ticks = schedule.ticks
+    every_op = itertools.product(kinds, range(schedule.microbatches), range(schedule.n_virtual))
+    assert set(ticks) == {Op(*op) for op in every_op}
+    slots = {(tick, op.virtual % schedule.stages, op.kind) for op, tick in ticks.items()}
+    assert len(slots) == len(ticks)
+    for (kind, m, s), tick in ticks.items():
         if kind == "F" and s:
-            assert one.ticks[Op("F", m, s - 1)] < tick
+            assert ticks[Op("F", m, s - 1)] < tick
         if kind == "B":
-            assert one.ticks[Op("F", m, s)] <= tick
-            assert s == last or one.ticks[Op("B", m, s + 1)] < tick
+            assert ticks[Op("F", m, s)] <= tick
+            assert s == last or ticks[Op("B", m, s + 1)] < tick
         if kind == "W":
-            assert one.ticks[Op("B", m, s)] <= tick
+            assert ticks[Op("B", m, s)] <= tick
 
 
 @given(schedules(), st.data())
-def test_a_broken_dependency_is_found(one: Schedule, data: st.DataObject) -> None:
+def test_a_broken_dependency_is_found(schedule: Schedule, data: st.DataObject) -> None:
     """Moves an op to the tick of one that it needs, or before it, although it must be later."""
-    order = {"F": -1, "B": 1}
-    hops = [
-        (op, Op(op.kind, op.microbatch, op.virtual + order[op.kind]))
-        for op in one.ticks
-        if op.kind in order and Op(op.kind, op.microbatch, op.virtual + order[op.kind]) in one.ticks
-    ]
+    neighbour = {"F": -1, "B": 1}
+    hops = []
+    for op in schedule.ticks:
+        if op.kind in neighbour:
+            needed = op._replace(virtual=op.virtual + neighbour[op.kind])
+            if needed in schedule.ticks:
+                hops.append((op, needed))
     if not hops:
         return
     op, needed = data.draw(st.sampled_from(hops))
-    tick = data.draw(st.integers(0, one.ticks[needed]))
+    tick = data.draw(st.integers(0, schedule.ticks[needed]))
     with pytest.raises(ScheduleError, match=r"tick \d+, stage \d+: "):
-        dataclasses.replace(one, ticks={**one.ticks, op: tick}).check()
+        dataclasses.replace(schedule, ticks={**schedule.ticks, op: tick}).check()
 
 
 @pytest.mark.parametrize(
@@ -107,9 +111,9 @@ def test_a_broken_dependency_is_found(one: Schedule, data: st.DataObject) -> Non
     ],
 )
 def test_what_a_schedule_lacks(ticks: dict[str, int | None], message: str) -> None:
-    one = make_schedule("1f1b", 4, 5)
+    schedule = changed(make_schedule("1f1b", 4, 5), **ticks)
     with pytest.raises(ScheduleError) as error:
-        changed(one, **ticks).check()
+        schedule.check()
     assert str(error.value) == message
 
 
@@ -162,12 +166,12 @@ def test_mistakes(words: tuple[str, int, int], message: str) -> None:
 
 
 def test_the_ticks_of_four_stages() -> None:
-    """A schedule drawn by hand: stage 0 has six forwards before the first pair, the last stage
-    none."""
-    one = make_schedule("1f1b", 4, 8)
-    assert [one.ticks[Op("F", m, 0)] for m in range(8)] == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert [one.ticks[Op("B", m, 0)] for m in range(8)] == [6, 7, 8, 9, 10, 11, 12, 13]
-    assert all(one.ticks[Op("F", m, 3)] == one.ticks[Op("B", m, 3)] == 3 + m for m in range(8))
+    """Stage 0 has six forwards before the first pair, the last stage none: drawn by hand."""
+    ticks = make_schedule("1f1b", 4, 8).ticks
+    assert [ticks[Op("F", m, 0)] for m in range(8)] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert [ticks[Op("B", m, 0)] for m in range(8)] == [6, 7, 8, 9, 10, 11, 12, 13]
+    for m in range(8):
+        assert ticks[Op("F", m, 3)] == ticks[Op("B", m, 3)] == 3 + m
 
 
 def test_stages_that_wait_for_one_another_for_ever() -> None:
@@ -177,19 +181,16 @@ def test_stages_that_wait_for_one_another_for_ever() -> None:
     ]
     with pytest.raises(ScheduleError) as error:
         assign_ticks(orders)
-    assert (
-        str(error.value)
-        == "deadlock at tick 1: every stage waits for another: stage 0 at 0B0, stage 1 at 1F1"
+    assert str(error.value) == (
+        "deadlock at tick 1: every stage waits for another: stage 0 at 0B0, stage 1 at 1F1"
     )
 
 
 def test_schedules_cost_no_jax() -> None:
     parts = "cost, custom, gantt, schedule, segments, stages, table, trace"
     code = (
-        f"from mesh_lm.schedules import {parts}; import sys; print('jax' in sys.modules, "
-        "'matplotlib' in sys.modules)"
+        f"from mesh_lm.schedules import {parts}; import sys; "
+        "print('jax' in sys.modules, 'matplotlib' in sys.modules)"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-        == "False False\n"
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False False\n"

@@ -105,51 +105,51 @@ def test_equals_one_device(case: str) -> None:
     stages, and the loads of every layer."""
     strategy, mesh, microbatches, pipeline = CASES[case]
     strategy = rules(strategy) if isinstance(strategy, str) else strategy
-    _, wanted_sums, wanted = one_device()
+    _, expected_sums, expected_grads = one_device()
     params, sums, grads = gradients(
         MODEL, shard_on(strategy, **mesh), microbatches, pipeline=pipeline
     )
     for name, value in weights().items():
         np.testing.assert_array_equal(params[name], value, err_msg=f"initial bits of {name}")
-    assert sums.keys() == wanted_sums.keys() >= {"router_z", "moe/load"} and wanted_sums[
-        "moe/load"
-    ].shape == (4, EXPERTS)
-    for name, value in wanted_sums.items():
+    assert sums.keys() == expected_sums.keys() >= {"router_z", "moe/load"}
+    assert expected_sums["moe/load"].shape == (4, EXPERTS)
+    for name, value in expected_sums.items():
         np.testing.assert_allclose(sums[name], value, rtol=1e-6, err_msg=name)
-    assert_same_gradients(grads, wanted)
-    assert np.abs(wanted["mixer"]).max() > 0
+    assert_same_gradients(grads, expected_grads)
+    assert np.abs(expected_grads["mixer"]).max() > 0
 
 
 @pytest.mark.slow
 def test_an_auxiliary_loss_is_part_of_the_objective() -> None:
     sums = one_device()[1]
-    assert (
-        sums["objective"] == pytest.approx(sums["loss"] + sums["router_z"], rel=1e-6)
-        and sums["router_z"] > 1
-    )
+    assert sums["objective"] == pytest.approx(sums["loss"] + sums["router_z"], rel=1e-6)
+    assert sums["router_z"] > 1
 
 
 def test_evaluation_equals_one_device() -> None:
     """Scalars only, without dropout, by a table of forward slots."""
 
-    def sums(strategy: Rules, mesh: dict[str, int], pipeline: PipelineConfig) -> dict[str, float]:
+    def evaluate(strategy: Rules, mesh: dict[str, int], pipeline: PipelineConfig) -> dict:
         layout = ModelLayout.of(MODEL, shard_on(strategy, **mesh), pipeline)
         params = by_stage(layout, weights())
-        found = jax.jit(engine.evaluate(layout))(params, on_devices(host_batch(4), layout))
-        return {name: float(x) for name, x in found.items()}
+        batch = on_devices(host_batch(4), layout)
+        sums = jax.jit(engine.evaluate(layout))(params, batch)
+        return {name: float(x) for name, x in sums.items()}
 
-    found = sums(SPLIT, {"pipeline": 2, "tensor": 2}, PipelineConfig(chunks=2, layers=(1, 2, 2, 1)))
-    assert found == pytest.approx(sums(rules("ddp"), {}, PipelineConfig()), rel=1e-6)
-    assert found.keys() == {"objective", "loss", "weight", "router_z"}
+    pipeline = PipelineConfig(chunks=2, layers=(1, 2, 2, 1))
+    sums = evaluate(SPLIT, {"pipeline": 2, "tensor": 2}, pipeline)
+    assert sums == pytest.approx(evaluate(rules("ddp"), {}, PipelineConfig()), rel=1e-6)
+    assert sums.keys() == {"objective", "loss", "weight", "router_z"}
 
 
 def test_each_segment_has_its_own_rules() -> None:
-    where = ModelLayout.of(
+    layout = ModelLayout.of(
         MODEL, shard_on(SPLIT, pipeline=2, tensor=2), PipelineConfig(layers=(3, 3))
-    ).shardings("params")
-    assert where["dense.mlp.up.weight"].spec == jax.P("pipeline", None, "tensor")
-    assert where["moe.mlp.up.weight"].spec == jax.P("pipeline", None, None)
-    assert where["moe.attention.qkv.weight"].spec == jax.P("pipeline", None, None, None, None)
+    )
+    shardings = layout.shardings("params")
+    assert shardings["dense.mlp.up.weight"].spec == jax.P("pipeline", None, "tensor")
+    assert shardings["moe.mlp.up.weight"].spec == jax.P("pipeline", None, None)
+    assert shardings["moe.attention.qkv.weight"].spec == jax.P("pipeline", None, None, None, None)
 
 
 @pytest.mark.parametrize(("chunks", "layers"), [(1, (1, 5)), (3, (1,) * 6)])
@@ -162,15 +162,13 @@ def test_memory_holds_every_layer_of_every_segment(chunks: int, layers: tuple[in
         PipelineConfig(chunks=chunks, layers=layers),
     )
     params = weights()
-    disk = {
-        name: jax.device_put(x, layout.canonical_shardings("params")[name])
-        for name, x in params.items()
-    }
-    memory, wanted = layout.to_memory_order(disk, "params"), by_stage(layout, params)
+    canonical = layout.canonical_shardings("params")
+    disk = {name: jax.device_put(x, canonical[name]) for name, x in params.items()}
+    memory = layout.to_memory_order(disk, "params")
+    expected = by_stage(layout, params)
     for name, x in memory.items():
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(wanted[name]), err_msg=name)
-    back = layout.to_model_order(memory, "params")
-    for name, x in back.items():
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(expected[name]), err_msg=name)
+    for name, x in layout.to_model_order(memory, "params").items():
         np.testing.assert_array_equal(np.asarray(x), params[name], err_msg=name)
 
 
@@ -182,11 +180,8 @@ SPLIT_GPT = dataclasses.replace(
 
 def program(config: DecoderConfig) -> str:
     layout = ModelLayout.of(config, shard_on("ddp"))
-    return str(
-        jax.make_jaxpr(engine.value_and_grad(layout))(
-            layout.shapes, host_batch(2), jax.random.key(0)
-        )
-    )
+    value_and_grad = engine.value_and_grad(layout)
+    return str(jax.make_jaxpr(value_and_grad)(layout.shapes, host_batch(2), jax.random.key(0)))
 
 
 def test_one_segment_is_the_same_program_as_none() -> None:
@@ -197,26 +192,27 @@ def test_one_segment_is_the_same_program_as_none() -> None:
 def test_each_segment_has_its_own_precision() -> None:
     """The residual stream has the model's dtype, so the loss is close to that of fp32, but not
     equal."""
-    assert "bf16" not in program(GPT) and "bf16" in program(SPLIT_GPT)
-    params, _, wanted = reference(GPT)
-    halves = {
-        name.replace("blocks.", f"{half}."): x
-        for half in ("early", "late")
-        for name, x in params.items()
-    }
+    assert "bf16" not in program(GPT)
+    assert "bf16" in program(SPLIT_GPT)
+    params, _, expected_grads = reference(GPT)
+    split_params = {}
+    for name, x in params.items():
+        if name.startswith("blocks."):
+            split_params[name.replace("blocks.", "early.")] = x[:1]
+            split_params[name.replace("blocks.", "late.")] = x[1:]
+        else:
+            split_params[name] = x
     layout = ModelLayout.of(SPLIT_GPT, shard_on("ddp"))
-    rows = {
-        name: x[:1] if name.startswith("early.") else x[1:] if name.startswith("late.") else x
-        for name, x in halves.items()
-    }
+    params = {name: split_params[name] for name in layout.shapes}
     batch = on_devices(host_batch(1), layout)
-    grads = jax.jit(engine.value_and_grad(layout))(
-        {name: rows[name] for name in layout.shapes}, batch, jax.random.key(3)
-    )[1]
-    assert_same_gradients(
-        {name: np.concatenate([grads[name.replace("blocks.", f"{half}.")] for half in ("early", "late")]) if "blocks." in name else x
-         for name, x in wanted.items()}, wanted, tolerance=0.1,
-    )  # fmt: skip
+    _, split_grads = jax.jit(engine.value_and_grad(layout))(params, batch, jax.random.key(3))
+    grads = dict(expected_grads)
+    for name in expected_grads:
+        if name.startswith("blocks."):
+            early = split_grads[name.replace("blocks.", "early.")]
+            late = split_grads[name.replace("blocks.", "late.")]
+            grads[name] = np.concatenate([early, late])
+    assert_same_gradients(grads, expected_grads, tolerance=0.1)
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
