@@ -14,6 +14,7 @@ import platform
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -102,10 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(name, words)
 
 
-def door(name: str) -> NoReturn:
-    """Runs a subcommand as `python -m mesh_lm.NAME` does, and ends the process."""
+def door(name: str, **options: Any) -> NoReturn:
+    """Runs a subcommand as `python -m mesh_lm.NAME` does, and ends the process.
+
+    options: more arguments of the function that executes it.
+    """
     _prepare_process()
-    leave(run(name, sys.argv[1:]))
+    leave(run(name, sys.argv[1:], **options))
 
 
 def script() -> NoReturn:
@@ -148,10 +152,13 @@ def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(EXIT_INTERRUPTED)
 
 
-def run(name: str, argv: Sequence[str]) -> int:
-    """Returns the status of a subcommand: 130 and a line for a Ctrl-C that it does not handle."""
+def run(name: str, argv: Sequence[str], **options: Any) -> int:
+    """Returns the status of a subcommand: 130 and a line for a Ctrl-C that it does not handle.
+
+    options: as in `door`.
+    """
     try:
-        return _run(name, argv)
+        return _run(name, argv, options)
     except BrokenPipeError:
         # What reads this output, such as `head`, has enough. Python's flush at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -162,13 +169,13 @@ def run(name: str, argv: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
 
 
-def _run(name: str, argv: Sequence[str]) -> int:
+def _run(name: str, argv: Sequence[str], options: dict[str, Any]) -> int:
     """Returns the status of a subcommand. Its arguments are read before JAX is imported."""
     command = COMMANDS[name]
     module: Any = importlib.import_module(f"mesh_lm.commands.{command.module}")
     try:
         arguments = getattr(module, f"parse{command.suffix}")(list(argv), f"{PROG} {name}")
-        execute = getattr(module, f"run{command.suffix}")
+        execute = partial(getattr(module, f"run{command.suffix}"), **options)
         if not command.jax:
             return execute(arguments)
     except ConfigError as error:

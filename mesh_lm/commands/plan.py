@@ -20,8 +20,7 @@ from mesh_lm.commands.plan_options import SCREEN as SCREEN
 from mesh_lm.commands.plan_options import Plan as Plan
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning import attention, stages, state_bytes
-from mesh_lm.planning import diloco as islands
+from mesh_lm.planning import attention, diloco, stages, state_bytes
 from mesh_lm.planning.changes import candidates
 from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import Program, compile_config, devices_for, flags_of
@@ -81,7 +80,7 @@ def show(plan: Plan, config: TrainConfig) -> int:
             *_facts(config, report),
             *state_bytes.report_facts(program.declared),
             *stages.report_facts(program.config, program.layout, report),
-            *islands.report_facts(config, report, outer_report),
+            *diloco.report_facts(config, report, outer_report),
         ]
         if plan.max_microbatch:
             facts += largest_microbatch(config, n_devices, compile_changed, say=_log)

@@ -5,7 +5,7 @@ With --plan it only shows what would happen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mesh_lm.commands.plan_options import Plan, parse_either
 from mesh_lm.config import TrainConfig
@@ -18,10 +18,13 @@ def parse(argv: Sequence[str], prog: str = "train.py") -> tuple[Plan | None, Tra
     return parse_either(argv, prog)
 
 
-def run(arguments: tuple[Plan | None, TrainConfig]) -> int:
+def run(
+    arguments: tuple[Plan | None, TrainConfig], train: Callable[[TrainConfig], int] | None = None
+) -> int:
     """Returns the status: 0, 99 if SIGTERM ended the run, 130 if Ctrl-C did; of a plan, see `show`.
 
-    Raises ConfigError for a config that cannot run.
+    train: trains a run and returns its status; None: as `mesh_lm.train`. Raises ConfigError for a
+    config that cannot run.
     """
     plan, config = arguments
     if plan:
@@ -35,6 +38,8 @@ def run(arguments: tuple[Plan | None, TrainConfig]) -> int:
         # This names the other mistakes, too, for which it must import Flax.
         require_ready(config, thorough=True)
         raise
+    if train:
+        return train(config)
     from mesh_lm.training import loop
 
     return loop.train(config).status

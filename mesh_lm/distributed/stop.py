@@ -63,9 +63,9 @@ class StopOnSignal:
     interrupted = False
     """Whether this process has received SIGINT."""
 
-    def __init__(self, phases: Phases) -> None:
-        """phases: this process's progress."""
-        self.phases = phases
+    def __init__(self, phases: Phases | None = None) -> None:
+        """phases: this process's progress; None: it begins now."""
+        self.phases = phases or Phases()
         self._n_polls = 0
         self._signalled = False  # by a signal that JAX does not catch
         self._leaving = False  # whether an exception is on its way out of the context

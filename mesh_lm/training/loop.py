@@ -13,7 +13,6 @@ from typing import Any
 from mesh_lm import distributed
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.dataset import Dataset
-from mesh_lm.distributed.phases import Phases
 from mesh_lm.optim import Optimizer, Rule, own_rule
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.training.run import Run, require_callbacks
@@ -46,7 +45,7 @@ def train(
     `mesh_lm.train`; train.py has the same in its plainest form.
     """
     require_callbacks(callbacks)
-    with distributed.StopOnSignal(Phases()) as stop:
+    with distributed.StopOnSignal() as stop:
         rule = None
         if optimizer:
             section, rule = own_rule(config.optimizer, optimizer)
