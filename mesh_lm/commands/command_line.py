@@ -259,6 +259,8 @@ def _context(config: TrainConfig, options: Sequence[Option], fields: Mapping[str
             with contextlib.suppress(ValueError, ZeroDivisionError):
                 if not is_field:
                     path, text = other_names.field_and_value(leaf, text or "", context)
+                if path not in fields:  # a model of the user's own may lack it
+                    continue
                 changes[path] = convert(name, text, fields[path], SPELLINGS)
         with contextlib.suppress(ValueError):
             context = Context(_replace(context.config, changes), typed)

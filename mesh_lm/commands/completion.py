@@ -25,7 +25,7 @@ class _Field(NamedTuple):
 
 
 def shell_script(shell: str) -> str:
-    """Returns a script for bash, zsh, tcsh or fish.
+    """Returns a script for bash, zsh or fish.
 
     In the first: eval "$(mesh-lm --print-completion=bash)".
     """

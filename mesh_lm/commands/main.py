@@ -26,7 +26,7 @@ from mesh_lm.network.exit_status import EXIT_CANNOT, EXIT_INTERRUPTED
 PROG = "mesh-lm"
 _STOPPED = "stopped by Ctrl-C\n"
 _STOPPED_TWICE = "ended at once by a second Ctrl-C\n"
-SHELLS = ("bash", "zsh", "tcsh", "fish")
+SHELLS = ("bash", "zsh", "fish")
 OLDEST_PYTHON = (3, 11)
 """The requires-python of pyproject.toml, which a clone that is not installed does not consult."""
 

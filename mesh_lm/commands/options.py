@@ -426,7 +426,7 @@ Group = dict[str, tuple[Any, str]]
 
 
 def completion_script(shell: str, prog: str, commands: Group, spellings: Spellings) -> str:
-    """Returns the script that completes `prog` in a shell: bash, zsh, tcsh or fish."""
+    """Returns the script that completes `prog` in a shell: bash, zsh or fish."""
     import tyro
 
     script = io.StringIO()

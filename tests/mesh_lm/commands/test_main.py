@@ -51,7 +51,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 MISTAKES = {
     "trian": "mesh-lm has no command 'trian'; did you mean mesh-lm train?",
     "fly": f"mesh-lm has no command 'fly'; it has {', '.join(COMMANDS)}",
-    "--print-completion=csh": "--print-completion=csh: expected one of bash, zsh, tcsh, fish",
+    "--print-completion=csh": "--print-completion=csh: expected one of bash, zsh, fish",
     "generate --propmt=a": (
         "bad command line\n  - --propmt: no such option; did you mean --prompt?\n  - --checkpoint: "
         "missing; A run's output directory (its newest checkpoint), one step in its `checkpoints`, "

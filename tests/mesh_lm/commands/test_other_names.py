@@ -362,6 +362,13 @@ def test_rules_of_other_names() -> None:
     assert not other_names.RULES.keys() & PRESETS.keys(), "names of presets are no guesses"
 
 
+def test_a_model_that_lacks_the_field_of_another_name() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(["docs/custom_model.py", "--num-attention-heads=3", "--min-lr=1e-5"])
+    assert "--num-attention-heads: no such field; see --help" in str(raised.value)
+    assert "did you mean --optimizer.final_fraction=0.0033" in str(raised.value)
+
+
 def test_a_config_by_its_name() -> None:
     assert parse(["--config=gpt2_124m"]) == parse(["gpt2_124m"]) == load("configs/gpt2_124m.py")
     with pytest.raises(
