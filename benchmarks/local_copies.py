@@ -45,7 +45,7 @@ SECRET = b"the secret of this benchmark"
 class Copies(Sender):
     """Stands in for the copies of a run: one process, which sends its files to one other node."""
 
-    kept_here = frozenset({0})
+    stored_processes = frozenset({0})
 
 
 def serve(directory: str, ports: Any) -> None:

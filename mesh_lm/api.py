@@ -35,19 +35,18 @@ def train(
     returns the run.
 
     Args:
-      config: what to train; or a config file, or the name of one that comes with mesh_lm, such as
-      "gpt_tiny". optimizer: a rule of your own (`mesh_lm.optim.Rule`), or a class that makes one of
-      the config's section `optimizer`; None: the one
-        that optimizer.name names. Clipping, the learning rate and weight decay are as the section
-        says.
-      data: what to train on instead of what the config's section `data` names: token ids [n] of
-      which the last twentieth is held out, or
-        a dataset (`mesh_lm.data.dataset.Dataset`). The section still says how documents are
-        separated, and how far to read ahead.
+      config: a config; or a config file, or the name of one that comes with mesh_lm, such as
+        "gpt_tiny".
+      optimizer: a rule of your own (`mesh_lm.optim.Rule`), or a class that makes one of the
+        config's section `optimizer`; None: the one that optimizer.name names. Clipping, the
+        learning rate and weight decay are as the section says.
+      data: used instead of the data that the config's section `data` names: token ids [n] of which
+        the last twentieth is held out, or a dataset (`mesh_lm.data.dataset.Dataset`). The section
+        still says how documents are separated, and how far to read ahead.
       callbacks: objects with some of the methods of `Callback`, called in this order.
 
     Raises:
-      ConfigError: what cannot run, with every reason at once.
+      ConfigError: the config cannot run; the message has every reason at once.
     """
     from mesh_lm.training import loop
 
@@ -56,23 +55,25 @@ def train(
         from mesh_lm.data.dataset import dataset_of
 
         data = dataset_of(data)
-        source = dataclasses.replace(
+        section = dataclasses.replace(
             config.data, path="", blend=(), tokenizer="", tokenizer_vocab=0
         )
-        config = dataclasses.replace(config, data=source)
+        config = dataclasses.replace(config, data=section)
     return loop.train(config, optimizer=optimizer, data=data, callbacks=callbacks)
 
 
 def plan(
     config: TrainConfig | str | Path, target: str = "h100", devices: int = 0, *, flags: str = "auto"
 ) -> Report:
-    """Compiles the training step for GPUs that you do not have, and returns what the compiler made
-    of it; nothing is trained.
+    """Compiles the training step for GPUs that you do not have, and returns a report on the
+    compiled program; nothing is trained.
 
     Args:
-      config: as for `train`. target: the GPU: h100, h200, a100 or b200. devices: how many of them;
-      0: as many as the mesh says, with an axis of -1 the fewest whole nodes. flags: the set of XLA
-      flags to compile with; auto: the run's own (launch.xla_flags).
+      config: as for `train`.
+      target: the GPU: h100, h200, a100 or b200.
+      devices: the number of GPUs; 0: as many as the mesh says, with an axis of -1 the fewest whole
+        nodes.
+      flags: the set of XLA flags to compile with; auto: the run's own (launch.xla_flags).
 
     Raises:
       ConfigError: the config cannot run on that number of devices.
@@ -84,9 +85,11 @@ def plan(
 
     config = _config(config)
     gpu.choose_platform()
-    chosen = flags_of(config, target) if flags == "auto" else flags
+    if flags == "auto":
+        flags = flags_of(config, target)
     program = Program.of(config, target, devices_for(config, devices))
-    return dataclasses.replace(program.compile(options(chosen)), logical=dict(program.layout.axes))
+    report = program.compile(options(flags))
+    return dataclasses.replace(report, logical=dict(program.layout.axes))
 
 
 def load(
@@ -104,12 +107,15 @@ def load(
 
     Args:
       path: the output directory of a run (its newest checkpoint), one step in its `checkpoints`, or
-      a Hugging Face model directory. config: needed for a model class of your own, whose code a
-      checkpoint does not hold: its config, or the file that makes it. mesh, rules: how the model is
-      sharded over the devices; None: as in training where that fits, else a copy on each device.
-      tokenizer: as data.tokenizer; empty: the one kept beside the checkpoint or the weights. dtype:
-      type of matmuls and activations; empty: as in training. cpu_devices: devices to divide the CPU
-      into, before JAX has used one; 0: as they are.
+        a Hugging Face model directory.
+      config: needed for a model class of your own, whose code a checkpoint does not hold: its
+        config, or the file that makes it.
+      mesh: the mesh over which the model is sharded; None: as in training where that fits, else a
+        copy on each device.
+      rules: the rules that shard it, or the name of a preset; None: likewise.
+      tokenizer: as data.tokenizer; empty: the one beside the checkpoint or the weights.
+      dtype: type of matmuls and activations; empty: as in training.
+      cpu_devices: devices to divide the CPU into, before JAX has used one; 0: as they are.
 
     Raises:
       ConfigError: there is no such checkpoint, it is of another model, or its tokenizer is missing.
@@ -117,23 +123,22 @@ def load(
     from mesh_lm import distributed
     from mesh_lm.inference.trained import TrainedModel
 
-    model = (
-        config
-        if isinstance(config, ModelConfig)
-        else None
-        if config is None
-        else _config(config).model
-    )
+    if config is None or isinstance(config, ModelConfig):
+        model = config
+    else:
+        model = _config(config).model
     options = dataclasses.replace(LaunchConfig(), cpu_devices=cpu_devices)
     distributed.start(TrainConfig(model=model or ModelConfig(), output=str(path), launch=options))
-    chosen = preset(rules) if isinstance(rules, str) else rules
+    if isinstance(rules, str):
+        rules = preset(rules)
     return TrainedModel.load(
-        path, mesh=mesh, rules=chosen, tokenizer=tokenizer, model=model, dtype=dtype
+        path, mesh=mesh, rules=rules, tokenizer=tokenizer, model=model, dtype=dtype
     )
 
 
 def _config(config: TrainConfig | str | Path) -> TrainConfig:
-    config = config if isinstance(config, TrainConfig) else files.load(str(config))
+    if not isinstance(config, TrainConfig):
+        config = files.load(str(config))
     if isinstance(config.rules, str):  # as on the command line
         config = dataclasses.replace(config, rules=preset(config.rules))
     return config

@@ -1,8 +1,7 @@
 """SHA256SUMS: the digests of a directory's files, in the form that `sha256sum` writes and checks.
 
 A .safetensors file has no digest: a flipped bit is another weight. An export writes this list, and
-whoever reads such a directory compares. For a directory of another origin, `sha256sum * >
-SHA256SUMS` makes one.
+an import compares. For a directory of another origin, `sha256sum * > SHA256SUMS` makes one.
 """
 
 from __future__ import annotations
@@ -28,34 +27,39 @@ def write(directory: Path) -> None:
 
 def problems(directory: Path, names: Iterable[str]) -> list[str]:
     """Returns a line for each of these files that is listed, but missing or with another digest.
-    Without a list, there are none.
 
-    Raises OSError.
+    Without a list, there are none. Raises OSError.
     """
     try:
         lines = (directory / NAME).read_text(errors="replace", encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
-    listed, found = {match[2]: match[1] for line in lines if (match := _LINE.fullmatch(line))}, []
-    for name in sorted({*names} & listed.keys()):
+    digests = {}
+    for line in lines:
+        match = _LINE.fullmatch(line)
+        if match:
+            digest, name = match.groups()
+            digests[name] = digest
+    damage = []
+    for name in sorted({*names} & digests.keys()):
         if not (directory / name).is_file():
-            found.append(f"{name} is missing, but {NAME} lists it")
-        elif file_digest(directory / name) != listed[name]:
-            found.append(
+            damage.append(f"{name} is missing, but {NAME} lists it")
+        elif file_digest(directory / name) != digests[name]:
+            damage.append(
                 f"{name} is not as {NAME} has it: one of them is damaged; fetch it again, or "
                 f"remove {NAME} to read without it"
             )
-    return found
+    return damage
 
 
 def require(directory: Path, *names: str) -> None:
-    """Raises ConfigError if `problems` finds any."""
+    """Raises ConfigError if `problems` returns any."""
     try:
-        found = problems(directory, names)
+        damage = problems(directory, names)
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename or directory}: {error.strerror}") from error
-    if found:
-        raise ConfigError("\n  - ".join([f"{directory} is damaged", *found]))
+    if damage:
+        raise ConfigError("\n  - ".join([f"{directory} is damaged", *damage]))
 
 
 def file_digest(path: Path) -> str:

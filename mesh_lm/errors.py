@@ -1,5 +1,6 @@
-"""The error that a user's mistake raises. In a module of its own, so that worker processes can
-raise it without importing JAX.
+"""The errors that end a program with a message, and what such messages have in common.
+
+They are in a module of their own, so that worker processes can raise them without importing JAX.
 """
 
 from __future__ import annotations
@@ -9,25 +10,32 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-_SHOWN = 8
+_MAX_LINES = 8
+"""Lines of a list that are printed."""
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
+_FILES = {".txt", ".json", ".jsonl", ".gz", ".zst", ".parquet", ".model", ".tiktoken", ".py"}
+_FOLDERS = {"runs", "data", "configs", "checkpoints"}
+"""Beginnings of paths rather than of names on the Hub."""
 
 
 class ConfigError(ValueError):
-    """A mistake in what the user asked for. Its text is the whole message; the program prints it
-    and exits with status 1.
+    """A mistake of the user.
+
+    Its text is the whole message; the program prints it and exits with status 1.
     """
 
 
 class ReplacedError(ConfigError):
-    """Another run has taken this run's output over while this one was suspended: it must write
-    nothing more. Status 77.
+    """Another run has taken this run's output over while this one was suspended.
+
+    It must write nothing more. The program exits with status 77.
     """
 
 
 class StorageError(ConfigError):
-    """A disk does not work at the moment, on this or another host. Another attempt may succeed: the
-    program exits with status 75.
+    """A disk does not work at the moment, on this or another host.
+
+    Another attempt may succeed: the program exits with status 75.
     """
 
 
@@ -35,12 +43,12 @@ def storage_failed(error: BaseException | None) -> bool:
     """Returns whether an error is due to a full or failing disk, or a lost mount: itself, or one
     that it was raised from or during.
     """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, StorageError) or (
-            isinstance(error, OSError) and error.errno in _STORAGE
-        ):
+    visited: set[int] = set()  # a chain of errors may be a circle
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
+        if isinstance(error, StorageError):
+            return True
+        if isinstance(error, OSError) and error.errno in _STORAGE:
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -48,8 +56,10 @@ def storage_failed(error: BaseException | None) -> bool:
 
 def listed(head: str, lines: Sequence[str]) -> str:
     """Returns `head`, the first few of `lines` as a list, and how many more there are."""
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return "\n  - ".join([head, *lines[:_SHOWN], *more])
+    items = [head, *lines[:_MAX_LINES]]
+    if len(lines) > _MAX_LINES:
+        items.append(f"and {len(lines) - _MAX_LINES} more")
+    return "\n  - ".join(items)
 
 
 def number_ranges(numbers: list[int], singular: str = "process", plural: str = "processes") -> str:
@@ -66,8 +76,10 @@ def number_ranges(numbers: list[int], singular: str = "process", plural: str = "
 
 
 def hub_hint(name: str, kind: str = "") -> str:
-    """How to get what may be the name of a repository on the Hugging Face Hub; empty where `name`
-    is a path. kind: "dataset" or a model.
+    """Returns the end of a message that says how to download a repository of this name from the
+    Hugging Face Hub; empty if `name` is a path.
+
+    kind: "dataset"; empty: a model.
     """
     repository = re.fullmatch(r"(?:hf://)?(?:datasets/|models/)?([\w.-]*\w(?:/[\w.-]+)?)", name)
     if not repository or Path(name).suffix in _FILES or Path(name).parts[0] in _FOLDERS:
@@ -77,11 +89,6 @@ def hub_hint(name: str, kind: str = "") -> str:
         f". For a name on the Hugging Face Hub: hf download{option} {repository[1]} "
         f"--local-dir={repository[1]}"
     )
-
-
-_FILES = {".txt", ".json", ".jsonl", ".gz", ".zst", ".parquet", ".model", ".tiktoken", ".py"}
-_FOLDERS = {"runs", "data", "configs", "checkpoints"}
-"""What paths begin with rather than names on the Hub."""
 
 
 def did_you_mean(near: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a process prints, and names of files, in any locale."""
+"""Text that a process prints, and names of files, in any locale."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 
 def accept_any_text() -> None:
-    """Lets stdout and stderr escape characters that the locale's encoding lacks, instead of
-    raising: a line must not end a run.
+    """Lets stdout and stderr escape characters that the locale's encoding lacks.
+
+    Otherwise they raise, and a line must not end a run.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -1,5 +1,4 @@
-"""JSON files that have a SHA-256 of their own content in them, so that one that was changed is not
-believed.
+"""JSON files that hold a SHA-256 of their own content, by which a change is noticed.
 
 A disk that flips a digit leaves valid JSON. Files of older versions have no digest and are read as
 they are.
@@ -23,12 +22,13 @@ def sealed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns what was sealed. Raises OSError, and ValueError if it is not JSON, or not as it was
-    written.
+    """Returns the content without its digest.
+
+    Raises OSError, and ValueError if it is not JSON, or not as it was written.
     """
     content = strict_json.read(path)
-    found = content.pop(_SEAL, None)
-    if found is not None and found != _digest(content):
+    digest = content.pop(_SEAL, None)
+    if digest is not None and digest != _digest(content):
         raise ValueError("it is not as it was written (SHA-256)")
     return content
 

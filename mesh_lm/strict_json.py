@@ -1,5 +1,4 @@
-"""Reads JSON that this process did not write. Whatever `json.loads` would die of is a ValueError
-here.
+"""Reads JSON that this process did not write, and raises ValueError for whatever is wrong with it.
 
 A thousand brackets are a RecursionError in `json.loads`, a long file is a MemoryError, and `[]`
 where an object was expected is an AttributeError a few lines later. Files come from disks that fail
@@ -15,17 +14,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _Kind = TypeVar("_Kind", dict[str, Any], list[Any])
-MESSAGE, FILE, LARGE_FILE = 2**20, 2**26, 2**29
-"""Sizes in bytes: of a message, of a file that describes something, and of one with a vocabulary
-(the largest known has 35 MB)."""
+MESSAGE = 2**20
+"""Size in bytes of a message."""
+FILE = 2**26
+"""Size in bytes of a file that describes something."""
+LARGE_FILE = 2**29
+"""Size in bytes of a file with a vocabulary (the largest known has 35 MB)."""
 _DEPTH = 64
 # It always matches from a quote, also where a string does not end, so that the search takes linear
 # time.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-_STEP = [0] * 256
-_STEP[ord("[")] = _STEP[ord("{")] = 1
-_STEP[ord("]")] = _STEP[ord("}")] = -1
-_OTHERS = bytes(byte for byte in range(256) if not _STEP[byte])
+_LEVELS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+"""Levels that a bracket opens."""
+_OTHER_BYTES = bytes(byte for byte in range(256) if byte not in _LEVELS)
 
 
 def loads(
@@ -54,8 +55,9 @@ def loads(
 
 
 def read(path: Path, kind: type[_Kind] = dict, *, size: int = FILE, depth: int = _DEPTH) -> _Kind:
-    """Returns what a file holds, as `loads`. It stops reading after `size` bytes. Raises OSError,
-    and ValueError as `loads`.
+    """Returns the content of a file, as `loads` does. It stops reading after `size` bytes.
+
+    Raises OSError, and ValueError as `loads`.
     """
     with open(path, "rb") as file:
         content = file.read(size + 1)
@@ -67,5 +69,5 @@ def read(path: Path, kind: type[_Kind] = dict, *, size: int = FILE, depth: int =
 def _depth(text: bytes | str) -> int:
     """Returns the levels of brackets outside of strings. It takes about as long as parsing."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-    brackets = _STRING.sub(b"", data).translate(None, _OTHERS)
-    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+    brackets = _STRING.sub(b"", data).translate(None, _OTHER_BYTES)
+    return max(accumulate(map(_LEVELS.__getitem__, brackets)), default=0)

@@ -20,7 +20,7 @@ from mesh_lm import strict_json
 from mesh_lm.checkpoint.reader import DamagedCheckpoint, misnamed, parts_of
 from mesh_lm.state.digest import host_sums, joined
 
-_PIECE = 1 << 18
+_CHUNK = 1 << 18
 """Elements that NumPy compares at a time."""
 
 Box = tuple[slice, ...]
@@ -30,14 +30,14 @@ class StoredArray:
     """One array on disk. Reading it raises DamagedCheckpoint if that fails."""
 
     def __init__(self, path: Path, name: str, store: ts.TensorStore) -> None:
-        self._path, self._name, self._store = path, name, store
+        self._path = path
+        self._name = name
+        self._store = store
         self.shape = tuple(store.shape)
         self.dtype: np.dtype = store.dtype.numpy_dtype
+        chunk_shape = store.chunk_layout.read_chunk.shape or ()
         self.part = tuple(
-            step or size
-            for step, size in zip(
-                store.chunk_layout.read_chunk.shape or (), self.shape, strict=False
-            )
+            chunk or size for chunk, size in zip(chunk_shape, self.shape, strict=False)
         )
         """Shape of one part; smaller at the end of an axis that it does not divide."""
 
@@ -58,11 +58,11 @@ class StoredArray:
 
     def boxes(self) -> Iterator[Box]:
         """Yields the slices of each part, in row-major order."""
-        rows = (
-            [slice(at, min(at + step, size)) for at in range(0, size, step)]
+        slices_by_axis = [
+            [slice(start, min(start + step, size)) for start in range(0, size, step)]
             for size, step in zip(self.shape, self.part, strict=True)
-        )
-        return itertools.product(*rows)
+        ]
+        return itertools.product(*slices_by_axis)
 
     def __getitem__(self, box: Box) -> np.ndarray:
         with _readable(self._path, self._name):
@@ -79,48 +79,50 @@ class StoredArray:
         the largest |a - b| (may be NaN).
         """
         grid = self if math.prod(self.part) >= math.prod(other.part) else other
-        count, largest = 0, 0.0
+        n_changed = 0
+        largest = 0.0
         for box in grid.boxes():
-            part_a, part_b = self[box].reshape(-1), other[box].reshape(-1)
-            for at in range(0, part_a.size, _PIECE):
-                a, b = part_a[at : at + _PIECE], part_b[at : at + _PIECE]
+            part = self[box].reshape(-1)
+            other_part = other[box].reshape(-1)
+            for start in range(0, part.size, _CHUNK):
+                a = part[start : start + _CHUNK]
+                b = other_part[start : start + _CHUNK]
                 changed = (a.view(np.uint8) != b.view(np.uint8)).reshape(a.size, -1).any(axis=1)
                 if changed.any():
-                    count += int(changed.sum())
-                    largest = float(
-                        np.maximum(
-                            largest,
-                            np.abs(
-                                a[changed].astype(np.float64) - b[changed].astype(np.float64)
-                            ).max(),
-                        )
-                    )
-        return count, largest
+                    n_changed += int(changed.sum())
+                    gaps = np.abs(a[changed].astype(np.float64) - b[changed].astype(np.float64))
+                    largest = float(np.maximum(largest, gaps.max()))  # unlike max(), keeps NaN
+        return n_changed, largest
 
 
 class StoredArrays:
-    """The arrays of one checkpoint by name, such as "params/blocks.mlp.up.weight". Opening it reads
-    only their index.
+    """The arrays of one checkpoint by name, such as "params/blocks.mlp.up.weight".
+
+    Opening it reads only their index.
     """
 
     def __init__(self, path: Path) -> None:
-        """path: a checkpoint, renamed or not. Raises DamagedCheckpoint if the index or the list of
-        arrays cannot be read.
+        """path: a checkpoint, renamed or not.
+
+        Raises DamagedCheckpoint if the index or the list of arrays cannot be read.
         """
         self.path = path
         self._store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path / 'state'}/"}}
-        # for the index, not for arrays
+        # For the index, not for arrays.
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 1 << 20}})
+        self._names: dict[str, str] = {}  # as in digests -> in the store
         with _readable(path, "the list of its arrays"):
-            listed = strict_json.read(path / "state" / "_METADATA", size=strict_json.LARGE_FILE)[
-                "tree_metadata"
-            ].values()
-            keys = [[str(key["key"]) for key in leaf["key_metadata"]] for leaf in listed]
-            stored = ts.KvStore.open(self._store, context=self._context).result().list().result()
+            content = strict_json.read(path / "state" / "_METADATA", size=strict_json.LARGE_FILE)
+            for leaf in content["tree_metadata"].values():
+                keys = [str(key["key"]) for key in leaf["key_metadata"]]
+                self._names["/".join(keys)] = ".".join(keys)
+            store = ts.KvStore.open(self._store, context=self._context).result()
+            files = store.list().result()
         self._stored = {
-            key.decode().removesuffix("/zarr.json") for key in stored if key.endswith(b"/zarr.json")
+            file.decode().removesuffix("/zarr.json")
+            for file in files
+            if file.endswith(b"/zarr.json")
         }
-        self._names = {"/".join(each): ".".join(each) for each in keys}
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -129,59 +131,64 @@ class StoredArrays:
         return iter(self._names)
 
     def __getitem__(self, name: str) -> StoredArray:
-        """Returns an array. Raises DamagedCheckpoint if its description is missing or
-        unreadable.
+        """Returns an array.
+
+        Raises DamagedCheckpoint if its description is missing or unreadable.
         """
         if self._names[name] not in self._stored:
             raise DamagedCheckpoint(self.path, [f"{name}: is missing"])
-        spec = {"driver": "zarr3", "kvstore": self._store | {"path": f"{self._names[name]}/"}}
+        kvstore = self._store | {"path": f"{self._names[name]}/"}
+        spec = {"driver": "zarr3", "kvstore": kvstore}
         with _readable(self.path, name):
-            return StoredArray(
-                self.path, name, ts.open(spec, context=self._context, open=True, read=True).result()
-            )
+            store = ts.open(spec, context=self._context, open=True, read=True).result()
+            return StoredArray(self.path, name, store)
 
     def verified(self, metadata: dict[str, Any]) -> Iterator[tuple[int, str]]:
         """Yields (bytes, problem or "") for every array that is stored or that `metadata`
         describes.
         """
         digests = metadata.get("digests", {})
-        wanted = {
-            f"{part}/{name}": leaf
-            for part, leaves in parts_of(metadata).items()
-            for name, leaf in leaves.items()
-        }
-        for name in dict.fromkeys([*self, *digests, *wanted]):
+        shapes: dict[str, list[Any]] = {}
+        for part, leaves in parts_of(metadata).items():
+            for name, shape in leaves.items():
+                shapes[f"{part}/{name}"] = shape
+        for name in dict.fromkeys([*self, *digests, *shapes]):
             if name not in self._names:
                 yield 0, f"{name}: is not in the list of arrays"
             elif digests and name not in digests:
                 yield 0, f"{name}: was not saved: it has no digest"
             else:
                 try:
-                    leaf = self[name]
-                    problem = _problem(name, leaf, wanted.get(name), digests.get(name))
+                    array = self[name]
+                    problem = _problem(name, array, shapes.get(name), digests.get(name))
+                    # Descriptions of earlier versions have no step.
                     if name == "step" and not problem and "step" not in metadata:
-                        problem = self._other_step(int(leaf[()]))
-                    yield leaf.nbytes, problem
+                        problem = self._misnamed(int(array[()]))
+                    yield array.nbytes, problem
                 except DamagedCheckpoint as damage:
                     yield 0, damage.reasons[0]
 
-    def _other_step(self, step: int) -> str:
+    def _misnamed(self, step: int) -> str:
         number = self.path.name.partition(".")[0]
         return misnamed(step) if number.isdecimal() and int(number) != step else ""
 
 
-def _problem(name: str, leaf: StoredArray, wanted: list[Any] | None, saved_as: str | None) -> str:
-    if wanted and leaf.described != wanted:
-        return f"{name}: {leaf.described}, saved as {wanted}"
-    actual = leaf.digest()
-    return "" if saved_as in (None, actual) else f"{name}: digest {actual}, saved as {saved_as}"
+def _problem(
+    name: str, array: StoredArray, shape: list[Any] | None, saved_digest: str | None
+) -> str:
+    if shape and array.described != shape:
+        return f"{name}: {array.described}, saved as {shape}"
+    digest = array.digest()
+    if saved_digest in (None, digest):
+        return ""
+    return f"{name}: digest {digest}, saved as {saved_digest}"
 
 
 @contextlib.contextmanager
-def _readable(path: Path, what: str) -> Iterator[None]:
+def _readable(path: Path, subject: str) -> Iterator[None]:
     """Turns any error into DamagedCheckpoint, because TensorStore has no error class of its own."""
     try:
         yield
     except Exception as error:
         reason = (str(error).strip() or repr(error)).splitlines()[0][:300]
-        raise DamagedCheckpoint(path, [f"{what}: cannot be read: {reason}"]) from error
+        raise DamagedCheckpoint(path, [f"{subject}: cannot be read: {reason}"]) from error

@@ -11,60 +11,74 @@ from pathlib import Path
 
 from mesh_lm.checkpoint.lease import Lease
 
-_LOOK = 0.1
+_POLL = 0.1
 """Seconds between looks at whether Orbax has completed the save, which it shows by a rename before
 its last barrier."""
-_TRIES, _PAUSE = 5, 1.0
-"""How often the lease is read before a commit if that fails, and seconds between two times."""
+_TRIES = 5
+"""Attempts to read the lease before a commit."""
+_PAUSE = 1.0
+"""Seconds between two attempts."""
 
 
 class Commit:
     """The commit of one save, in a thread of process 0; the other processes do nothing."""
 
-    def __init__(self, saved: Path, named: Path, lease: Lease | None) -> None:
-        """saved: the directory under whose name Orbax completes the save. named: the step's
-        directory, which no save may replace.
+    def __init__(self, unnamed: Path, named: Path, lease: Lease | None) -> None:
+        """Starts the thread.
+
+        Args:
+          unnamed: the directory under whose name Orbax completes the save.
+          named: the step's directory, which no save may replace.
         """
-        self._saved, self._named, self._lease = saved, named, lease
+        self._unnamed = unnamed
+        self._named = named
         self._finished = threading.Event()
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="commit", daemon=True)
+        self._thread: threading.Thread | None = None
         if lease:
+            self._thread = threading.Thread(
+                target=self._run, args=(lease,), name="commit", daemon=True
+            )
             self._thread.start()
 
     @property
     def pending(self) -> bool:
-        """Whether process 0 has yet to commit; always False on the others, which may see the
-        directory late.
+        """Whether process 0 has yet to commit.
+
+        Always False on the others, which may see the directory late.
         """
-        return self._lease is not None and not os.path.isdir(self._named)
+        return self._thread is not None and not os.path.isdir(self._named)
 
     def finish(self) -> None:
         """Waits for the commit. Call it after Orbax has completed the save, or has failed to."""
         self._finished.set()
-        if self._lease:
+        if self._thread:
             self._thread.join()
 
-    def _run(self) -> None:
-        assert self._lease
+    def _run(self, lease: Lease) -> None:
         try:
             # os.path.isdir is False where Path.is_dir would raise, as on a network file system that
             # does not answer for a moment.
-            while not os.path.isdir(self._saved):
-                if self._finished.wait(_LOOK) and not os.path.isdir(self._saved):
+            while not os.path.isdir(self._unnamed):
+                # Looks once more after `finish`: Orbax may have completed the save just before it.
+                if self._finished.wait(_POLL) and not os.path.isdir(self._unnamed):
                     return
-            self._require(self._lease)
-            os.rename(self._saved, self._named)
+            _require(lease)
+            os.rename(self._unnamed, self._named)
         except Exception as error:
             self.error = error
 
-    def _require(self, lease: Lease) -> None:
-        """As `Lease.require`, but a disk that fails for a moment does not cost a save that is
-        complete.
-        """
-        for _ in range(_TRIES - 1):
-            try:
-                return lease.require()
-            except OSError:
-                time.sleep(_PAUSE)
-        lease.require()
+
+def _require(lease: Lease) -> None:
+    """Reads the lease, and raises ReplacedError if another run holds it.
+
+    It tries again after OSError: a disk that fails for a moment does not cost a save that is
+    complete.
+    """
+    for _ in range(_TRIES - 1):
+        try:
+            lease.require()
+            return
+        except OSError:
+            time.sleep(_PAUSE)
+    lease.require()

@@ -28,7 +28,7 @@ _RENAMED = {
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointEntry:
-    """One directory of checkpoints: a step, complete or not, or one that was renamed."""
+    """One directory of a checkpoint: a step, complete or not, or one that was renamed."""
 
     path: Path
 
@@ -42,13 +42,15 @@ class CheckpointEntry:
         """Empty for a step, else the reason it is not one: "damaged", "passed", "removed",
         "saving", "orbax", "misnamed".
         """
-        if not names_a_step(self.path.name.partition(".")[0]):
+        number, _, suffix = self.path.name.partition(".")
+        if not names_a_step(number):
             return "misnamed"
-        return re.split(r"\W", self.path.name.partition(".")[2])[0]
+        return re.split(r"\W", suffix)[0]
 
     def descriptions(self) -> dict[str, Any]:
-        """Returns {"data": ..., "metadata": ...}, as in `SavedCheckpoint`. Raises
-        DamagedCheckpoint.
+        """Returns {"data": ..., "metadata": ...}, as in `SavedCheckpoint`.
+
+        Raises DamagedCheckpoint.
         """
         return descriptions(self.path)
 
@@ -74,29 +76,26 @@ class CheckpointEntry:
         """The condition of the checkpoint, for a listing."""
         if self.kind:
             return _RENAMED.get(self.kind, "not named by a run")
-        return (
-            f"damaged: {self._described.reasons[0]}"
-            if isinstance(self._described, DamagedCheckpoint)
-            else "complete by its description"
-        )
+        if isinstance(self._described, DamagedCheckpoint):
+            return f"damaged: {self._described.reasons[0]}"
+        return "complete by its description"
 
     @property
     def described(self) -> tuple[str, str, str]:
         """Format, digest of the state, digest of the samples; "-" if unknown."""
         if isinstance(self._described, DamagedCheckpoint):
             return "-", "-", "-"
-        data, metadata = self._described["data"], self._described["metadata"]
+        metadata = self._described["metadata"]
         digests = metadata.get("digests")
-        return (
-            str(metadata["format"]),
-            combined(digests) if digests else "-",
-            str(data.get("samples", "-")),
-        )
+        state = combined(digests) if digests else "-"
+        samples = str(self._described["data"].get("samples", "-"))
+        return str(metadata["format"]), state, samples
 
     @property
     def written(self) -> float:
-        """Unix time at which its description, or else the directory, was written; 0 if a run has
-        just removed it.
+        """Unix time at which its description, or else the directory, was written.
+
+        0 if a run has just removed it.
         """
         for path in (self.path / "metadata" / "metadata", self.path):
             with contextlib.suppress(FileNotFoundError):
@@ -106,17 +105,18 @@ class CheckpointEntry:
     @property
     def nbytes(self) -> int:
         """Bytes in all its files; approximate while it is being written or removed."""
-        total = 0
+        nbytes = 0
         for directory, _, files in os.walk(self.path):
             for file in files:
                 with contextlib.suppress(FileNotFoundError):
-                    total += os.stat(os.path.join(directory, file)).st_size
-        return total
+                    nbytes += os.stat(os.path.join(directory, file)).st_size
+        return nbytes
 
 
 def at(path: Path | str) -> list[CheckpointEntry]:
-    """Returns the checkpoints in a run's output or `checkpoints`, or one step, oldest first. Raises
-    ConfigError if there are none.
+    """Returns the checkpoints in a run's output or `checkpoints`, or one step, oldest first.
+
+    Raises ConfigError if there are none.
     """
     path = Path(path).expanduser().absolute()
     if not path.is_dir():
@@ -147,36 +147,34 @@ def at(path: Path | str) -> list[CheckpointEntry]:
 
 def chosen(path: Path | str, name: str) -> list[CheckpointEntry]:
     """Returns the steps of a run, or the directory that `path` or `name` names, renamed or not.
+
     Raises ConfigError if there is none.
     """
     entries = at(path)
+    names = ", ".join(entry.path.name for entry in entries)
     if name:
-        if not (named := [entry for entry in entries if entry.path.name == name]):
-            raise ConfigError(
-                f"no --step={name}; there are {', '.join(entry.path.name for entry in entries)}"
-            )
+        named = [entry for entry in entries if entry.path.name == name]
+        if not named:
+            raise ConfigError(f"no --step={name}; there are {names}")
         return named
-    steps = (
-        entries
-        if len(entries) == 1 and entries[0].path == Path(path).expanduser().absolute()
-        else [e for e in entries if not e.kind]
-    )
+    if [entry.path for entry in entries] == [Path(path).expanduser().absolute()]:
+        return entries
+    steps = [entry for entry in entries if not entry.kind]
     if not steps:
-        raise ConfigError(
-            f"no complete checkpoint among {', '.join(entry.path.name for entry in entries)}; name "
-            "one of them"
-        )
+        raise ConfigError(f"no complete checkpoint among {names}; name one of them")
     return steps
 
 
 def newest(path: Path | str) -> CheckpointEntry:
-    """Returns the newest step of a run, or the directory that `path` names. Raises ConfigError if
-    there is none.
+    """Returns the newest step of a run, or the directory that `path` names.
+
+    Raises ConfigError if there is none.
     """
     return chosen(path, "")[-1]
 
 
 def size(nbytes: int) -> str:
     """Returns a size in decimal units, such as 403 MB."""
-    power = min(max(0, len(str(nbytes)) - 1) // 3, 4)
-    return f"{nbytes / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = min(max(0, len(str(nbytes)) - 1) // 3, len(units) - 1)
+    return f"{nbytes / 1000**power:.4g} {units[power]}"

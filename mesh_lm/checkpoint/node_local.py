@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
 import secrets
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,40 +48,54 @@ _MARK = ".local"
 _ARRAYS, _DESCRIPTION = FILES
 
 
+class _Unusable(ValueError):
+    """A local step cannot be used."""
+
+
+class _Damaged(_Unusable):
+    """Its files have other bytes than were written."""
+
+
+Listing = list[list[Any]]
+"""[[step, [process, ...]], ...]: whose complete files a process sees, as JSON."""
+
+
+class _RestoreContext(NamedTuple):
+    """What the steps that one restore tries have in common."""
+
+    layout: ModelLayout
+    abstract: State
+    """The state without params that are computed from the master."""
+    newest: int
+    """The newest durable step; -1: there is none."""
+    listings: list[Listing]
+    """By process."""
+
+
 class NodeLocalCheckpoints:
-    """The node-local checkpoints of one run; without `checkpoint.local` it does nothing. Disk
-    errors only give a warning.
+    """The node-local checkpoints of one run; without `checkpoint.local` it does nothing.
+
+    Disk errors only give a warning.
     """
 
     def __init__(self, policy: CheckpointConfig, directory: Path, launch: LaunchConfig) -> None:
         """directory: the run's durable checkpoints. All processes must call it."""
         self._every = policy.local_every if policy.local else 0
-        self._fresh = policy.resume == "never"
-        self._thread: threading.Thread | None = None
-        self._failed = False
+        self._starts_fresh = policy.resume == "never"
+        self._writer: threading.Thread | None = None
+        self._warned = False  # since a save has succeeded
         self._copies: Copies | None = None
         if not self._every:
             return
-        output, life = (
-            hashlib.sha256(str(directory).encode()).hexdigest()[:16],
-            _identity(directory),
-        )
-        output, life = distributed.broadcast_from_process0([output, life])
+        output = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
+        output, life = distributed.broadcast_from_process0([output, _life(directory)])
         self.directory = Path(policy.local).expanduser().absolute() / f"{output}-{life}"
-        self._index, self._of = jax.process_index(), f"-of-{jax.process_count()}"
-        with contextlib.suppress(OSError):  # remove those of runs whose output was deleted
-            for old in self.directory.parent.glob(f"{output}-*"):
-                if old != self.directory:
-                    shutil.rmtree(old, ignore_errors=True)
-                    print(
-                        f"{distributed.log_prefix()}warning: {old} is removed: its local "
-                        "checkpoints are of an earlier run with this output, or "
-                        f"{directory / _MARK} was deleted",
-                        flush=True,
-                    )
+        self._index = jax.process_index()
+        self._suffix = f"-of-{jax.process_count()}"
+        self._remove_earlier_runs(output, directory / _MARK)
         if policy.local_copies:
             self._copies = Copies(
-                policy.local_copies, self.directory, launch, self._place, self._prune
+                policy.local_copies, self.directory, launch, self._step_directory, self._prune
             )
 
     def due(self, step: int) -> bool:
@@ -95,31 +110,32 @@ class NodeLocalCheckpoints:
         layout: ModelLayout,
         metadata: Callable[[State], dict[str, Any]],
     ) -> None:
-        """Copies this process's shards to host memory; a thread writes them. All processes must
-        call it.
+        """Copies this process's shards to host memory; a thread writes them.
+
+        All processes must call it.
 
         Args:
           state: the training state; params that are computed from the master are not saved.
           metadata: returns the metadata that a durable checkpoint of a tree would have; may wait
-          for other processes.
+            for other processes.
         """
         # Comes before metadata, which synchronizes processes: so none is more than one save ahead
         # of a slow disk.
-        ready, state = self._finish(), without_used(layout, state)
-        described = metadata(state)
-        parts = copied(state)
-        if ready:
-            sealed = described | {"seal": seal(data, described)}
-            about = {
-                "step": step,
-                "layout": _layout(state, layout),
-                "data": data,
-                "metadata": sealed,
-            }
-            self._thread = threading.Thread(
-                target=self._write, args=(step, parts, about), daemon=True
-            )
-            self._thread.start()
+        is_idle = self._finish()
+        state = without_used(layout, state)
+        unsealed = metadata(state)
+        if not is_idle:
+            return
+        description = {
+            "step": step,
+            "layout": _layout(state, layout),
+            "data": data,
+            "metadata": unsealed | {"seal": seal(data, unsealed)},
+        }
+        self._writer = threading.Thread(
+            target=self._write, args=(step, copied(state), description), daemon=True
+        )
+        self._writer.start()
 
     def restore(
         self, newest: int, layout: ModelLayout, optimizer: Optimizer
@@ -128,135 +144,56 @@ class NodeLocalCheckpoints:
         (a durable step, or -1), else None.
 
         Its layout must be the same, and its bits are verified. Unusable local steps are removed,
-        and one line says why. All processes must call it and get the same result.
+        and one line gives the reason. All processes must call it and get the same result.
         """
         if not self._every:
             return None
-        listing = (
-            []
-            if self._fresh
-            else [[step, holds] for step, holds in self._complete().items() if step > newest]
-        )
+        listing: Listing = []
+        if not self._starts_fresh:
+            listing = [[step, files] for step, files in self._complete().items() if step > newest]
         listings = distributed.gather_from_all(listing)
-        held_by = _holders(listings)
-        candidates = sorted(held_by, reverse=True)
-        where = " or on those of other nodes" if self._copies else ""
-        reasons = (
-            []
-            if candidates or not any(listings)
-            else [f"no step is on the local disks of all processes{where}"]
-        )
-        if partial := [
-            step
-            for step in ({} if self._fresh else self._steps())
-            if step > max(candidates, default=newest)
-        ]:
-            reasons = reasons or [
-                f"step {', '.join(map(str, partial))} is not complete on all processes"
-            ]  # as process 0, which prints, sees it
-        with contextlib.suppress(OSError):
-            for other in self.directory.glob("*/*-of-*"):
-                if not other.name.endswith(self._of):
-                    reasons = reasons or [
-                        (
-                            f"step {other.parent.name} was saved by "
-                            f"{other.name.rpartition('-')[2]} processes"
-                        )
-                    ]
-                    shutil.rmtree(other, ignore_errors=True)
-        # A node that had another place before keeps nothing of it that no process can use.
-        for step, processes in self._steps().items():
-            for process in processes if step not in held_by else []:
-                self._remove(step, process)
+        holders_by_step = _holders(listings)
+        candidates = sorted(holders_by_step, reverse=True)
+
+        incomplete = self._reason_incomplete(listings, candidates, newest)
+        reasons = [incomplete] if incomplete else []
+        self._remove_unusable(candidates)
+
+        abstract = without_used(layout, abstract_state(layout, optimizer))
+        context = _RestoreContext(layout, abstract, newest, listings)
         for step in candidates:
-            saved = state = None
-            lost = [process for process, holder in enumerate(held_by[step]) if holder != process]
+            holders = holders_by_step[step]
             try:
-                if self._copies and self._index in lost:
-                    self._copies.fetch(step, held_by[step][self._index])
-                abstract = without_used(layout, abstract_state(layout, optimizer))
-                saved, state = self._read_or_fetch(step, newest, abstract, layout, listings)
-                outcome = ["", certificate(saved.metadata, saved.data)]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                outcome = [
-                    (
-                        f"step {step} on process {self._index}: "
-                        f"{error if isinstance(error, _Unusable) else repr(error)}"
-                    ),
-                    "",
-                ]
-            problems, proofs = zip(*distributed.gather_from_all(outcome), strict=True)
-            reason = next(filter(None, problems), "")
-            if not reason and len(set(proofs)) > 1:
-                reason = f"step {step} is not of the same run on all processes"
-            if not reason and saved and state and (wrong := _differ(digests(state), saved.digests)):
-                reason = f"step {step}: {wrong} differs from what was saved"
-            if not reason and saved and state:
+                saved, state = self._restore_step(step, holders, context)
+            except _Unusable as error:
+                reasons.append(str(error))
+                continue
+            fetched = [process for process, holder in enumerate(holders) if holder != process]
+            source = f"; fetched from other nodes: {number_ranges(fetched)}" if fetched else ""
+            distributed.print_on_process0(
+                f"step {step} is on the local disks of all processes ({self.directory}), "
+                f"newer than the output's checkpoints{source}"
+            )
+            if reasons:
                 distributed.print_on_process0(
-                    (
-                        f"step {step} is on the local disks of all processes ({self.directory}), "
-                        "newer than the output's checkpoints"
-                    )
-                    + (f"; fetched from other nodes: {number_ranges(lost)}" if lost else "")
+                    f"newer local checkpoints are not used: {'; '.join(reasons)}"
                 )
-                if reasons:
-                    distributed.print_on_process0(
-                        f"newer local checkpoints are not used: {'; '.join(reasons)}"
-                    )
-                return saved, with_used(layout, state)
-            reasons.append(reason)
+            return saved, with_used(layout, state)
         if reasons:
             distributed.print_on_process0(f"local checkpoints are not used: {'; '.join(reasons)}")
         self.forget(newest)
         return None
 
-    def _read_or_fetch(
-        self,
-        step: int,
-        newest: int,
-        abstract: State,
-        layout: ModelLayout,
-        listings: list[list[Any]],
-    ) -> tuple[SavedCheckpoint, State]:
-        """As `_read`, but replaces damaged files that were here at the start by a copy of another
-        node, if there is one.
-        """
-        try:
-            return self._read(step, newest, abstract, layout)
-        except (OSError, ValueError) as error:
-            holders = {
-                other
-                for other, listing in enumerate(listings)
-                for each, of in listing
-                if each == step and self._index in of
-            }
-            different = isinstance(error, _Unusable) and not isinstance(error, _Damaged)
-            if (
-                not self._copies
-                or different
-                or self._index not in holders
-                or not (others := holders - self._copies.node)
-            ):
-                raise
-            self._copies.fetch(step, min(others))
-            print(
-                (
-                    f"{distributed.log_prefix()}warning: step {step} in {self.directory}: {error}; "
-                    "fetched from another node"
-                ),
-                flush=True,
-            )
-        # not within the handler, which keeps the arrays that were read so far
-        return self._read(step, newest, abstract, layout)
-
-    def forget(self, after: int) -> None:
-        """Removes the steps after `after` from this node, because the run was rolled back."""
-        if self._every:
-            self._finish()
-            if self._copies:
-                self._copies.cancel()
-            for step, processes in self._steps().items():
-                for process in processes if step > after else []:
+    def forget(self, last: int) -> None:
+        """Removes the steps after `last` from this node, because the run was rolled back."""
+        if not self._every:
+            return
+        self._finish()
+        if self._copies:
+            self._copies.cancel()
+        for step, processes in self._steps().items():
+            if step > last:
+                for process in processes:
                     self._remove(step, process)
 
     def close(self) -> None:
@@ -265,35 +202,48 @@ class NodeLocalCheckpoints:
         if self._copies:
             self._copies.close()
 
+    def _remove_earlier_runs(self, output: str, mark: Path) -> None:
+        """Removes the steps of runs whose output was deleted. output: its digest."""
+        with contextlib.suppress(OSError):
+            for directory in self.directory.parent.glob(f"{output}-*"):
+                if directory == self.directory:
+                    continue
+                shutil.rmtree(directory, ignore_errors=True)
+                print(
+                    f"{distributed.log_prefix()}warning: {directory} is removed: its local "
+                    f"checkpoints are of an earlier run with this output, or {mark} was deleted",
+                    flush=True,
+                )
+
     def _finish(self) -> bool:
         """Waits for the current write. Returns whether it ended in time."""
-        if self._thread:
-            self._thread.join(_PATIENCE)
-            if self._thread.is_alive():
+        if self._writer:
+            self._writer.join(_PATIENCE)
+            if self._writer.is_alive():
                 self._warn(f"the disk has not written the previous one in {_PATIENCE:g} s")
                 return False
-            self._thread = None
+            self._writer = None
         return True
 
-    def _write(self, step: int, parts: Shards, about: dict[str, Any]) -> None:
-        place = self._place(step, self._index)
+    def _write(self, step: int, shards: Shards, description: dict[str, Any]) -> None:
+        """Writes the files of a step, and then sends them to other nodes."""
+        directory = self._step_directory(step, self._index)
         try:
-            shutil.rmtree(place, ignore_errors=True)  # from before a restart
-            place.mkdir(parents=True)
-            about["parts"] = {}
-            with (place / _ARRAYS).open("wb") as file:
-                for leaf, distinct in parts.items():
-                    about["parts"][leaf] = {}
-                    for index, x in distinct.items():
-                        about["parts"][leaf][index] = [file.tell(), *x.shape, host_digest(x)]
-                        file.write(np.atleast_1d(x).reshape(-1).view(np.uint8).data)
+            shutil.rmtree(directory, ignore_errors=True)  # from before a restart
+            directory.mkdir(parents=True)
+            with (directory / _ARRAYS).open("wb") as file:
+                description["parts"] = _write_arrays(file, shards)
                 flush(file)
-            with (place / f"{_DESCRIPTION}.writing").open("w", encoding="utf-8") as file:
-                json.dump(about | {"sha256": _sha256(about)}, file)
+            # In this order, for a crash of the machine: the arrays are on the disk before the
+            # description has its name, which makes the step complete, and the name is on the disk
+            # before older steps are removed.
+            partial = directory / f"{_DESCRIPTION}.writing"
+            with partial.open("w", encoding="utf-8") as file:
+                json.dump(description | {"sha256": _sha256(description)}, file)
                 flush(file)
-            (place / f"{_DESCRIPTION}.writing").rename(place / _DESCRIPTION)
-            sync(place)
-            self._failed = False
+            partial.rename(directory / _DESCRIPTION)
+            sync(directory)
+            self._warned = False
             self._prune(self._index)
             if self._copies:
                 self._copies.send(step)
@@ -303,177 +253,302 @@ class NodeLocalCheckpoints:
 
     def _warn(self, reason: str) -> None:
         """Prints a warning, once until a save succeeds again."""
-        if not self._failed:
+        if not self._warned:
             with contextlib.suppress(OSError):  # the log may be on the same disk
                 print(
                     f"{distributed.log_prefix()}warning: no local checkpoint in {self.directory}: "
                     f"{reason}; training continues, and a crash now rolls back to the newest "
-                    "checkpoint in the output", flush=True,
-                )  # fmt: skip
-        self._failed = True
+                    "checkpoint in the output",
+                    flush=True,
+                )
+        self._warned = True
 
-    def _place(self, step: int, process: int) -> Path:
-        return self.directory / str(step) / f"{process}{self._of}"
+    def _reason_incomplete(
+        self, listings: list[Listing], candidates: list[int], newest: int
+    ) -> str:
+        """Returns the reason why steps newer than all candidates are not used; "": there are none.
 
-    def _steps(self) -> dict[int, list[int]]:
-        """Returns {step: processes whose files are here, complete or not}, ascending: this one's,
-        with copies those of all others, too.
+        It is as process 0, which prints it, sees the disks.
         """
-        found: dict[int, list[int]] = {}
+        if not candidates and any(listings):
+            elsewhere = " or on those of other nodes" if self._copies else ""
+            return f"no step is on the local disks of all processes{elsewhere}"
+        if not self._starts_fresh:
+            newest_usable = max(candidates, default=newest)
+            newer = [str(step) for step in self._steps() if step > newest_usable]
+            if newer:
+                return f"step {', '.join(newer)} is not complete on all processes"
+        directories = self._directories_of_other_sizes()
+        if directories:
+            n_processes = directories[0].name.rpartition("-")[2]
+            return f"step {directories[0].parent.name} was saved by {n_processes} processes"
+        return ""
+
+    def _directories_of_other_sizes(self) -> list[Path]:
+        """Returns the directories of steps that another number of processes has saved."""
+        directories = []
         with contextlib.suppress(OSError):
-            for path in self.directory.glob(
-                f"*/*{self._of}" if self._copies else f"*/{self._index}{self._of}"
-            ):
-                process = path.name.removesuffix(self._of)
-                if names_a_step(path.parent.name) and process.isdecimal():
-                    found.setdefault(int(path.parent.name), []).append(int(process))
-        return {step: sorted(found[step]) for step in sorted(found)}
+            for directory in self.directory.glob("*/*-of-*"):
+                if not directory.name.endswith(self._suffix):
+                    directories.append(directory)
+        return directories
 
-    def _complete(self) -> dict[int, list[int]]:
-        """Returns what of `_steps` is complete."""
-        found = {
-            step: [i for i in holds if (self._place(step, i) / _DESCRIPTION).exists()]
-            for step, holds in self._steps().items()
-        }
-        return {step: holds for step, holds in found.items() if holds}
+    def _remove_unusable(self, candidates: list[int]) -> None:
+        """Removes all steps but the candidates.
 
-    def _prune(self, process: int) -> None:
-        """Removes the older steps of a process from this node, and those of processes that do not
-        send their steps here any more.
+        So a node that was another one before keeps nothing from that time that no process can use.
         """
-        complete = self._complete()
-        own = [step for step, holds in complete.items() if process in holds]
-        for step in own[:-_KEEP]:
-            self._remove(step, process)
-        if self._copies and process == self._index and own:
-            for step, holds in complete.items():
-                for other in holds if step < own[-_KEEP:][0] else []:
-                    if other not in self._copies.kept_here:
-                        self._remove(step, other)
+        for directory in self._directories_of_other_sizes():
+            shutil.rmtree(directory, ignore_errors=True)
+        for step, processes in self._steps().items():
+            if step not in candidates:
+                for process in processes:
+                    self._remove(step, process)
 
-    def _remove(self, step: int, process: int) -> None:
-        place = self._place(step, process)
-        with contextlib.suppress(OSError):
-            clear(place)
-            place.parent.rmdir()
-
-    def _read(
-        self, step: int, newest: int, abstract: State, layout: ModelLayout
+    def _restore_step(
+        self, step: int, holders: list[int], context: _RestoreContext
     ) -> tuple[SavedCheckpoint, State]:
-        """Reads and verifies a step. Raises _Unusable, or any error that a foreign description
-        causes.
+        """Returns a step and its verified state.
+
+        Raises _Unusable, on all processes and with the same reason. holders: of `_holders`.
         """
-        place = self._place(step, self._index)
-        about = strict_json.read(place / _DESCRIPTION)
-        if about.pop("sha256", None) != _sha256(about) or about["step"] != step:
+        restored = None
+        try:
+            if self._copies and holders[self._index] != self._index:
+                self._copies.fetch(step, holders[self._index])
+            restored = self._read_or_fetch(step, context)
+            saved, _ = restored
+            outcome = ["", certificate(saved.metadata, saved.data)]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            text = str(error) if isinstance(error, _Unusable) else repr(error)
+            outcome = [f"step {step} on process {self._index}: {text}", ""]
+        outcomes = distributed.gather_from_all(outcome)
+        for problem, _ in outcomes:
+            if problem:
+                raise _Unusable(problem)
+        if len({proof for _, proof in outcomes}) > 1:
+            raise _Unusable(f"step {step} is not of the same run on all processes")
+
+        assert restored is not None  # otherwise this process has a problem
+        saved, state = restored
+        leaf = _first_difference(digests(state), saved.digests)
+        if leaf:
+            raise _Unusable(f"step {step}: {leaf} differs from what was saved")
+        return restored
+
+    def _read_or_fetch(self, step: int, context: _RestoreContext) -> tuple[SavedCheckpoint, State]:
+        """Reads a step as `_read` does.
+
+        Files that existed at the start, and are damaged, are replaced by a copy of another node, if
+        there is one.
+        """
+        try:
+            return self._read(step, context)
+        except (OSError, ValueError) as error:
+            is_intact = isinstance(error, _Unusable) and not isinstance(error, _Damaged)
+            if self._copies is None or is_intact:
+                raise
+            holders = {
+                holder
+                for holder, listing in enumerate(context.listings)
+                if _lists(listing, step, self._index)
+            }
+            if self._index not in holders:
+                raise  # they were fetched just now
+            other_nodes = holders - self._copies.node
+            if not other_nodes:
+                raise
+            self._copies.fetch(step, min(other_nodes))
+            print(
+                f"{distributed.log_prefix()}warning: step {step} in {self.directory}: {error}; "
+                "fetched from another node",
+                flush=True,
+            )
+        # Not within the handler, which keeps the arrays that were read so far.
+        return self._read(step, context)
+
+    def _read(self, step: int, context: _RestoreContext) -> tuple[SavedCheckpoint, State]:
+        """Reads and verifies a step.
+
+        Raises _Unusable, or any error that a description of another version causes.
+        """
+        directory = self._step_directory(step, self._index)
+        description = strict_json.read(directory / _DESCRIPTION)
+        digest = description.pop("sha256", None)
+        if digest != _sha256(description) or description["step"] != step:
             raise _Damaged(f"{_DESCRIPTION} was changed after it was written")
-        if about["layout"] != (expected := _layout(abstract, layout)):
-            raise _Unusable(f"it has different {_differ(expected, about['layout'])}")
-        if (durable := about["metadata"].get("durable")) is not None and durable > newest:
+        expected = _layout(context.abstract, context.layout)
+        if description["layout"] != expected:
+            key = _first_difference(expected, description["layout"])
+            raise _Unusable(f"it has different {key}")
+        durable = description["metadata"].get("durable")
+        if durable is not None and durable > context.newest:
             raise _Unusable(
                 f"it was saved when the output had step {durable}, which is missing now"
             )
-        with (place / _ARRAYS).open("rb") as file:
-            leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
-            state = jax.tree.unflatten(
-                tree,
-                [
-                    _leaf(file, about["parts"][leaf_name(path)], leaf_name(path), leaf)
-                    for path, leaf in leaves
-                ],
-            )
-        return SavedCheckpoint(self.directory, step, about["data"], about["metadata"]), state
+
+        leaves, tree = jax.tree_util.tree_flatten_with_path(context.abstract)
+        arrays = []
+        with (directory / _ARRAYS).open("rb") as file:
+            for path, leaf in leaves:
+                name = leaf_name(path)
+                arrays.append(_read_leaf(file, description["parts"][name], name, leaf))
+        saved = SavedCheckpoint(self.directory, step, description["data"], description["metadata"])
+        return saved, jax.tree.unflatten(tree, arrays)
+
+    def _step_directory(self, step: int, process: int) -> Path:
+        return self.directory / str(step) / f"{process}{self._suffix}"
+
+    def _steps(self) -> dict[int, list[int]]:
+        """Returns {step: processes whose files are here, complete or not}, ascending.
+
+        This process's files; with copies those of all others, too.
+        """
+        pattern = f"*/*{self._suffix}" if self._copies else f"*/{self._index}{self._suffix}"
+        steps: dict[int, list[int]] = {}
+        with contextlib.suppress(OSError):
+            for path in self.directory.glob(pattern):
+                process = path.name.removesuffix(self._suffix)
+                if names_a_step(path.parent.name) and process.isdecimal():
+                    steps.setdefault(int(path.parent.name), []).append(int(process))
+        return {step: sorted(steps[step]) for step in sorted(steps)}
+
+    def _complete(self) -> dict[int, list[int]]:
+        """Returns `_steps` without files that are not complete."""
+        complete: dict[int, list[int]] = {}
+        for step, processes in self._steps().items():
+            for process in processes:
+                if (self._step_directory(step, process) / _DESCRIPTION).exists():
+                    complete.setdefault(step, []).append(process)
+        return complete
+
+    def _prune(self, process: int) -> None:
+        """Removes the older steps of a process from this node.
+
+        If it is this process, also those of processes that do not send their steps here any more.
+        """
+        complete = self._complete()
+        steps = [step for step, processes in complete.items() if process in processes]
+        for step in steps[:-_KEEP]:
+            self._remove(step, process)
+        if not self._copies or process != self._index or not steps:
+            return
+        oldest = steps[-_KEEP:][0]
+        for step, processes in complete.items():
+            if step < oldest:
+                for other in processes:
+                    if other not in self._copies.stored_processes:
+                        self._remove(step, other)
+
+    def _remove(self, step: int, process: int) -> None:
+        directory = self._step_directory(step, process)
+        with contextlib.suppress(OSError):
+            clear(directory)
+            directory.parent.rmdir()
 
 
-def _holders(listings: list[list[Any]]) -> dict[int, list[int]]:
-    """Returns {step: for each process the one that has its files, itself if possible} for the steps
-    of which nothing is missing.
+def _holders(listings: list[Listing]) -> dict[int, list[int]]:
+    """Returns {step: for each process the one that has its files, itself if possible}.
 
-    listings: what each process sees, [[step, [process, ...]], ...].
+    It has the steps of which nothing is missing. listings: by process.
     """
-    found: dict[int, dict[int, int]] = {}
+    holders: dict[int, dict[int, int]] = {}  # step -> process -> holder
     for holder, listing in enumerate(listings):
         for step, processes in listing:
+            of_step = holders.setdefault(step, {})
             for process in processes:
-                if process == holder or process not in found.setdefault(step, {}):
-                    found.setdefault(step, {})[process] = holder
-    every = range(len(listings))
-    return {
-        step: [of[process] for process in every]
-        for step, of in found.items()
-        if all(process in of for process in every)
-    }
+                if process == holder or process not in of_step:
+                    of_step[process] = holder
+    complete = {}
+    for step, of_step in holders.items():
+        if all(process in of_step for process in range(len(listings))):
+            complete[step] = [of_step[process] for process in range(len(listings))]
+    return complete
 
 
-class _Unusable(ValueError):
-    """A local step cannot be used."""
+def _lists(listing: Listing, step: int, process: int) -> bool:
+    """Whether a process sees the files that another one has written for a step."""
+    return any(listed == step and process in processes for listed, processes in listing)
 
 
-class _Damaged(_Unusable):
-    """Its files have other bytes than were written."""
+def _write_arrays(file: IO[bytes], shards: Shards) -> dict[str, dict[str, list[Any]]]:
+    """Writes shards, and returns {leaf: {index: [offset, *shape, digest]}}."""
+    parts: dict[str, dict[str, list[Any]]] = {}
+    for leaf, shards_by_index in shards.items():
+        parts[leaf] = {}
+        for index, x in shards_by_index.items():
+            parts[leaf][index] = [file.tell(), *x.shape, host_digest(x)]
+            file.write(np.atleast_1d(x).reshape(-1).view(np.uint8).data)
+    return parts
 
 
-def _leaf(
-    file: Any, parts: dict[str, list[Any]], name: str, abstract: jax.ShapeDtypeStruct
+def _read_leaf(
+    file: IO[bytes], parts: dict[str, list[Any]], name: str, abstract: jax.ShapeDtypeStruct
 ) -> jax.Array:
-    def part(index: str) -> np.ndarray:
+    """Returns an array from the shards of this process's devices.
+
+    parts: as `_write_arrays` returns for a leaf. Raises _Unusable.
+    """
+
+    def shard(index: str) -> np.ndarray:
         if index not in parts:
             raise _Unusable(f"{name} is sharded differently")
-        offset, *shape, proof = parts[index]
+        offset, *shape, digest = parts[index]
+        size = math.prod(shape)
         file.seek(offset)
-        raw = np.fromfile(file, jnp.dtype(abstract.dtype), int(np.prod(shape)))
-        if raw.size != np.prod(shape) or host_digest(found := raw.reshape(shape)) != proof:
+        x = np.fromfile(file, jnp.dtype(abstract.dtype), size)
+        if x.size != size or host_digest(x.reshape(shape)) != digest:
             raise _Damaged(f"{name} is damaged in {_ARRAYS}")
-        return found
+        return x.reshape(shape)
 
-    return assembled(abstract, part)
+    return assembled(abstract, shard)
 
 
 def _layout(state: State, layout: ModelLayout) -> dict[str, Any]:
     """Returns what must be equal at a restore, as JSON, for arrays or jax.ShapeDtypeStruct.
+
     Shardings show in the parts' indices.
     """
     leaves = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
         leaves[leaf_name(path)] = [str(x.dtype), *x.shape]
-    stages = [[name, stack.stages, *stack.layer_counts] for name, stack in layout.stacks.items()]
-    sizes = dict(layout.shard.mesh.shape)
-    flat = [
-        [
-            v.name,
-            v.replica_axes,
-            v.shard_axes,
-            [[m.name, m.offset, *m.local, str(layout.flat.specs[m.name])] for m in v.matrices],
+    vectors = []
+    for vector in layout.flat.vectors:
+        matrices = [
+            [matrix.name, matrix.offset, *matrix.local, str(layout.flat.specs[matrix.name])]
+            for matrix in vector.matrices
         ]
-        for v in layout.flat.vectors
-    ]
-    about = {
-        "mesh sizes": sizes,
+        vectors.append([vector.name, vector.replica_axes, vector.shard_axes, matrices])
+    content = {
+        "mesh sizes": dict(layout.shard.mesh.shape),
         "processes": jax.process_count(),
-        "stages": stages,
+        "stages": [
+            [name, stack.stages, *stack.layer_counts] for name, stack in layout.stacks.items()
+        ],
         "leaves": leaves,
-        "flat vectors": flat,
+        "flat vectors": vectors,
     }
-    return json.loads(json.dumps(about))
+    return json.loads(json.dumps(content))
 
 
-def _differ(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """Returns the first key whose values differ, or ""."""
+def _first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """Returns the first key whose values differ; "": there is none."""
     return next((key for key in [*a, *b] if a.get(key) != b.get(key)), "")
 
 
-def _sha256(about: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+def _sha256(description: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
-def _identity(directory: Path) -> str:
+def _life(directory: Path) -> str:
     """Returns eight hex digits stored with the durable checkpoints, so that a run that starts from
     scratch ignores older local steps.
     """
-    mark, new = directory / _MARK, secrets.token_hex(4)
+    mark = directory / _MARK
+    new_life = secrets.token_hex(4)
     try:
         if jax.process_index() == 0 and not mark.exists():
-            mark.write_text(f"{new} {_check(new)}", encoding="utf-8")
+            mark.write_text(f"{new_life} {_check(new_life)}", encoding="utf-8")
         life, _, check = mark.read_text(errors="replace", encoding="utf-8").partition(" ")
         if _LIFE.fullmatch(life) and check in ("", _check(life)):  # older versions wrote no check
             return life
@@ -482,10 +557,10 @@ def _identity(directory: Path) -> str:
                 f"warning: {mark} is damaged: nothing says whose the local checkpoints are, and "
                 "none is used"
             )
-            mark.write_text(f"{new} {_check(new)}", encoding="utf-8")
+            mark.write_text(f"{new_life} {_check(new_life)}", encoding="utf-8")
     except OSError:
         pass
-    return new
+    return new_life
 
 
 def _check(life: str) -> str:

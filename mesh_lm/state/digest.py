@@ -32,25 +32,26 @@ _CHUNK = 1 << 18
 
 
 def digest(x: jax.Array) -> jax.Array:
-    """Returns the digest, uint32[2], of an array with elements of 1, 2, 4 or 8 bytes. Traceable;
-    reads the array once, without a copy.
+    """Returns the digest, uint32[2], of an array with elements of 1, 2, 4 or 8 bytes.
 
-    Under jit with a sharded array, devices exchange two words per mesh axis that shards it.
+    Traceable; reads the array once, without a copy. Under jit with a sharded array, devices
+    exchange two words per mesh axis that shards it.
     """
     words = _device_words(jnp.atleast_1d(x))
     position = jnp.uint32(0)
     for axis, stride in enumerate(_strides(words.shape)):
-        position = position + lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(
-            stride
-        )
+        index = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        position = position + index * np.uint32(stride)
     # One reduction computes both sums: with two, XLA's CPU backend stores the mixed words, which
     # takes ten times as long.
-    zero, every = np.uint32(0), tuple(range(words.ndim))
-    return jnp.stack(
-        lax.reduce(
-            _mixed(words, position), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), every
-        )
+    zero = np.uint32(0)
+    sums = lax.reduce(
+        _mixed(words, position),
+        (zero, zero),
+        lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        tuple(range(words.ndim)),
     )
+    return jnp.stack(sums)
 
 
 def digests(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -66,13 +67,25 @@ def digests(tree: Mapping[str, Any]) -> dict[str, str]:
     arrays = [leaf for _, leaf in leaves]
     meshes = [x.sharding.mesh for x in arrays if isinstance(x.sharding, jax.NamedSharding)]
     replicated = jax.NamedSharding(meshes[0], jax.P()) if meshes else None
-    sums = np.asarray(jax.jit(_of_all, out_shardings=replicated)(arrays))
+    sums = np.asarray(jax.jit(_stacked_digests, out_shardings=replicated)(arrays))
     return {leaf_name(path): _hex(*row) for (path, _), row in zip(leaves, sums, strict=True)}
 
 
 def hexadecimal(sums: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Converts results of `digest` to 16 hex digits each, as in `digests`."""
     return {name: _hex(*x) for name, x in sums.items()}
+
+
+def mismatches(actual: Mapping[str, str], saved: Mapping[str, str]) -> list[str]:
+    """Returns a line for each leaf whose digest differs from the saved one.
+
+    Leaves that are only in one of both are not compared.
+    """
+    return [
+        f"{leaf}: digest {actual[leaf]}, saved as {digest}"
+        for leaf, digest in saved.items()
+        if actual.get(leaf, digest) != digest
+    ]
 
 
 def leaf_name(path: Any) -> str:
@@ -86,44 +99,47 @@ def combined(digests: Mapping[str, str]) -> str:
 
 
 def host_digest(x: np.ndarray) -> str:
-    """Computes an array's digest as in `digests` with NumPy, a MiB at a time; the array may be
-    memory-mapped or strided.
+    """Computes an array's digest as in `digests` with NumPy, a MiB at a time.
+
+    The array may be memory-mapped or strided.
     """
     return joined([host_sums(x, (0,) * x.ndim, x.shape)])
 
 
 def host_sums(part: np.ndarray, corner: Sequence[int], shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the sums of one part of an array of this shape, for `joined`. corner: index at which
-    the part starts.
+    """Returns the sums of one part of an array of this shape, for `joined`.
+
+    corner: the index in the array at which the part starts.
     """
     words = _host_words(np.atleast_1d(part))
+    # Elements of eight bytes are two words: `words` has another axis, of length 2.
     strides = _strides((*(shape or (1,)), *words.shape[max(1, part.ndim) :]))
-    begin = sum(at * stride for at, stride in zip(corner, strides, strict=False))
-    first = second = 0
-    for piece, start in _parts(words, begin, strides):
-        position = np.uint32(start % 2**32)
-        for axis, stride in enumerate(strides[words.ndim - piece.ndim :]):
-            index = np.arange(piece.shape[axis], dtype=np.uint64) * np.uint64(stride)
-            position = position + index.astype(np.uint32).reshape(
-                -1, *[1] * (piece.ndim - 1 - axis)
-            )
-        mixed, weighted = _mixed(piece.astype(np.uint32), position)
-        first, second = (
-            first + int(mixed.sum(dtype=np.uint64)),
-            second + int(weighted.sum(dtype=np.uint64)),
-        )
-    return first, second
+    start = sum(index * stride for index, stride in zip(corner, strides, strict=False))
+    mixed_sum = 0
+    weighted_sum = 0
+    for chunk, chunk_start in _chunks(words, start, strides):
+        position = np.uint32(chunk_start % 2**32)
+        for axis, stride in enumerate(strides[words.ndim - chunk.ndim :]):
+            offset = np.arange(chunk.shape[axis], dtype=np.uint64) * np.uint64(stride)
+            later_axes = [1] * (chunk.ndim - 1 - axis)
+            position = position + offset.astype(np.uint32).reshape(-1, *later_axes)
+        mixed, weighted = _mixed(chunk.astype(np.uint32), position)
+        mixed_sum += int(mixed.sum(dtype=np.uint64))
+        weighted_sum += int(weighted.sum(dtype=np.uint64))
+    return mixed_sum, weighted_sum
 
 
 def joined(sums: Iterable[tuple[int, int]]) -> str:
     """Returns the digest of an array, 16 hex digits, from the `host_sums` of its parts."""
-    first = second = 0
+    mixed_sum = 0
+    weighted_sum = 0
     for mixed, weighted in sums:
-        first, second = first + mixed, second + weighted
-    return _hex(first % 2**32, second % 2**32)
+        mixed_sum += mixed
+        weighted_sum += weighted
+    return _hex(mixed_sum % 2**32, weighted_sum % 2**32)
 
 
-def _of_all(arrays: list[jax.Array]) -> jax.Array:
+def _stacked_digests(arrays: list[jax.Array]) -> jax.Array:
     return jnp.stack([digest(x) for x in arrays])
 
 
@@ -147,9 +163,10 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     """Returns row-major strides modulo 2^32, made odd if there are more positions than that, so
     that every axis counts.
     """
-    large = math.prod(shape) > 2**32
-    exact = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return [(stride | 1 if large else stride) % 2**32 for stride in exact]
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    if math.prod(shape) > 2**32:
+        strides = [stride | 1 for stride in strides]
+    return [stride % 2**32 for stride in strides]
 
 
 def _device_words(x: jax.Array) -> jax.Array:
@@ -165,17 +182,18 @@ def _host_words(x: np.ndarray) -> np.ndarray:
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
 
 
-def _parts(words: np.ndarray, start: int, strides: list[int]) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields views of at most _CHUNK words, without leading axes where those have length 1, and the
-    position of their first word.
+def _chunks(words: np.ndarray, start: int, strides: list[int]) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields views of at most _CHUNK words, and the position of their first word.
+
+    They are without leading axes where those have length 1.
     """
-    rows = _CHUNK // max(1, math.prod(words.shape[1:]))
-    for row in range(0, words.shape[0], max(1, rows)):
-        begin = start + row * strides[0]
-        if rows or words.ndim == 1:
-            yield words[row : row + rows], begin
-        else:
-            yield from _parts(words[row], begin, strides[1:])
+    n_rows = _CHUNK // max(1, math.prod(words.shape[1:]))
+    for row in range(0, words.shape[0], max(1, n_rows)):
+        row_start = start + row * strides[0]
+        if n_rows or words.ndim == 1:
+            yield words[row : row + n_rows], row_start
+        else:  # one row has more words than a chunk
+            yield from _chunks(words[row], row_start, strides[1:])
 
 
 def _hex(first: int, second: int) -> str:

@@ -1,5 +1,6 @@
-"""Copies of the training state's shards in host memory. A process copies what its own devices hold,
-and replicated shards once.
+"""Copies of the training state's shards in host memory.
+
+A process copies the shards of its own devices, and replicated ones once.
 """
 
 from __future__ import annotations
@@ -17,46 +18,58 @@ Shards = dict[str, dict[str, np.ndarray]]
 
 
 def copied(state: State) -> Shards:
-    """Returns this process's shards in host memory; it waits for the arrays, which may be donated
-    afterwards.
+    """Returns this process's shards in host memory.
+
+    It waits for the arrays, which may be donated afterwards.
     """
-    shards: dict[str, dict[str, jax.Array]] = {}
+    device_shards: dict[str, dict[str, jax.Array]] = {}
     for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-        parts = shards[leaf_name(path)] = {}
+        parts: dict[str, jax.Array] = {}
         for shard in x.addressable_shards:
-            if (index := _index(shard.index, x.shape)) not in parts:
+            index = _index(shard.index, x.shape)
+            if index not in parts:
                 shard.data.copy_to_host_async()
                 parts[index] = shard.data
-
-    # Copied, because on CPU NumPy would share memory with the array, which the next step donates.
-    def own(x: jax.Array) -> np.ndarray:
-        return np.array(x) if next(iter(x.devices())).platform == "cpu" else np.asarray(x)
-
-    return {leaf: {index: own(x) for index, x in parts.items()} for leaf, parts in shards.items()}
+        device_shards[leaf_name(path)] = parts
+    # All transfers are under way before the first is waited for.
+    return {
+        leaf: {index: _to_numpy(x) for index, x in parts.items()}
+        for leaf, parts in device_shards.items()
+    }
 
 
 def put_back(copy: Shards, abstract: State) -> State:
-    """Returns the arrays that were copied. abstract: their shapes, dtypes and shardings
-    (jax.ShapeDtypeStruct).
+    """Returns the arrays that were copied.
+
+    abstract: their shapes, dtypes and shardings (jax.ShapeDtypeStruct).
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
-    return jax.tree.unflatten(
-        tree, [assembled(leaf, copy[leaf_name(path)].__getitem__) for path, leaf in leaves]
-    )
+    arrays = [assembled(leaf, copy[leaf_name(path)].__getitem__) for path, leaf in leaves]
+    return jax.tree.unflatten(tree, arrays)
 
 
 def assembled(abstract: jax.ShapeDtypeStruct, shard: Callable[[str], np.ndarray]) -> jax.Array:
-    """Returns the array of which this process's devices hold shard(index), which is called once for
-    each index.
+    """Returns the array of which this process's devices hold shard(index).
+
+    `shard` is called once for each index.
     """
-    where, read, arrays = abstract.sharding, dict[str, np.ndarray](), []
-    assert where is not None
-    for device, slices in where.addressable_devices_indices_map(abstract.shape).items():
+    sharding = abstract.sharding
+    assert sharding is not None
+    shards: dict[str, np.ndarray] = {}
+    arrays = []
+    for device, slices in sharding.addressable_devices_indices_map(abstract.shape).items():
         assert slices is not None
-        if (index := _index(slices, abstract.shape)) not in read:
-            read[index] = shard(index)
-        arrays.append(jax.device_put(read[index], device, may_alias=False))
-    return jax.make_array_from_single_device_arrays(abstract.shape, where, arrays)
+        index = _index(slices, abstract.shape)
+        if index not in shards:
+            shards[index] = shard(index)
+        arrays.append(jax.device_put(shards[index], device, may_alias=False))
+    return jax.make_array_from_single_device_arrays(abstract.shape, sharding, arrays)
+
+
+def _to_numpy(x: jax.Array) -> np.ndarray:
+    # Copied on CPU, where NumPy would share memory with the array, which the next step donates.
+    is_on_cpu = next(iter(x.devices())).platform == "cpu"
+    return np.array(x) if is_on_cpu else np.asarray(x)
 
 
 def _index(slices: tuple[slice, ...], shape: tuple[int, ...]) -> str:

@@ -15,60 +15,65 @@ from mesh_lm.state.disk_form import entries, with_used
 def init_state(layout: ModelLayout, optimizer: Optimizer, seed: int) -> State:
     """Returns the state at step 0, bit-identical on any mesh."""
     if layout.is_contiguous and not layout.flat.vectors:
-        where = state_shardings(layout, optimizer)
 
         def create() -> State:
             return _with_zeros(layout, optimizer, layout.init(jax.random.key(seed)))
 
-        return jax.jit(create, out_shardings=where)()
-    canonical = {
+        return jax.jit(create, out_shardings=state_shardings(layout, optimizer))()
+
+    shardings = {
         entry.name: entry.canonical
         for entry in entries(layout, optimizer)
         if entry.part in ("params", "buffers")
     }
-    where = {name: canonical[name] for name in layout.shapes}
-    return fresh_state(
-        layout, optimizer, jax.jit(lambda: layout.init(jax.random.key(seed)), out_shardings=where)()
+    init = jax.jit(
+        lambda: layout.init(jax.random.key(seed)),
+        out_shardings={name: shardings[name] for name in layout.shapes},
     )
+    return fresh_state(layout, optimizer, init())
 
 
 def fresh_state(layout: ModelLayout, optimizer: Optimizer, params: Params) -> State:
-    """Returns the state at step 0 for these weights and buffers, layers in model order. Donates
-    `params`.
+    """Returns the state at step 0 for these weights and buffers, layers in model order.
+
+    Donates `params`.
     """
-    held: State = {}
+    weights: State = {}
     for entry in entries(layout, optimizer):
-        if entry.part in ("params", "buffers"):
-            (part, name), array = entry.source, params[entry.name]
-            if array.sharding != entry.canonical:
-                array = jax.jit(lambda x: x, out_shardings=entry.canonical)(array)
-                params[entry.name].delete()
-            held.setdefault(part, {})
-            held[part][name] = entry.held(array, held[part].get(name))
-    held = with_used(layout, {"params": {}, **held})
-    where = state_shardings(layout, optimizer)
-    if n := n_islands(layout, optimizer):
-        held[WEIGHTS] = jax.jit(lambda params: _stacked(params, n), out_shardings=where[WEIGHTS])(
-            held["params"]
-        )
-    rest = {name: sharding for name, sharding in where.items() if name not in held}
-    return (
-        held
-        | jax.jit(
-            lambda: {name: _zeros(layout, optimizer)[name] for name in rest}, out_shardings=rest
-        )()
-    )
+        if entry.part not in ("params", "buffers"):
+            continue
+        array = params[entry.name]
+        if array.sharding != entry.canonical:
+            array = jax.jit(lambda x: x, out_shardings=entry.canonical)(array)
+            params[entry.name].delete()
+        part_name, name = entry.source
+        part = weights.setdefault(part_name, {})
+        part[name] = entry.insert(array, part.get(name))
+    state = with_used(layout, {"params": {}, **weights})
+
+    shardings = state_shardings(layout, optimizer)
+    n = n_islands(layout, optimizer)
+    if n:
+        stack = jax.jit(lambda params: _stacked(params, n), out_shardings=shardings[WEIGHTS])
+        state[WEIGHTS] = stack(state["params"])
+    missing = {name: sharding for name, sharding in shardings.items() if name not in state}
+
+    def create() -> State:
+        zeros = _zeros(layout, optimizer)
+        return {name: zeros[name] for name in missing}
+
+    return state | jax.jit(create, out_shardings=missing)()
 
 
 def _with_zeros(layout: ModelLayout, optimizer: Optimizer, weights: Params) -> State:
-    held = {
-        part: {name: weights[name] for name in where}
-        for part, where in state_shardings(layout, optimizer).items()
-        if part in ("params", "buffers")
-    }
-    if n := n_islands(layout, optimizer):
-        held[WEIGHTS] = _stacked(held["params"], n)
-    return {**_zeros(layout, optimizer), **held}
+    state: State = {}
+    for part, shardings in state_shardings(layout, optimizer).items():
+        if part in ("params", "buffers"):
+            state[part] = {name: weights[name] for name in shardings}
+    n = n_islands(layout, optimizer)
+    if n:
+        state[WEIGHTS] = _stacked(state["params"], n)
+    return _zeros(layout, optimizer) | state
 
 
 def _stacked(params: Params, n: int) -> Params:
@@ -78,12 +83,11 @@ def _stacked(params: Params, n: int) -> Params:
 
 def _zeros(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Returns counters, and zeros for all other entries of the state."""
-    declared = parts(layout, optimizer)
-    zeros = {
-        part: {n: jnp.zeros(leaf.shape, leaf.dtype) for n, leaf in each.leaves.items()}
-        for part, each in declared.items()
-    }
-    return {
-        **{name: jnp.asarray(x) for name, x in counters(n_islands(layout, optimizer)).items()},
-        **zeros,
-    }
+    state: State = {}
+    for part, declared in parts(layout, optimizer).items():
+        state[part] = {
+            name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in declared.leaves.items()
+        }
+    for name, x in counters(n_islands(layout, optimizer)).items():
+        state[name] = jnp.asarray(x)
+    return state

@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-MEMORY, ENOUGH = 100, 50
-"""The time constant of the running means and variances, in steps (until then they are plain
-averages), and the steps before the first outlier can be detected."""
+MEMORY = 100
+"""The time constant of the running means and variances, in steps; until then they are plain
+averages."""
+ENOUGH = 50
+"""Steps before the first outlier can be detected."""
 
 
-def initial() -> np.ndarray:
-    """Returns zeros, float32 [2, 3]: (steps seen, mean, variance) of the loss and of the log
-    gradient norm.
+def initial_statistics() -> np.ndarray:
+    """Returns "recent" at step 0, also for checkpoints of format 1: zeros, float32 [2, 3].
+
+    Its rows are (steps seen, mean, variance) of the loss and of the log gradient norm.
     """
     return np.zeros((2, 3), np.float32)
 
@@ -27,19 +30,19 @@ def observe(loss: jax.Array, norm: jax.Array) -> jax.Array:
     return jnp.stack([loss, jnp.log(jnp.maximum(norm, 1e-30))])
 
 
-def is_outlier(recent: jax.Array, now: jax.Array, deviations: float) -> jax.Array:
-    """Returns bool []: whether a value of `now` is more than `deviations` standard deviations above
-    its mean; False for NaN.
+def is_outlier(recent: jax.Array, observed: jax.Array, deviations: float) -> jax.Array:
+    """Returns bool []: whether a value is more than `deviations` standard deviations above its
+    mean; False for NaN.
     """
-    seen, mean, variance = recent.T
-    return jnp.any((seen >= ENOUGH) & (now - mean > deviations * jnp.sqrt(variance)))
+    n_steps, mean, variance = recent.T
+    return jnp.any((n_steps >= ENOUGH) & (observed - mean > deviations * jnp.sqrt(variance)))
 
 
-def update(recent: jax.Array, now: jax.Array) -> jax.Array:
-    """Returns `recent` updated with the values `now` of a good step."""
-    seen, mean, variance = recent.T
-    share = jnp.maximum(1 / (seen + 1), 1 / MEMORY)
-    gap = now - mean
+def update(recent: jax.Array, observed: jax.Array) -> jax.Array:
+    """Returns `recent` updated with the values of an accepted step."""
+    n_steps, mean, variance = recent.T
+    share = jnp.maximum(1 / (n_steps + 1), 1 / MEMORY)
+    gap = observed - mean
     return jnp.stack(
-        [seen + 1, mean + share * gap, (1 - share) * (variance + share * gap**2)], axis=-1
+        [n_steps + 1, mean + share * gap, (1 - share) * (variance + share * gap**2)], axis=-1
     )

@@ -5,9 +5,8 @@ follow from `parts`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,6 +33,13 @@ COUNTERS = ("step", "skipped", "recent")
 """The other entries of a state, which are small and replicated."""
 
 
+class _Leaves(NamedTuple):
+    """The arrays of one part, and the column of the rules that shards them."""
+
+    kind: Kind
+    leaves: dict[str, ArraySpec]
+
+
 @dataclasses.dataclass(frozen=True)
 class StatePart:
     """One entry of a state: arrays by the names of parameters or flat vectors."""
@@ -46,11 +52,11 @@ class StatePart:
     @property
     def nbytes(self) -> int:
         """Bytes on one device."""
-        local = (
-            math.prod(self.shardings[n].shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for n, leaf in self.leaves.items()
-        )
-        return sum(local)
+        nbytes = 0
+        for name, leaf in self.leaves.items():
+            size = math.prod(self.shardings[name].shard_shape(leaf.shape))
+            nbytes += size * leaf.dtype.itemsize
+        return nbytes
 
 
 def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
@@ -61,87 +67,88 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
     parameters without gradients. Then the optimizer's slots, and the error feedback of sums in
     int8. With an outer step each island has its own weights and slots (`mesh_lm.state.diloco`).
     """
-    flat, leaves, buffers, n = (
-        layout.flat,
-        layout.leaves,
-        layout.buffers,
-        islands.n_islands(layout, optimizer),
-    )
-    kept = {
-        name: leaf for name, leaf in leaves.items() if name not in buffers | flat.gathered_names
-    }
-    used = {
-        name: leaf.like(flat.compute_dtypes.get(name, leaf.dtype)) for name, leaf in kept.items()
-    }
-    declared: dict[str, tuple[Kind, dict[str, ArraySpec]]] = {"params": ("params", used)}
-    if flat.vectors:
-        declared[MASTER] = "optimizer", flat.leaves
-    if buffers:
-        declared["buffers"] = (
-            "params",
-            {name: leaf for name, leaf in leaves.items() if name in buffers},
-        )
-    for slot, each in optimizer.slots(masters(layout)).items():
-        declared[slot] = "optimizer", each
-    if n:
-        stack = functools.partial(islands.stacked, n=n)
-        declared = {
-            part: (kind, {name: stack(leaf) for name, leaf in each.items()})
-            for part, (kind, each) in declared.items()
-        }
-        declared = {
-            "params": ("params", used),
-            islands.WEIGHTS: declared.pop("params"),
-            **declared,
-            islands.MOMENTUM: ("optimizer", used),
-        }
-    out, problems = {}, {}
-    for part, (kind, each) in declared.items():
-        where = {}
-        for name, leaf in each.items():
+    state_parts: dict[str, StatePart] = {}
+    problems: list[str] = []
+    for part, (kind, leaves) in _declared(layout, optimizer).items():
+        shardings = {}
+        for name, leaf in leaves.items():
             try:
-                where[name] = _where(layout, kind, name, leaf)
+                shardings[name] = _sharding(layout, kind, name, leaf)
             except ShardingRuleError as error:
-                problems[str(error)] = None
-        out[part] = StatePart(kind, each, where)
-    if kept := feedback_of(layout):
-        out[FEEDBACK] = StatePart(
-            "gradients",
-            {n: r.array for n, r in kept.items()},
-            {n: r.sharding for n, r in kept.items()},
+                problems.append(str(error))
+        state_parts[part] = StatePart(kind, leaves, shardings)
+    feedback = feedback_of(layout)
+    if feedback:
+        state_parts[FEEDBACK] = StatePart(
+            kind="gradients",
+            leaves={name: leaf.array for name, leaf in feedback.items()},
+            shardings={name: leaf.sharding for name, leaf in feedback.items()},
         )
     if problems:
-        raise ShardingRuleError("\n  - ".join([MISFIT, *problems]))
-    return out
+        raise ShardingRuleError("\n  - ".join([MISFIT, *dict.fromkeys(problems)]))
+    return state_parts
 
 
-def _where(layout: ModelLayout, kind: Kind, name: str, leaf: ArraySpec) -> jax.NamedSharding:
+def _declared(layout: ModelLayout, optimizer: Optimizer) -> dict[str, _Leaves]:
+    """Returns the arrays of every part but the error feedback."""
+    flat = layout.flat
+    absent = layout.buffers | flat.gathered_names
+    compute_params = {
+        name: leaf.like(flat.compute_dtypes.get(name, leaf.dtype))
+        for name, leaf in layout.leaves.items()
+        if name not in absent
+    }
+    declared = {"params": _Leaves("params", compute_params)}
+    if flat.vectors:
+        declared[MASTER] = _Leaves("optimizer", flat.leaves)
+    if layout.buffers:
+        buffers = {name: leaf for name, leaf in layout.leaves.items() if name in layout.buffers}
+        declared["buffers"] = _Leaves("params", buffers)
+    for slot, leaves in optimizer.slots(masters(layout)).items():
+        declared[slot] = _Leaves("optimizer", leaves)
+
+    n = islands.n_islands(layout, optimizer)
+    if not n:
+        return declared
+    stacked = {
+        part: _Leaves(kind, {name: islands.stacked(leaf, n) for name, leaf in leaves.items()})
+        for part, (kind, leaves) in declared.items()
+    }
+    island_weights = stacked.pop("params")
+    return {
+        "params": declared["params"],
+        islands.WEIGHTS: island_weights,
+        **stacked,
+        islands.MOMENTUM: _Leaves("optimizer", compute_params),
+    }
+
+
+def _sharding(layout: ModelLayout, kind: Kind, name: str, leaf: ArraySpec) -> jax.NamedSharding:
     if leaf.axes[:1] == (islands.WEIGHTS,):
-        return islands.sharding(_where(layout, kind, name, leaf.without(0)))
-    return (
-        layout.flat.shardings[name]
-        if leaf.form == "flat"
-        else layout.shard.sharding(kind, leaf.axes, leaf.shape, name)
-    )
+        return islands.sharding(_sharding(layout, kind, name, leaf.without(0)))
+    if leaf.form == "flat":
+        return layout.flat.shardings[name]
+    return layout.shard.sharding(kind, leaf.axes, leaf.shape, name)
 
 
 def masters(layout: ModelLayout) -> dict[str, ArraySpec]:
-    """Returns what the optimizer updates: flat vectors, and parameters that are not flat; all
-    float32.
+    """Returns the arrays that the optimizer updates, all float32: flat vectors, and parameters that
+    are not flat.
     """
-    rest = {
-        name: leaf
-        for name, leaf in layout.leaves.items()
-        if name not in layout.flat.names | layout.buffers
-    }
-    return {**layout.flat.leaves, **rest}
+    absent = layout.flat.names | layout.buffers
+    parameters = {name: leaf for name, leaf in layout.leaves.items() if name not in absent}
+    return {**layout.flat.leaves, **parameters}
 
 
 def weights_of(layout: ModelLayout, state: State) -> Params:
-    """Returns what the engine reads: parameters as the layers use them, buffers, and the vectors
-    that layers gather their matrices from.
+    """Returns the arrays that the engine reads: parameters as the layers use them, buffers, and the
+    vectors that layers gather their matrices from.
     """
-    gathered = {v.name: state[MASTER][v.name] for v in layout.flat.vectors if v.gathered_by_layer}
+    gathered = {
+        vector.name: state[MASTER][vector.name]
+        for vector in layout.flat.vectors
+        if vector.gathered_by_layer
+    }
     return {**state["params"], **state.get("buffers", {}), **gathered}
 
 
@@ -152,33 +159,23 @@ def state_shardings(layout: ModelLayout, optimizer: Optimizer) -> State:
 
 def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Returns shapes, dtypes and shardings of the state without allocating memory."""
-    replicated, n = (
-        jax.NamedSharding(layout.shard.mesh, PartitionSpec()),
-        islands.n_islands(layout, optimizer),
-    )
-    where = {"recent": islands.sharding(replicated)} if n else {}
-    state: State = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.get(name, replicated))
-        for name, x in counters(n).items()
-    }
-    for name, part in parts(layout, optimizer).items():
-        state[name] = {
-            n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=part.shardings[n])
-            for n, leaf in part.leaves.items()
+    n = islands.n_islands(layout, optimizer)
+    replicated = jax.NamedSharding(layout.shard.mesh, PartitionSpec())
+    state: State = {}
+    for name, x in counters(n).items():
+        sharding = islands.sharding(replicated) if n and name == "recent" else replicated
+        state[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    for part, declared in parts(layout, optimizer).items():
+        state[part] = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=declared.shardings[name])
+            for name, leaf in declared.leaves.items()
         }
     return state
 
 
-def initial_statistics() -> np.ndarray:
-    """Returns "recent" at step 0, also for checkpoints without it (format 1): float32 zeros [2,
-    3].
-    """
-    return loss_statistics.initial()
-
-
 def counters(n_islands: int = 0) -> State:
     """Returns the counters at step 0, on the host."""
-    recent = initial_statistics()
+    recent = loss_statistics.initial_statistics()
     return {
         "step": np.int32(0),
         "skipped": np.int32(0),

@@ -26,103 +26,108 @@ _INNER = "_inner"
 
 
 def shard_over_replicas(
-    sharding: NamedSharding, shape: Sequence[int], over: Sequence[str], first: int
+    sharding: NamedSharding, shape: Sequence[int], axes: Sequence[str], first: int
 ) -> NamedSharding:
-    """The sharding with the mesh axes `over` added, as far as the dimensions from `first` on
-    divide.
+    """Returns the sharding with mesh axes added, as far as the dimensions from `first` on divide.
 
     For an axis of n devices, the dimension whose local size has the largest common divisor with n
     is sharded by that divisor.
     """
-    spec = [
-        axes_of(entry) for entry in (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
-    ]
+    missing = len(shape) - len(sharding.spec)
+    spec = [axes_of(entry) for entry in (*sharding.spec, *(None,) * missing)]
     local = list(sharding.shard_shape(tuple(shape)))
     mesh: Any = sharding.mesh
-    for axis in over:
+    for axis in axes:
         n = mesh.shape[axis]
-        n_shards, dim = max(
-            ((math.gcd(n, local[dim]), -dim) for dim in range(first, len(shape))), default=(1, 0)
-        )
+        dim = max(range(first, len(local)), key=lambda d: math.gcd(n, local[d]), default=None)
+        if dim is None:
+            continue
+        n_shards = math.gcd(n, local[dim])
         if n_shards == 1:
             continue
         inner = axis
         if n_shards < n:
-            mesh, inner = _split(mesh, axis, n_shards), f"{axis}{_INNER}"
-            spec = [
-                tuple(b for a in entry for b in ((axis, inner) if a == axis else (a,)))
-                for entry in spec
-            ]
-        spec[-dim] = (*spec[-dim], inner)
-        local[-dim] //= n_shards
+            inner = f"{axis}{_INNER}"
+            mesh = _split(mesh, axis, n_shards)
+            spec = [_insert_after(entry, axis, inner) for entry in spec]
+        spec[dim] = (*spec[dim], inner)
+        local[dim] //= n_shards
     return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in spec)))
 
 
 def extract_matrix(
     vector: FlatVector, matrix: Matrix, flat: jax.Array, sharding: NamedSharding
 ) -> jax.Array:
-    """One matrix of a flat vector, with all rows in memory, sharded as by `shard_over_replicas`.
-    The vector is not donated.
+    """Returns one matrix of a flat vector, with all rows in memory.
+
+    It is sharded as by `shard_over_replicas`. The vector is not donated.
     """
-    return _out(vector, matrix, sharding)(flat)
+    return _extract_program(vector, matrix, sharding)(flat)
 
 
 def unflatten_matrices(
-    flat: FlatLayout, tree: Params, where: Mapping[str, NamedSharding]
+    flat: FlatLayout, tree: Params, shardings: Mapping[str, NamedSharding]
 ) -> Params:
-    """A tree of arrays, such as gradients, with matrices in place of flat vectors. where: the
-    shardings of the matrices.
+    """Returns a tree of arrays, such as gradients, with matrices in place of flat vectors.
+
+    shardings: of the matrices.
     """
-    matrices = {
-        m.name: extract_matrix(vector, m, tree[vector.name], where[m.name])
-        for vector in flat.vectors
-        for m in vector.matrices
-    }
-    return {**{name: x for name, x in tree.items() if name not in flat.leaves}, **matrices}
-
-
-@functools.cache
-def _zeros(vector: FlatVector, dtype: Any) -> Any:
-    return jax.jit(lambda: jnp.zeros(vector.array_spec.shape, dtype), out_shardings=vector.sharding)
+    arrays = {name: x for name, x in tree.items() if name not in flat.leaves}
+    for vector in flat.vectors:
+        for matrix in vector.matrices:
+            name = matrix.name
+            arrays[name] = extract_matrix(vector, matrix, tree[vector.name], shardings[name])
+    return arrays
 
 
 def zero_vector(vector: FlatVector, dtype: Any) -> jax.Array:
-    """Zeros, for `insert_matrix` to fill."""
-    return _zeros(vector, dtype)()
+    """Returns zeros, for `insert_matrix` to fill."""
+    return _zeros_program(vector, dtype)()
 
 
 def insert_matrix(
     vector: FlatVector, matrix: Matrix, flat: jax.Array, array: jax.Array
 ) -> jax.Array:
-    """The vector with this matrix written into it. array: sharded as by `shard_over_replicas`.
-    Donates the vector.
+    """Returns the vector with this matrix written into it. Donates the vector.
+
+    array: the matrix, sharded as by `shard_over_replicas`.
     """
-    return _into(vector, matrix, array.sharding)(flat, array)
+    return _insert_program(vector, matrix, array.sharding)(flat, array)
 
 
 @functools.cache
-def _out(vector: FlatVector, matrix: Matrix, sharding: NamedSharding) -> Any:
+def _zeros_program(vector: FlatVector, dtype: Any) -> Any:
+    return jax.jit(lambda: jnp.zeros(vector.array_spec.shape, dtype), out_shardings=vector.sharding)
+
+
+@functools.cache
+def _extract_program(vector: FlatVector, matrix: Matrix, sharding: NamedSharding) -> Any:
     mesh: Any = sharding.mesh
-    dims, over = _replica_dims(sharding, vector), _on(mesh, vector.replica_axes)
+    replica_dims = _replica_dims(sharding, vector)
+    replica_axes = _refined_axes(mesh, vector.replica_axes)
 
     def extract(row: jax.Array) -> jax.Array:
+        # The row is this shard of the vector, which begins at its element `begin`.
+        begin = (lax.axis_index(replica_axes) if vector.replicas > 1 else 0) * vector.shard_size
+
         # This shard's part of the matrix with zeros around it; the sum over shards is the matrix.
         # Summing bits preserves -0.0.
-        begin = (lax.axis_index(over) if vector.replicas > 1 else 0) * vector.shard_size
         bits = lax.bitcast_convert_type(jnp.pad(row, matrix.size), f"uint{8 * row.dtype.itemsize}")
-        # a negative index would count from the end
+        # A negative index would count from the end.
         first = jnp.maximum(matrix.offset + matrix.size - begin, 0)
         bits = lax.dynamic_slice_in_dim(bits, first, matrix.size)
-        bits = lax.psum(bits, over) if vector.replicas > 1 else bits
+        if vector.replicas > 1:
+            bits = lax.psum(bits, replica_axes)
         local = lax.bitcast_convert_type(bits, row.dtype).reshape(matrix.local)
-        for dim, axis in dims:
+
+        for dim, axis in replica_dims:
             size = local.shape[dim] // lax.axis_size(axis)
             local = lax.dynamic_slice_in_dim(local, lax.axis_index(axis) * size, size, dim)
         return local
 
-    source = _refined(vector.spec, mesh)
+    source = _refined_spec(mesh, vector.spec)
     body = jax.shard_map(
-        lambda held: vector.map_rows(extract, held),
+        lambda flat: vector.map_rows(extract, flat),
         mesh=mesh,
         in_specs=source,
         out_specs=sharding.spec,
@@ -132,68 +137,85 @@ def _out(vector: FlatVector, matrix: Matrix, sharding: NamedSharding) -> Any:
 
 
 @functools.cache
-def _into(vector: FlatVector, matrix: Matrix, sharding: NamedSharding) -> Any:
+def _insert_program(vector: FlatVector, matrix: Matrix, sharding: NamedSharding) -> Any:
     mesh: Any = sharding.mesh
-    dims, over = _replica_dims(sharding, vector), _on(mesh, vector.replica_axes)
+    replica_dims = _replica_dims(sharding, vector)
+    replica_axes = _refined_axes(mesh, vector.replica_axes)
 
-    def insert(row: tuple[jax.Array, jax.Array]) -> jax.Array:
-        held, part = row
-        for dim in sorted({dim for dim, _ in dims}):
-            part = lax.all_gather(
-                part, tuple(axis for at, axis in dims if at == dim), axis=dim, tiled=True
-            )
-        begin = (lax.axis_index(over) if vector.replicas > 1 else 0) * vector.shard_size
-        rest = vector.shard_size * vector.replicas - matrix.offset - matrix.size
+    def insert(rows: tuple[jax.Array, jax.Array]) -> jax.Array:
+        row, part = rows  # this shard of the vector, and of the matrix
+        for dim in sorted({dim for dim, _ in replica_dims}):
+            axes = tuple(axis for axis_dim, axis in replica_dims if axis_dim == dim)
+            part = lax.all_gather(part, axes, axis=dim, tiled=True)
+
+        # The matrix with zeros around it is as long as the vector; this shard begins at `begin`.
+        begin = (lax.axis_index(replica_axes) if vector.replicas > 1 else 0) * vector.shard_size
+        padding = vector.shard_size * vector.replicas - matrix.offset - matrix.size
         local = lax.dynamic_slice_in_dim(
-            jnp.pad(part.reshape(-1), (matrix.offset, rest)), begin, vector.shard_size
+            jnp.pad(part.reshape(-1), (matrix.offset, padding)), begin, vector.shard_size
         )
         index = begin + jnp.arange(vector.shard_size)
         return jnp.where(
-            (index >= matrix.offset) & (index < matrix.offset + matrix.size), local, held
+            (index >= matrix.offset) & (index < matrix.offset + matrix.size), local, row
         )
 
-    target = _refined(vector.spec, mesh)
+    target = _refined_spec(mesh, vector.spec)
     body = jax.shard_map(
-        lambda held, part: vector.map_rows(insert, (held, part)),
+        lambda flat, part: vector.map_rows(insert, (flat, part)),
         mesh=mesh,
         in_specs=(target, sharding.spec),
         out_specs=target,
         check_vma=False,
     )
-    where = NamedSharding(mesh, target)
     return jax.jit(
-        body, in_shardings=(where, sharding), out_shardings=vector.sharding, donate_argnums=0
+        body,
+        in_shardings=(NamedSharding(mesh, target), sharding),
+        out_shardings=vector.sharding,
+        donate_argnums=0,
     )
 
 
 def _replica_dims(sharding: NamedSharding, vector: FlatVector) -> list[tuple[int, str]]:
-    """(dimension of one row, mesh axis) for each replica axis that shards a matrix."""
-    mesh: Any = sharding.mesh
-    over = {b for axis in vector.replica_axes for b in _parts(mesh, axis)}
+    """Returns (dimension of one row, mesh axis) for each replica axis that shards a matrix."""
+    replica_axes = _refined_axes(sharding.mesh, vector.replica_axes)
     entries = (*sharding.spec,)[bool(vector.rows) :]
     return [
-        (dim, axis) for dim, entry in enumerate(entries) for axis in axes_of(entry) if axis in over
+        (dim, axis)
+        for dim, entry in enumerate(entries)
+        for axis in axes_of(entry)
+        if axis in replica_axes
     ]
 
 
-def _split(mesh: Mesh, axis: str, inner: int) -> Mesh:
-    """The mesh with one axis split into two, of which the outer one keeps its name. The order of
-    devices is unchanged.
+def _split(mesh: Mesh, axis: str, n_inner: int) -> Mesh:
+    """Returns the mesh with one axis split into two, of which the outer one keeps its name.
+
+    The order of devices is unchanged.
     """
-    at, sizes = mesh.axis_names.index(axis), list(mesh.devices.shape)
-    names = [*mesh.axis_names[: at + 1], f"{axis}{_INNER}", *mesh.axis_names[at + 1 :]]
-    shape = [*sizes[:at], sizes[at] // inner, inner, *sizes[at + 1 :]]
-    return Mesh(mesh.devices.reshape(shape), names)
+    position = mesh.axis_names.index(axis)
+    names = _insert_after(mesh.axis_names, axis, f"{axis}{_INNER}")
+    sizes = list(mesh.devices.shape)
+    sizes[position : position + 1] = [sizes[position] // n_inner, n_inner]
+    return Mesh(mesh.devices.reshape(sizes), names)
 
 
-def _parts(mesh: Mesh, axis: str) -> tuple[str, ...]:
-    """The axes that an axis was split into."""
-    return (axis, inner) if (inner := f"{axis}{_INNER}") in mesh.axis_names else (axis,)
+def _insert_after(axes: Sequence[str], axis: str, inner: str) -> tuple[str, ...]:
+    """Returns mesh axes with `inner` after `axis`, if that is one of them."""
+    if axis not in axes:
+        return tuple(axes)
+    end = axes.index(axis) + 1
+    return (*axes[:end], inner, *axes[end:])
 
 
-def _on(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
-    return tuple(part for axis in axes for part in _parts(mesh, axis))
+def _refined_axes(mesh: Any, axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns mesh axes with both parts of each axis that `mesh` has split."""
+    refined: tuple[str, ...] = tuple(axes)
+    for axis in axes:
+        inner = f"{axis}{_INNER}"
+        if inner in mesh.axis_names:
+            refined = _insert_after(refined, axis, inner)
+    return refined
 
 
-def _refined(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    return PartitionSpec(*(_on(mesh, axes_of(entry)) or None for entry in spec))
+def _refined_spec(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(_refined_axes(mesh, axes_of(entry)) or None for entry in spec))

@@ -165,13 +165,13 @@ def test_a_failed_save_is_retried_when_it_says(
         def full(*_: object, **__: object) -> None:
             raise OSError(28, "No space left on device")
 
-        seen = checkpoints._outcome
+        outcome = checkpoints._outcome
+
+        def late_outcome(save: manager._Save) -> manager.SaveOutcome:
+            return manager.SaveOutcome.WRITING if step < save.step + 3 else outcome(save)
+
         monkeypatch.setattr(checkpoints._saver, "save", full)
-        monkeypatch.setattr(
-            checkpoints,
-            "_outcome",
-            lambda: manager._WRITING if step < checkpoints._writing + 3 else seen(),
-        )
+        monkeypatch.setattr(checkpoints, "_outcome", late_outcome)
         for step in range(20, 100):
             if checkpoints.due(step):
                 state = checkpoints.save(step, state, {"position": step}, layout, fixture.OPTIMIZER)

@@ -30,32 +30,34 @@ class Nodes:
     files."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.secret = root, Secret(b"a secret of this job")
+        self.root = root
+        self.secret = Secret(b"a secret of this job")
         self.stored: list[int] = []
         self.server = Server(
             self.secret,
             LOOPBACK,
-            lambda step, process: self.place("b", step, process),
+            lambda step, process: self.directory("b", step, process),
             self.stored.append,
             2,
         )
         self.senders: list[Sender] = []
 
-    def place(self, node: str, step: int, process: int = 1) -> Path:
+    def directory(self, node: str, step: int, process: int = 1) -> Path:
         return self.root / node / "run" / str(step) / f"{process}-of-2"
 
-    def saved(self, step: int, node: str = "a") -> Path:
-        place = self.place(node, step)
-        place.mkdir(parents=True)
-        (place / FILES[0]).write_bytes(bytes([step]) + os.urandom(SIZE - 1))
-        (place / FILES[1]).write_text(f'{{"step": {step}}}', encoding="utf-8")
-        return place
+    def save(self, step: int, node: str = "a") -> Path:
+        """Returns the directory of a new step."""
+        directory = self.directory(node, step)
+        directory.mkdir(parents=True)
+        (directory / FILES[0]).write_bytes(bytes([step]) + os.urandom(SIZE - 1))
+        (directory / FILES[1]).write_text(f'{{"step": {step}}}', encoding="utf-8")
+        return directory
 
     def sender(self, port: int | None = None, secret: Secret | None = None) -> Sender:
         sender = Sender(
             secret or self.secret,
             [(LOOPBACK, port or self.server.port)],
-            lambda step: self.place("a", step),
+            lambda step: self.directory("a", step),
             1,
         )
         self.senders.append(sender)
@@ -72,47 +74,50 @@ class Nodes:
     def settled(self) -> list[str]:
         """Returns `arrived`, once nothing is on its way."""
         deadline = time.monotonic() + 10
-        while (
-            any(name.startswith("arriving") for name in self.arrived())
-            and time.monotonic() < deadline
-        ):
+        while time.monotonic() < deadline:
+            if not any(name.startswith("arriving") for name in self.arrived()):
+                break
             time.sleep(0.01)
         return self.arrived()
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    found = Nodes(tmp_path)
-    yield found
-    found.server.close()
-    for sender in found.senders:
+    nodes = Nodes(tmp_path)
+    yield nodes
+    nodes.server.close()
+    for sender in nodes.senders:
         sender.close()
 
 
-def equal(one: Path, other: Path) -> bool:
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in FILES)
+def equal(directory: Path, other: Path) -> bool:
+    return all((directory / name).read_bytes() == (other / name).read_bytes() for name in FILES)
 
 
 def test_a_step_arrives_and_comes_back(nodes: Nodes) -> None:
-    place, sender = nodes.saved(12), nodes.sender()
+    directory = nodes.save(12)
+    copy = nodes.directory("b", 12)
+    sender = nodes.sender()
     sender.send(12)
-    assert sender.wait(10) and equal(place, nodes.place("b", 12)) and nodes.arrived() == ["12"]
-    kept = shutil.copytree(place, nodes.root / "kept")
-    shutil.rmtree(place)
-    with_get = nodes.connect()
-    with_get.send(get=12, process=1)
-    transfer.receive_step(with_get, with_get.receive("sizes")["sizes"], place)
-    assert equal(place, kept)
-    place.joinpath(FILES[0]).write_bytes(b"another life of the same step")
+    assert sender.wait(10) and equal(directory, copy) and nodes.arrived() == ["12"]
+
+    original = shutil.copytree(directory, nodes.root / "original")
+    shutil.rmtree(directory)
+    conversation = nodes.connect()
+    conversation.send(get=12, process=1)
+    transfer.receive_step(conversation, conversation.receive("sizes")["sizes"], directory)
+    assert equal(directory, original)
+
+    directory.joinpath(FILES[0]).write_bytes(b"another life of the same step")
     sender.send(12)
-    assert sender.wait(10) and equal(place, nodes.place("b", 12)), (
+    assert sender.wait(10) and equal(directory, copy), (
         "a step that is saved again replaces its copy"
     )
     assert nodes.stored[:1] == [1], "older copies are removed then"
 
 
-def test_what_is_not_there_is_a_problem(nodes: Nodes) -> None:
-    for request, said in (
+def test_a_request_that_cannot_be_served_is_a_problem(nodes: Nodes) -> None:
+    for request, problem in (
         ({"get": 14, "process": 1}, "step 14 of process 1 is not here"),
         ({"get": 14, "process": 2}, "the request was not understood"),
         ({"put": 14, "process": 1}, "the request was not understood"),
@@ -120,7 +125,7 @@ def test_what_is_not_there_is_a_problem(nodes: Nodes) -> None:
     ):
         conversation = nodes.connect()
         conversation.send(**request)
-        with pytest.raises(TransferFailed, match=said):
+        with pytest.raises(TransferFailed, match=problem):
             conversation.receive("sizes")
     for request in (
         {"get": "../14", "process": 1},
@@ -134,22 +139,27 @@ def test_what_is_not_there_is_a_problem(nodes: Nodes) -> None:
     assert nodes.settled() == []
 
 
-def proxy(port: int, change: Callable[[bytes, int], bytes | None]) -> int:
-    """Returns a port that passes on to `port` what change(piece, bytes before it) returns; None: it
-    hangs up."""
+Change = Callable[[bytes, int], bytes | None]
+"""(piece, number of bytes before it) -> the piece that is passed on; None: the proxy hangs up."""
+
+
+def proxy(port: int, change: Change) -> int:
+    """Returns a port that passes changed pieces on to `port`."""
     listener = socket.create_server((LOOPBACK, 0))
 
-    def pass_on(
-        source: socket.socket, target: socket.socket, change: Callable[[bytes, int], bytes | None]
-    ) -> None:
+    def pass_on(source: socket.socket, target: socket.socket, change: Change) -> None:
         n = 0
         with contextlib.suppress(OSError):
-            while (piece := source.recv(2**16)) and (changed := change(piece, n)) is not None:
+            while True:
+                piece = source.recv(2**16)
+                changed = change(piece, n)
+                if not piece or changed is None:
+                    break
                 target.sendall(changed)
                 n += len(piece)
-        for each in (source, target):
+        for connection in (source, target):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def serve() -> None:
         client, _ = listener.accept()
@@ -174,7 +184,7 @@ def test_a_slow_disk_at_the_receiver(nodes: Nodes, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(transfer, "SILENCE", 0.3)
     monkeypatch.setattr(transfer.os, "fsync", slow)
-    nodes.saved(12)
+    nodes.save(12)
     sender = nodes.sender()
     sender.send(12)
     assert sender.wait(10) and nodes.arrived() == ["12"] and len(synced) == 3
@@ -186,31 +196,32 @@ def test_a_slow_disk_at_the_receiver(nodes: Nodes, monkeypatch: pytest.MonkeyPat
 
 def flip(piece: bytes, n: int) -> bytes:
     """Flips one bit in the middle of the files."""
-    at = 2**20 - n
-    return piece[:at] + bytes([piece[at] ^ 4]) + piece[at + 1 :] if 0 <= at < len(piece) else piece
+    index = 2**20 - n
+    if not 0 <= index < len(piece):
+        return piece
+    return piece[:index] + bytes([piece[index] ^ 4]) + piece[index + 1 :]
 
 
 def test_a_damaged_stream_is_not_stored(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
-    nodes.saved(12)
+    nodes.save(12)
     sender = nodes.sender(proxy(nodes.server.port, flip))
     sender.send(12)
     assert sender.wait(10) and nodes.settled() == [] and nodes.stored == []
-    said = capsys.readouterr().out
     assert (
         "warning: step 12 could not be copied to the node at 127.0.0.1: the files arrived with "
         "other bytes than were sent; "
-    ) in said
+    ) in capsys.readouterr().out
 
 
 def test_a_peer_that_dies_half_way_leaves_nothing(
     nodes: Nodes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    nodes.saved(12)
+    nodes.save(12)
     sender = nodes.sender(proxy(nodes.server.port, lambda piece, n: piece if n < 2**20 else None))
     sender.send(12)
     assert sender.wait(10) and nodes.settled() == []
     assert "warning: step 12 could not be copied" in capsys.readouterr().out
-    nodes.saved(14)
+    nodes.save(14)
     sender.send(14)  # nothing listens any more
     assert sender.wait(10) and capsys.readouterr().out == "", "said once, until it works again"
 
@@ -223,70 +234,68 @@ def test_a_silent_peer_holds_nobody_up(
     deaf = socket.create_server((LOOPBACK, 0))
     sender = nodes.sender(deaf.getsockname()[1])
     for step in (12, 14, 16):
-        nodes.saved(step)
-    began = time.monotonic()
+        nodes.save(step)
+    started_at = time.monotonic()
     sender.send(12)
     while sender._sending is None:
         time.sleep(0.001)
     sender.send(14)
     sender.send(16)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - started_at < 0.5
     assert sender.wait(10)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "warning: step 14 was not copied to another node: copying step 12 took longer than "
         "checkpoint.local_every steps; "
-    ) in said
+    ) in output
     assert (
         "a lost node means the newest checkpoint in the output until checkpoint.local_every is "
         "longer than a copy takes"
-    ) in said
-    assert said.count("warning") == 1
-    monkeypatch.setattr(copies, "_REPEAT", 0.0)
+    ) in output
+    assert output.count("warning") == 1
+    monkeypatch.setattr(copies, "_WARNING_INTERVAL", 0.0)
     sender.send(16)
     assert sender.wait(10) and capsys.readouterr().out.count("warning") == 1, "it is repeated"
 
 
 def test_what_was_rolled_back_is_given_up(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
-    with (nodes.saved(12) / FILES[0]).open("r+b") as file:
+    with (nodes.save(12) / FILES[0]).open("r+b") as file:
         file.truncate(2**26)  # more than the system keeps for a connection
-    began, cancelled = threading.Event(), threading.Event()
+    started = threading.Event()
+    cancelled = threading.Event()
 
     def stuck(piece: bytes, n: int) -> bytes:
         if n > 2**18:
-            began.set()
+            started.set()
             cancelled.wait(10)
         return piece
 
     sender = nodes.sender(proxy(nodes.server.port, stuck))
     sender.send(12)
-    assert began.wait(10)
+    assert started.wait(10)
     sender.cancel()
     cancelled.set()
     assert sender.wait(10) and nodes.settled() == [] and capsys.readouterr().out == ""
 
 
-def test_who_does_not_know_the_secret_is_refused(
+def test_a_process_without_the_secret_is_refused(
     nodes: Nodes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    nodes.saved(12)
+    nodes.save(12)
     sender = nodes.sender(secret=Secret(b"the secret of another job"))
     sender.send(12)
     assert sender.wait(10) and nodes.arrived() == []
-    said = capsys.readouterr().out
-    assert "could not be copied to the node at 127.0.0.1: it does not accept this secret" in said
+    output = capsys.readouterr().out
+    assert "could not be copied to the node at 127.0.0.1: it does not accept this secret" in output
     deadline = time.monotonic() + 10
-    # the server's thread prints it
-    while "it has another secret" not in said and time.monotonic() < deadline:
+    # The server's thread prints it.
+    while "it has another secret" not in output and time.monotonic() < deadline:
         time.sleep(0.01)
-        said += capsys.readouterr().out
-    assert (
-        said.count(
-            "refused a connection for local checkpoints, the last from 127.0.0.1: it has another "
-            "secret"
-        )
-        == 1
+        output += capsys.readouterr().out
+    refusal = (
+        "refused a connection for local checkpoints, the last from 127.0.0.1: it has another secret"
     )
+    assert output.count(refusal) == 1
     for _ in range(20):
         with pytest.raises((Refused, TransferFailed)):
             nodes.connect(Secret(b"the secret of another job"))
@@ -308,17 +317,17 @@ def test_the_secret_of_another_purpose_is_not_enough(nodes: Nodes) -> None:
 
 
 def test_strangers_cannot_keep_the_job_out(nodes: Nodes) -> None:
-    """300 connections that say nothing, or too much: the step arrives meanwhile, and few threads
-    are held."""
+    """300 connections send nothing, or too much: the step arrives meanwhile, and few threads are
+    used."""
+    greetings = [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 5000, b"[" * 2000 + b"\n"]
     strangers = [socket.create_connection((LOOPBACK, nodes.server.port), 5) for _ in range(300)]
     for n, stranger in enumerate(strangers):
         with contextlib.suppress(OSError):  # it was the oldest of too many
-            stranger.sendall(
-                [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 5000, b"[" * 2000 + b"\n"][n % 4]
-            )
-    place, sender = nodes.saved(12), nodes.sender()
+            stranger.sendall(greetings[n % 4])
+    directory = nodes.save(12)
+    sender = nodes.sender()
     sender.send(12)
-    assert sender.wait(10) and equal(place, nodes.place("b", 12))
+    assert sender.wait(10) and equal(directory, nodes.directory("b", 12))
     assert threading.active_count() < copies._CALLERS + 40
     for stranger in strangers:
         stranger.close()
@@ -329,14 +338,15 @@ def test_a_full_disk_at_the_receiver(
 ) -> None:
     """Known before anything is sent, or found while the files are written: the sender warns with
     the reason, and nothing remains."""
-    nodes.saved(12)
-    sender, before = nodes.sender(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    nodes.save(12)
+    sender = nodes.sender()
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard_limit))
     try:
         sender.send(12)
         assert sender.wait(10)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
     assert (
         "could not be copied to the node at 127.0.0.1: File too large; training continues"
         in capsys.readouterr().out
@@ -349,11 +359,8 @@ def test_a_full_disk_at_the_receiver(
     assert f"{SIZE + 12} bytes do not fit into the {SIZE} that are free" in capsys.readouterr().out
     monkeypatch.undo()
     other.send(12)
-    assert (
-        other.wait(10)
-        and nodes.arrived() == ["12"]
-        and equal(nodes.place("a", 12), nodes.place("b", 12))
-    )
+    assert other.wait(10) and nodes.arrived() == ["12"]
+    assert equal(nodes.directory("a", 12), nodes.directory("b", 12))
 
 
 def test_the_ring() -> None:
@@ -368,7 +375,7 @@ def test_the_ring() -> None:
     ]
 
 
-def test_who_holds_what() -> None:
+def test_holders_of_steps() -> None:
     """Its own files come first; a step of which one process's files are nowhere is not offered."""
     listings = [[[12, [0, 2]], [14, [0]]], [[12, [1, 0]], [14, [1, 0]]], [[14, [1]]]]
     assert _holders(listings) == {12: [0, 1, 0]}
@@ -381,8 +388,8 @@ def test_who_holds_what() -> None:
 def test_the_address_to_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_address("127.0.0.1:9876") == own_address("localhost:9876") == (LOOPBACK, LOOPBACK)
     assert own_address("") == ("", socket.gethostname())
-    known = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9876))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **named: known)
+    addresses = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9876))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: addresses)
     assert own_address("node0:9876") == ("", "node0"), (
         "the coordinator's own host, which has a loopback address for its name"
     )

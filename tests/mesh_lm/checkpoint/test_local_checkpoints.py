@@ -88,17 +88,14 @@ class Run:
         """Asserts that the state of this step is restored: bits, shardings and data."""
         saved, state = self.restored()
         assert (saved.step, saved.data["position"]) == (step, step)
-        for (path, found), wanted in zip(
-            jax.tree_util.tree_flatten_with_path(state)[0],
-            jax.tree.leaves(self.state(step)),
-            strict=True,
-        ):
-            assert found.sharding == wanted.sharding and found.dtype == wanted.dtype, path
-            np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted), str(path))
+        leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+        for (path, leaf), expected in zip(leaves, jax.tree.leaves(self.state(step)), strict=True):
+            assert leaf.sharding == expected.sharding and leaf.dtype == expected.dtype, path
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected), str(path))
         return saved
 
     @property
-    def places(self) -> list[Path]:
+    def directories(self) -> list[Path]:
         """Returns the directories of the steps on the local disk."""
         return sorted(
             Path(self.config.checkpoint.local).glob("*/*/*-of-*"),
@@ -106,7 +103,7 @@ class Run:
         )
 
 
-def at(tmp_path: Path, model: ModelConfig = fixture.CONFIG.model) -> TrainConfig:
+def config_at(tmp_path: Path, model: ModelConfig = fixture.CONFIG.model) -> TrainConfig:
     policy = CheckpointConfig(every=10, local=str(tmp_path / "local"), local_every=2)
     return dataclasses.replace(
         fixture.CONFIG, output=str(tmp_path / "run"), checkpoint=policy, model=model
@@ -115,20 +112,20 @@ def at(tmp_path: Path, model: ModelConfig = fixture.CONFIG.model) -> TrainConfig
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run(at(tmp_path), shard_on("hsdp+megatron", data=2, fsdp=2, tensor=2))
+    return Run(config_at(tmp_path), shard_on("hsdp+megatron", data=2, fsdp=2, tensor=2))
 
 
 def test_the_newest_local_step_comes_back(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.save(2, 4, 10, 12, 14, 16)
-    assert [path.parent.name for path in run.places] == ["14", "16"], "the newest two are kept"
+    assert [path.parent.name for path in run.directories] == ["14", "16"], "the newest two are kept"
     saved = run.require(16)
     assert (
         f"step 16 is on the local disks of all processes ({saved.directory}), newer"
         in capsys.readouterr().out
     )
     assert saved.digests and saved.changed(run.config) == []
-    held = (run.places[-1] / "state.raw").stat().st_size
-    assert held == sum(x.nbytes for x in jax.tree.leaves(run.state(16))), (
+    n_bytes = (run.directories[-1] / "state.raw").stat().st_size
+    assert n_bytes == sum(x.nbytes for x in jax.tree.leaves(run.state(16))), (
         "a part that several devices hold is written once"
     )
     run.save(20)
@@ -152,7 +149,7 @@ def test_stages_are_saved_as_they_lie_in_memory(tmp_path: Path) -> None:
         dtype="float32",
     )
     staged = Run(
-        at(tmp_path, model),
+        config_at(tmp_path, model),
         shard_on("megatron", pipeline=2, tensor=2),
         PipelineConfig(chunks=2, layers=(2, 2, 1, 1)),
     )
@@ -161,10 +158,10 @@ def test_stages_are_saved_as_they_lie_in_memory(tmp_path: Path) -> None:
     staged.require(2)
     other = dataclasses.replace(staged, pipeline=PipelineConfig(chunks=2, layers=(1, 1, 2, 2)))
     with Checkpoints(other.config) as checkpoints:
-        found = checkpoints.restore(
+        restored = checkpoints.restore(
             other.layout, Optimizer(other.config.optimizer, other.config.train.steps)
         )
-    assert found == (None, None), "the same shapes, with other layers in the rows"
+    assert restored == (None, None), "the same shapes, with other layers in the rows"
 
 
 def test_flat_vectors(tmp_path: Path) -> None:
@@ -173,14 +170,16 @@ def test_flat_vectors(tmp_path: Path) -> None:
     model = DecoderConfig(
         vocab_size=64, vocab_multiple=1, seq_len=8, n_layers=2, d_model=8, n_heads=2, biases=False
     )
-    run = Run(at(tmp_path, model), shard_on("distributed+megatron", data=2, tensor=2))
+    run = Run(config_at(tmp_path, model), shard_on("distributed+megatron", data=2, tensor=2))
     run.save(2)
     run.require(2)
-    held = (run.places[-1] / "state.raw").stat().st_size
-    assert held == sum(x.nbytes for x in jax.tree.leaves(without_used(run.layout, run.state(2)))), (
-        "that copy is not written"
+    n_bytes = (run.directories[-1] / "state.raw").stat().st_size
+    assert n_bytes == sum(
+        x.nbytes for x in jax.tree.leaves(without_used(run.layout, run.state(2)))
+    ), "that copy is not written"
+    other = dataclasses.replace(
+        run, config=config_at(tmp_path, dataclasses.replace(model, n_heads=4))
     )
-    other = dataclasses.replace(run, config=at(tmp_path, dataclasses.replace(model, n_heads=4)))
     assert [leaf.shape for leaf in other.layout.flat.leaves.values()] == [
         leaf.shape for leaf in run.layout.flat.leaves.values()
     ]
@@ -192,7 +191,7 @@ def test_flat_vectors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "damage"),
     [
         ("state.raw", "flip"),
         ("state.raw", "cut"),
@@ -202,38 +201,39 @@ def test_flat_vectors(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_part_means_the_step_before_it_or_the_durable_one(
-    run: Run, name: str, how: str, capsys: pytest.CaptureFixture[str]
+    run: Run, name: str, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.save(10, 12, 14)
 
-    def damage(place: Path) -> None:
-        file, data = place / name, bytearray((place / name).read_bytes())
-        if how == "edit":
-            data = data.replace(b'"position"', b'"pasition"')
-        else:
-            data[len(data) // 2] ^= 1
-        file.unlink() if how == "delete" else file.write_bytes(
-            data[: len(data) // 2] if how == "cut" else data
-        )
+    def damage_file(file: Path) -> None:
+        data = bytearray(file.read_bytes())
+        middle = len(data) // 2
+        match damage:
+            case "delete":
+                file.unlink()
+            case "cut":
+                file.write_bytes(data[:middle])
+            case "edit":
+                file.write_bytes(data.replace(b'"position"', b'"pasition"'))
+            case "flip":
+                data[middle] ^= 1
+                file.write_bytes(data)
 
-    older, newer = run.places
-    damage(newer)
+    older, newer = run.directories
+    damage_file(newer / name)
     capsys.readouterr()
     run.require(12)
-    damage(older)
+    damage_file(older / name)
     run.require(10)
-    said = capsys.readouterr().out
-    if (name, how) == ("state.raw", "flip"):
-        assert re.search(
-            (
-                r"local checkpoints are not used: step 14 on process 0: \S+ is damaged in "
-                r"state.raw; "
-                r"step 12 on"
-            ),
-            said,
-        ), said
+    output = capsys.readouterr().out
+    if (name, damage) == ("state.raw", "flip"):
+        reasons = (
+            r"local checkpoints are not used: step 14 on process 0: \S+ is damaged in state.raw; "
+            r"step 12 on"
+        )
+        assert re.search(reasons, output), output
     run.require(10)
-    assert "not used" not in capsys.readouterr().out, "said once: they are removed"
+    assert "not used" not in capsys.readouterr().out, "they are removed"
 
 
 @pytest.mark.slow
@@ -241,21 +241,21 @@ def test_another_layout_means_the_durable_step(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.save(10, 12)
-    kept = shutil.copytree(run.places[0], tmp_path / "kept")
-    place = run.places[0]
+    directory = run.directories[0]
+    copy = shutil.copytree(directory, tmp_path / "copy")
     dataclasses.replace(run, shard=shard_on("hsdp+megatron", data=4, tensor=2)).require(10)
     assert (
         "not used: step 12 on process 0: it has different mesh sizes\n" in capsys.readouterr().out
     )
-    shutil.copytree(kept, place)
+    shutil.copytree(copy, directory)
     dataclasses.replace(run, shard=shard_on("fsdp", data=2, fsdp=2, tensor=2)).require(10)
     assert re.search(
         r"not used: step 12 on process 0: \S+ is sharded differently\n", capsys.readouterr().out
     )
-    shutil.copytree(kept, place.with_name("0-of-2"))
+    shutil.copytree(copy, directory.with_name("0-of-2"))
     run.require(10)
     assert "not used: step 12 was saved by 2 processes\n" in capsys.readouterr().out
-    assert not run.places
+    assert not run.directories
 
 
 def test_a_mixture_of_two_lives_is_never_taken(
@@ -264,7 +264,7 @@ def test_a_mixture_of_two_lives_is_never_taken(
     """A process that was killed during a save still has that step from before its restart."""
     run.save(10, 12)
 
-    def two(value: object) -> list[object]:
+    def gather_from_two(value: object) -> list[object]:
         match value:
             case ["", _]:
                 return [value, ["", "state 0, samples 0"]]
@@ -272,12 +272,12 @@ def test_a_mixture_of_two_lives_is_never_taken(
                 return [value, [[step, [1]] for step, _ in value]]
         return [value, value]
 
-    monkeypatch.setattr(distributed, "gather_from_all", two)
+    monkeypatch.setattr(distributed, "gather_from_all", gather_from_two)
     run.require(10)
     assert "not used: step 12 is not of the same run on all processes\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damaged", ["", "there", "here"])
+@pytest.mark.parametrize("damaged", ["", "copy", "original"])
 def test_files_that_are_lost_here_come_from_the_other_node(
     run: Run,
     tmp_path: Path,
@@ -288,13 +288,14 @@ def test_files_that_are_lost_here_come_from_the_other_node(
     """Process 0 has lost its disk, or it is damaged. Process 1, whose server is the real one here,
     has its files and a copy of those."""
     run.save(10, 12)
-    (here,) = run.places
-    there = tmp_path / "peer" / "12" / here.name
-    shutil.copytree(here, there)
-    for place in [here] * (damaged == "here") + [there] * (damaged == "there"):
-        (place / "state.raw").write_bytes(bytes((place / "state.raw").stat().st_size))
-    if damaged != "here":
-        shutil.rmtree(here)
+    (original,) = run.directories
+    copy = tmp_path / "peer" / "12" / original.name
+    shutil.copytree(original, copy)
+    if damaged:
+        arrays = (original if damaged == "original" else copy) / "state.raw"
+        arrays.write_bytes(bytes(arrays.stat().st_size))
+    if damaged != "original":
+        shutil.rmtree(original)
     monkeypatch.setenv("MESH_LM_SECRET", "a secret of these two processes")
     server = Server(
         Secret.shared(),
@@ -304,7 +305,7 @@ def test_files_that_are_lost_here_come_from_the_other_node(
         2,
     )
 
-    def two(value: object) -> list[object]:
+    def gather_from_two(value: object) -> list[object]:
         match value:
             case [str(), int()]:
                 return [value, [LOOPBACK, server.port]]
@@ -314,21 +315,21 @@ def test_files_that_are_lost_here_come_from_the_other_node(
                 return [value, value]
         return [value, [[12, [0, 1]]]]
 
-    monkeypatch.setattr(distributed, "gather_from_all", two)
+    monkeypatch.setattr(distributed, "gather_from_all", gather_from_two)
     with_copies = dataclasses.replace(run.config.checkpoint, local_copies=1)
     run.config = dataclasses.replace(run.config, checkpoint=with_copies)
-    run.require(10 if damaged == "there" else 12)
-    said, name = capsys.readouterr().out, here.name
+    run.require(10 if damaged == "copy" else 12)
+    output = capsys.readouterr().out
     server.close()
-    assert (
-        "newer than the output's checkpoints; fetched from other nodes: process 0\n" in said
-    ) == (not damaged), said
-    assert ("is damaged in state.raw; fetched from another node\n" in said) == (
-        damaged == "here"
-    ), said
-    assert ("is damaged in state.raw" in said) == bool(damaged) and [
-        place.name for place in run.places
-    ] == [name] * (damaged != "there")
+    was_lost = (
+        "newer than the output's checkpoints; fetched from other nodes: process 0\n" in output
+    )
+    was_replaced = "is damaged in state.raw; fetched from another node\n" in output
+    assert was_lost == (not damaged), output
+    assert was_replaced == (damaged == "original"), output
+    assert ("is damaged in state.raw" in output) == bool(damaged)
+    names = [directory.name for directory in run.directories]
+    assert names == ([] if damaged == "copy" else [original.name])
 
 
 def test_copies_need_another_node(
@@ -352,29 +353,29 @@ def test_copies_need_another_node(
         "warning: checkpoint.local_copies=1, but only 1 nodes are left: local checkpoints have 0 "
         "copies"
     ) in capsys.readouterr().out
-    assert [path.parent.name for path in run.places] == ["2"]
+    assert [path.parent.name for path in run.directories] == ["2"]
 
 
 def test_a_start_removes_what_no_process_can_use(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that comes back in another place has steps of its old one, which nothing there would
     replace."""
     run.save(10, 12, 14, 20)
-    assert [path.parent.name for path in run.places] == ["12", "14"]
+    assert [path.parent.name for path in run.directories] == ["12", "14"]
     run.require(20)
-    assert not run.places
+    assert not run.directories
     run.config = dataclasses.replace(
         run.config, checkpoint=dataclasses.replace(run.config.checkpoint, local_copies=1)
     )
     monkeypatch.setenv("MESH_LM_ELASTIC", "2")
     monkeypatch.setenv("MESH_LM_SECRET", "a secret of these two processes")
     run.save(22)
-    shutil.copytree(run.places[0], run.places[0].with_name("3-of-1"))
+    shutil.copytree(run.directories[0], run.directories[0].with_name("3-of-1"))
     run.save(24)
-    assert [path.parent.name for path in run.places] == ["22", "22", "24"], (
+    assert [path.parent.name for path in run.directories] == ["22", "22", "24"], (
         "the other one may still be needed"
     )
     run.save(26)
-    assert [(path.parent.name, path.name) for path in run.places] == [
+    assert [(path.parent.name, path.name) for path in run.directories] == [
         ("24", "0-of-1"),
         ("26", "0-of-1"),
     ]
@@ -395,10 +396,10 @@ def test_what_no_longer_belongs_to_the_run_is_not_taken(
     run.save(2)
     shutil.rmtree(tmp_path / "run")
     with Checkpoints(run.config) as checkpoints:
-        found = checkpoints.restore(
+        restored = checkpoints.restore(
             run.layout, Optimizer(run.config.optimizer, run.config.train.steps)
         )
-    assert found == (None, None) and not run.places, "a run that starts from scratch"
+    assert restored == (None, None) and not run.directories, "a run that starts from scratch"
 
 
 def test_going_back_behind_a_step_forgets_it(run: Run) -> None:
@@ -407,7 +408,7 @@ def test_going_back_behind_a_step_forgets_it(run: Run) -> None:
         saved, _ = checkpoints.roll_back(
             15, {}, run.layout, Optimizer(run.config.optimizer, run.config.train.steps)
         )
-    assert saved.step == 10 and not run.places
+    assert saved.step == 10 and not run.directories
     run.require(10)
 
 
@@ -424,12 +425,12 @@ def test_a_disk_that_fails_is_a_warning(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Covers a full file system, found by the background write, and a missing one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     run.save(10)
     with Checkpoints(run.config) as checkpoints:
         checkpoints.save(12, run.state(12), {"position": 12}, run.layout, fixture.OPTIMIZER)
         checkpoints._local.close()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (256, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, hard_limit))
         try:
             for step in (14, 16):
                 checkpoints.save(
@@ -437,13 +438,11 @@ def test_a_disk_that_fails_is_a_warning(
                 )
             checkpoints._local.close()
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    said = capsys.readouterr().out
-    assert (
-        said.count("warning: no local checkpoint in ") == 1
-        and "File too large; training continues" in said
-    ), said
-    assert [path.parent.name for path in run.places] == ["12"], "no remains"
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
+    output = capsys.readouterr().out
+    assert output.count("warning: no local checkpoint in ") == 1, output
+    assert "File too large; training continues" in output
+    assert [path.parent.name for path in run.directories] == ["12"], "no remains"
     run.require(12)
     shutil.rmtree(tmp_path / "local")
     (tmp_path / "local").write_text("a file", encoding="utf-8")
@@ -453,7 +452,7 @@ def test_a_disk_that_fails_is_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"local_every": 5}, "checkpoint.local_every=5 needs checkpoint.local"),
         ({"local": "/dev/shm"}, "checkpoint.local=/dev/shm is unused"),
@@ -475,11 +474,11 @@ def test_a_disk_that_fails_is_a_warning(
         ),
     ],
 )
-def test_a_tier_that_could_not_work_is_refused(changes: dict[str, object], said: str) -> None:
+def test_a_tier_that_could_not_work_is_refused(changes: dict[str, object], message: str) -> None:
     config = dataclasses.replace(
         fixture.CONFIG, checkpoint=dataclasses.replace(CheckpointConfig(every=10), **changes)
     )
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         check(config, 1)
 
 

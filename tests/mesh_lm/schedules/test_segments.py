@@ -327,7 +327,7 @@ def test_local_checkpoints_know_the_order_of_segments() -> None:
         dataclasses.replace(GPT, segments=order) for order in ((first, second), (second, first))
     )
     one, other = (local._layout({}, ModelLayout.of(model, shard_on("ddp"))) for model in models)
-    assert local._differ(one, other) == "stages"
+    assert local._first_difference(one, other) == "stages"
 
 
 def test_segments_in_another_order_are_another_model() -> None:

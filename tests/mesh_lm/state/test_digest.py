@@ -74,23 +74,17 @@ def test_no_sharding_changes_it(dims: list[tuple[int, int, int]], seed: int) -> 
     mesh = jax.make_mesh(
         (2, 2, 2), ("data", "tensor", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
-    host = {
-        str(n): noise((8, 16, 8), DTYPES[(seed + n) % len(DTYPES)], seed) for n in range(len(dims))
-    }
-    specs = [
-        jax.P(
-            *(
-                tuple(axis for axis, dim in zip(mesh.axis_names, cut, strict=True) if dim == d)
-                for d in range(3)
-            )
-        )
-        for cut in dims
-    ]
-    tree = {
-        name: jax.device_put(x, jax.NamedSharding(mesh, spec))
-        for (name, x), spec in zip(host.items(), specs, strict=True)
-    }
-    assert digests(tree) == {name: host_digest(x) for name, x in host.items()}
+    sharded = {}
+    expected = {}
+    for n, sharded_dims in enumerate(dims):
+        axes: list[list[str]] = [[], [], [], []]
+        for axis, dim in zip(mesh.axis_names, sharded_dims, strict=True):
+            axes[dim].append(axis)
+        spec = jax.P(*(tuple(names) for names in axes[:3]))
+        x = noise((8, 16, 8), DTYPES[(seed + n) % len(DTYPES)], seed)
+        sharded[str(n)] = jax.device_put(x, jax.NamedSharding(mesh, spec))
+        expected[str(n)] = host_digest(x)
+    assert digests(sharded) == expected
 
 
 def test_devices_exchange_words_and_copy_nothing() -> None:
@@ -109,32 +103,33 @@ def test_devices_exchange_words_and_copy_nothing() -> None:
 @given(
     dtype=st.sampled_from([d for d in DTYPES if d != np.bool_]),
     seed=st.integers(0, 2**32 - 1),
-    place=st.integers(0, 10**9),
+    position=st.integers(0, 10**9),
 )
-def test_every_flipped_bit_changes_it(dtype: Any, seed: int, place: int) -> None:
+def test_every_flipped_bit_changes_it(dtype: Any, seed: int, position: int) -> None:
     x = noise((3, 5, 7), dtype, seed)
     flipped = x.copy()
-    width = 8 * x.dtype.itemsize
-    bits(flipped).reshape(-1)[place // width % x.size] ^= np.array(1 << place % width).astype(
-        f"u{x.dtype.itemsize}"
-    )
+    word, bit = divmod(position, 8 * x.dtype.itemsize)
+    bits(flipped).reshape(-1)[word % x.size] ^= np.array(1 << bit).astype(f"u{x.dtype.itemsize}")
     assert host_digest(flipped) != host_digest(x)
 
 
-def exhaustively(x: np.ndarray) -> list[np.ndarray]:
-    out = []
+def with_one_bit_flipped(x: np.ndarray) -> list[np.ndarray]:
+    """Returns an array for each bit."""
+    arrays = []
     for word in range(x.size):
         for bit in range(8 * x.dtype.itemsize):
-            out.append(x.copy())
-            bits(out[-1])[word] ^= bits(x).dtype.type(1 << bit)
-    return out
+            flipped = x.copy()
+            bits(flipped)[word] ^= bits(x).dtype.type(1 << bit)
+            arrays.append(flipped)
+    return arrays
 
 
 def test_all_flips_of_one_bit_differ_on_the_devices_too() -> None:
     """All 1,024 arrays and the original have different digests."""
     x = noise((32,), np.float32)
-    found = np.asarray(jax.jit(jax.vmap(module.digest))(np.stack([x, *exhaustively(x)])))
-    assert len({tuple(row) for row in found}) == 1 + 32 * 32
+    arrays = np.stack([x, *with_one_bit_flipped(x)])
+    rows = np.asarray(jax.jit(jax.vmap(module.digest))(arrays))
+    assert len({tuple(row) for row in rows}) == 1 + 32 * 32
 
 
 CHANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -156,25 +151,26 @@ def test_what_damage_looks_like_is_found(change: str) -> None:
         assert host_digest(CHANGES[change](x).astype(np.float32)) != host_digest(x)
 
 
-@given(seed=st.integers(0, 2**32 - 1), one=st.integers(0, 104), other=st.integers(0, 104))
-def test_swapped_words_change_it(seed: int, one: int, other: int) -> None:
+@given(seed=st.integers(0, 2**32 - 1), a=st.integers(0, 104), b=st.integers(0, 104))
+def test_swapped_words_change_it(seed: int, a: int, b: int) -> None:
     x = noise((105,), np.int32, seed)
-    assume(x[one] != x[other])
+    assume(x[a] != x[b])
     swapped = x.copy()
-    swapped[[one, other]] = x[[other, one]]
+    swapped[[a, b]] = x[[b, a]]
     assert host_digest(swapped) != host_digest(x)
 
 
 @given(shape=st.lists(st.integers(0, 9), min_size=1, max_size=4), chunk=st.integers(1, 200))
 @settings(max_examples=30)
 def test_the_size_of_a_chunk_does_not_matter(shape: list[int], chunk: int) -> None:
-    x, kept = noise(tuple(shape), np.float32), module._CHUNK
-    whole = host_digest(x)
+    x = noise(tuple(shape), np.float32)
+    expected = host_digest(x)
+    default_chunk = module._CHUNK
     try:
         module._CHUNK = chunk
-        assert host_digest(x) == whole == host_digest(np.asfortranarray(x))
+        assert host_digest(x) == expected == host_digest(np.asfortranarray(x))
     finally:
-        module._CHUNK = kept
+        module._CHUNK = default_chunk
 
 
 def test_positions_of_a_huge_array() -> None:
@@ -194,12 +190,9 @@ def test_one_program_for_a_tree_and_none_for_the_next() -> None:
         }
     )
     first = digests(tree)
-    assert list(first) == ["params/a", "params/b.c", "step"] and all(
-        len(value) == 16 for value in first.values()
-    )
+    assert list(first) == ["params/a", "params/b.c", "step"]
+    assert all(len(value) == 16 for value in first.values())
     assert digests(tree) == first
     assert digests({}) == {}
-    assert (
-        combined(first) != combined(first | {"step": first["params/a"]})
-        and len(combined(first)) == 16
-    )
+    assert combined(first) != combined(first | {"step": first["params/a"]})
+    assert len(combined(first)) == 16

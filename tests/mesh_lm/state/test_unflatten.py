@@ -32,8 +32,8 @@ def test_a_vector_and_its_matrices_are_the_same_bits(mesh: dict[str, int]) -> No
     layout = ModelLayout.of(
         GPT, shard_on("distributed+megatron" if "tensor" in mesh else "distributed", **mesh)
     )
-    (vector,) = [each for each in layout.flat.vectors if each.rows]
-    where = {
+    (vector,) = [vector for vector in layout.flat.vectors if vector.rows]
+    shardings = {
         m.name: unflatten.shard_over_replicas(
             layout.shardings("params")[m.name],
             layout.memory_shapes[m.name].shape,
@@ -46,45 +46,54 @@ def test_a_vector_and_its_matrices_are_the_same_bits(mesh: dict[str, int]) -> No
     # NaNs, infinities, -0.0
     bits = {
         name: random.integers(0, 2**32, layout.memory_shapes[name].shape, np.uint32)
-        for name in where
+        for name in shardings
     }
     flat = jax.device_put(np.zeros(vector.array_spec.shape, np.float32), vector.sharding)
     for matrix in vector.matrices:
-        array = jax.device_put(bits[matrix.name].view(np.float32), where[matrix.name])
+        array = jax.device_put(bits[matrix.name].view(np.float32), shardings[matrix.name])
         flat = unflatten.insert_matrix(vector, matrix, flat, array)
     assert flat.sharding.is_equivalent_to(vector.sharding, flat.ndim)
     for matrix in vector.matrices:
-        found = unflatten.extract_matrix(vector, matrix, flat, where[matrix.name])
-        assert np.array_equal(np.asarray(found).view(np.uint32), bits[matrix.name])
-    elements = sum(each.size for each in bits.values())
-    assert np.count_nonzero(np.asarray(flat).view(np.uint32)) <= elements <= flat.size, (
-        "padding is zero"
-    )
+        extracted = unflatten.extract_matrix(vector, matrix, flat, shardings[matrix.name])
+        assert np.array_equal(np.asarray(extracted).view(np.uint32), bits[matrix.name])
+    n_elements = sum(x.size for x in bits.values())
+    n_nonzero = np.count_nonzero(np.asarray(flat).view(np.uint32))
+    assert n_nonzero <= n_elements <= flat.size, "padding is zero"
 
 
 def programs(entry: DiskArray) -> Iterator[tuple[str, Any, list[jax.ShapeDtypeStruct], int]]:
     """(name, program, its arguments, how many of them belong to the state) for each program that
     saves or restores an array."""
     in_memory = (entry.rows, *entry.shape[1:]) if entry.rows else entry.shape
-    memory = jax.ShapeDtypeStruct(in_memory, entry.dtype, sharding=entry.where)
+    memory = jax.ShapeDtypeStruct(in_memory, entry.dtype, sharding=entry.sharding)
     disk = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=entry.canonical)
     if entry.vector and entry.matrix:
         flat = jax.ShapeDtypeStruct(
             entry.vector.array_spec.shape, entry.dtype, sharding=entry.vector.sharding
         )
-        yield "out", unflatten._out(entry.vector, entry.matrix, entry.where), [flat], 1
-        yield "into", unflatten._into(entry.vector, entry.matrix, entry.where), [flat, memory], 1
+        yield (
+            "out",
+            unflatten._extract_program(entry.vector, entry.matrix, entry.sharding),
+            [flat],
+            1,
+        )
+        yield (
+            "into",
+            unflatten._insert_program(entry.vector, entry.matrix, entry.sharding),
+            [flat, memory],
+            1,
+        )
     if entry.stack and not entry.stack.is_contiguous:
         kept = int(not entry.vector)
         yield (
             "to canonical",
-            relayout._program(entry.stack, entry.where, in_memory, False),
+            relayout._program(entry.stack, entry.sharding, in_memory, False),
             [memory],
             kept,
         )
         yield (
             "to memory",
-            relayout._program(entry.stack, entry.where, in_memory, True),
+            relayout._program(entry.stack, entry.sharding, in_memory, True),
             [disk],
             kept,
         )
@@ -125,7 +134,7 @@ def test_saving_megatron_314b_takes_a_leaf_of_memory_more() -> None:
             share = on_device(
                 arguments[-1]
                 if name == "into"
-                else jax.ShapeDtypeStruct(in_memory, entry.dtype, sharding=entry.where)
+                else jax.ShapeDtypeStruct(in_memory, entry.dtype, sharding=entry.sharding)
             )
             spare = 0 if entry.rows and isinstance(entry.vector, FlatVector) else share
             found[entry.key, name] = extra / 2**30
