@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _MAX_LINES = 8
+_MAX_RANGES = 8
 """Lines of a list that are printed."""
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 _FILES = {".txt", ".json", ".jsonl", ".gz", ".zst", ".parquet", ".model", ".tiktoken", ".py"}
@@ -70,9 +71,9 @@ def number_ranges(numbers: list[int], singular: str = "process", plural: str = "
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    texts = [str(low) if low == high else f"{low}-{high}" for low, high in ranges[:_SHOWN]]
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in ranges[:_MAX_RANGES]]
     noun = plural if len(numbers) > 1 else singular
-    return f"{noun} {', '.join(texts)}{' and more' if len(ranges) > _SHOWN else ''}"
+    return f"{noun} {', '.join(texts)}{' and more' if len(ranges) > _MAX_RANGES else ''}"
 
 
 def hub_hint(name: str, kind: str = "") -> str:
