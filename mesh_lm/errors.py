@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _MAX_LINES = 8
-_MAX_RANGES = 8
 """Lines of a list that are printed."""
+_MAX_RANGES = 8
+"""Ranges of numbers that are printed."""
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 _FILES = {".txt", ".json", ".jsonl", ".gz", ".zst", ".parquet", ".model", ".tiktoken", ".py"}
 _FOLDERS = {"runs", "data", "configs", "checkpoints"}
