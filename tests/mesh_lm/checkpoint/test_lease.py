@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -207,7 +208,7 @@ def test_a_commit_between_the_look_at_the_lease_and_its_rename(
     rmtree = shutil.rmtree
     removed: list[str] = []
 
-    def remove(path: Path, **options: bool) -> None:
+    def remove(path: Path, **options: Any) -> None:
         removed.append(path.name.partition("-")[0])
         with pytest.raises(FileNotFoundError):
             os.rename(saving, tmp_path / "7")  # the suspended run wakes up
