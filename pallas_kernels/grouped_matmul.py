@@ -3,8 +3,8 @@
 The public function is `grouped_matmul`. It has two implementations; `choose_grouped_matmul` says
 which one serves a call and why:
 
-- mosaic: kernels for Hopper (`grouped/hopper.py`). They need no temporary arrays. A GPU found a
-  fault in them, and has not run them since it was repaired: see docs/kernels.md.
+- mosaic: kernels for Hopper (`grouped/hopper.py`). They need no temporary arrays. An H200
+  has run them: docs/kernels.md has their rates.
 - xla: a loop over blocks of tokens (`grouped/xla.py`). It runs on any platform.
 
 Shape suffixes: T tokens sorted by group, E groups (experts), D width in, F width out.

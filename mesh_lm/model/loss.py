@@ -110,8 +110,10 @@ def label_scores(
     table = shard.within(TABLES).table("vocab", "embed")
     shards = _Shards(table, shard.axes_for("seq_resid"), shard.axes_for("embed"))
 
-    def on_device(x: jax.Array, head: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, head = shards.gather(x, head)
+    def on_device(
+        x: jax.Array, head_VD: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        x, head = shards.gather(x, head_VD)
 
         def score(row: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             x_CD, label_C = row
