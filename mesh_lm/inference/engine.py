@@ -26,6 +26,8 @@ from mesh_lm.model import Batch, Generative
 from mesh_lm.parallel.layout import ModelLayout, Params
 from sharding_rules import Shard
 
+_SLOTS = 64
+"""Programs are compiled for multiples of this many slots."""
 DecodeState = dict[str, Any]
 """tokens int32 [B, T], -1 after the end of a row; logprobs float32 [B, T]; done bool [B]; slot, the
 next one to write; pads, the padding before each row, and rows, its number for the seed, int32 [B];
@@ -71,11 +73,9 @@ class Engine:
                 f"{type(model).__name__} cannot generate: it has neither extend() nor logits(); "
                 "see mesh_lm/model/contract.py"
             )
-        self.layout, self.params, self.sampling = (
-            without_sequence_sharding(layout),
-            params,
-            sampling,
-        )
+        self.layout = without_sequence_sharding(layout)
+        self.params = params
+        self.sampling = sampling
         self._begin = jax.jit(self._begin_rows, static_argnames="length")
         self._run: Any = None
 
@@ -97,29 +97,34 @@ class Engine:
         """Returns a session that has read the prompts and chosen the first token of each.
 
         Args:
-          prompts: token ids, at least one in each. seed, rows: random draws depend only on the
-          seed, the row's number (None: 0, 1, ...) and the token's position in the row, not on
-            other rows, the batch or the mesh.
-          stop_ids: a row ends with the first of these that it generates. batch: minimum number of
-          rows to compile for, so that batches of several sizes share a program.
+          prompts: token ids, at least one in each.
+          seed, rows: random draws depend only on the seed, the row's number (None: 0, 1, ...) and
+            the token's position in the row, not on other rows, the batch or the mesh.
+          stop_ids: a row ends with the first of these that it generates.
+          batch: minimum number of rows to compile for, so that batches of several sizes share a
+            program.
 
         Raises:
           ConfigError: there is no prompt, or one is empty, has a token outside the vocabulary, or
-          leaves no room for the new tokens.
+            leaves no room for the new tokens.
         """
         self.check(prompts, max_new_tokens, seed)
-        lengths = [len(prompt) for prompt in prompts]
-        P = min(rounded(max(lengths)), self.seq_len - max_new_tokens)
-        T = min(P + -(-max_new_tokens // 64) * 64, self.seq_len)
+        longest = max(len(prompt) for prompt in prompts)
+        P = min(rounded(longest), self.seq_len - max_new_tokens)
+        T = min(P + _multiple(max_new_tokens, _SLOTS), self.seq_len)
         shard = self.layout.shard
-        ways = shard.n_shards(shard.axes_for("batch"))
-        B = -(-max(len(prompts), batch) // ways) * ways
-        tokens, pads = np.zeros((B, P), np.int32), np.full(B, P - 1, np.int32)
+        B = _multiple(max(len(prompts), batch), shard.n_shards(shard.axes_for("batch")))
+
+        # Prompts end in the same slot. A row that fills up the batch has one token, whatever it is.
+        tokens = np.zeros((B, P), np.int32)
+        pads = np.full(B, P - 1, np.int32)
         for row, prompt in enumerate(prompts):
-            tokens[row, P - len(prompt) :], pads[row] = prompt, P - len(prompt)
+            pads[row] = P - len(prompt)
+            tokens[row, pads[row] :] = prompt
         numbers = np.zeros(B, np.int32)
         numbers[: len(prompts)] = range(len(prompts)) if rows is None else rows
-        idle, stops = np.arange(B) >= len(prompts), np.array(list(stop_ids), np.int32)
+        idle = np.arange(B) >= len(prompts)
+        stops = np.array(list(stop_ids), np.int32)
         state = self._begin(
             self.params, tokens, pads, numbers, np.uint32(seed), stops, idle, length=T
         )
@@ -153,16 +158,16 @@ class Engine:
                     f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; the model "
                     f"has ids 0 to {vocab_size - 1}"
                 )
+            if len(prompt) >= self.seq_len:
+                raise ConfigError(
+                    f"prompt {row} has {len(prompt)} tokens, but model.seq_len={self.seq_len}; "
+                    "shorten the prompt"
+                )
             if len(prompt) + max_new_tokens > self.seq_len:
                 raise ConfigError(
                     f"prompt {row} has length {len(prompt)} and {max_new_tokens} new tokens were "
                     f"requested, but model.seq_len={self.seq_len}; ask for "
                     f"{self.seq_len - len(prompt)} at most, or shorten the prompt"
-                    if len(prompt) < self.seq_len
-                    else (
-                        f"prompt {row} has {len(prompt)} tokens, but model.seq_len={self.seq_len}; "
-                        "shorten the prompt"
-                    )
                 )
 
     # Traced.
@@ -190,22 +195,26 @@ class Engine:
         logits, cache = model.extend(batch, model.empty_cache(B, length), 0)
         state = {
             "tokens": jnp.pad(tokens_BP, [(0, 0), (0, length - P)]),
-            "logprobs": jnp.zeros((B, length), jnp.float32), "done": idle_B,
-            "slot": jnp.int32(P), "pads": pads_B, "rows": rows_B, "seed": seed,
+            "logprobs": jnp.zeros((B, length), jnp.float32),
+            "done": idle_B,
+            "slot": jnp.int32(P),
+            "pads": pads_B,
+            "rows": rows_B,
+            "seed": seed,
             "stop_ids": stop_ids,
-        }  # fmt: skip
+        }
         return self._put(state, logits) | {"cache": cache}
 
     def _run_until(
         self, params: Params, state: DecodeState, until: jax.Array, ended_B: jax.Array
     ) -> DecodeState:
         """Generates up to slot `until`, or until every row has ended. Rows in `ended_B` end now."""
+
+        def unfinished(state: DecodeState) -> jax.Array:
+            return (state["slot"] < until) & ~state["done"].all()
+
         state = state | {"done": state["done"] | ended_B}
-        return lax.while_loop(
-            lambda state: (state["slot"] < until) & ~state["done"].all(),
-            partial(self._next, params),
-            self._replicated(state),
-        )
+        return lax.while_loop(unfinished, partial(self._next, params), self._replicated(state))
 
     def _next(self, params: Params, state: DecodeState) -> DecodeState:
         last = state["slot"] - 1
@@ -219,16 +228,20 @@ class Engine:
 
     def _put(self, state: DecodeState, logits_BV: jax.Array) -> DecodeState:
         """Returns the state with a token chosen for the next slot."""
-        shard, slot, done = self.layout.shard, state["slot"], state["done"]
+        shard = self.layout.shard
+        slot = state["slot"]
+        done = state["done"]
         spec = shard.spec("activations", ("batch",))
         # Gathers each row's logits on one device, because sampling sorts them.
         logits_BV = lax.with_sharding_constraint(
             logits_BV, jax.NamedSharding(shard.mesh, jax.P(*spec, None))
         )
         key = jax.random.key(state["seed"])
-        keys = jax.vmap(
-            lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position)
-        )(state["rows"], slot - state["pads"])
+
+        def token_key(row: jax.Array, position: jax.Array) -> jax.Array:
+            return jax.random.fold_in(jax.random.fold_in(key, row), position)
+
+        keys = jax.vmap(token_key)(state["rows"], slot - state["pads"])
         chosen = self.sampling.choose(logits_BV, keys)
         logprob = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), chosen[:, None], axis=1)
         new = {
@@ -279,7 +292,8 @@ class NoCacheModel:
             name: lax.dynamic_update_slice_in_dim(x, batch[name], start, axis=1)
             for name, x in cache.items()
         }
-        length, ends_B = cache["tokens"].shape[1], batch["positions"][:, -1]
+        length = cache["tokens"].shape[1]
+        ends_B = batch["positions"][:, -1]
         pads_B = start + batch["tokens"].shape[1] - 1 - ends_B
         slots_BT = jnp.arange(length) + pads_B[:, None]
         text = {
@@ -301,8 +315,12 @@ class Session:
     def __init__(
         self, engine: Engine, state: DecodeState, n_prompts: int, first: int, end: int
     ) -> None:
-        self._engine, self._state, self._n = engine, state, n_prompts
-        self._read, self._end = first, end
+        """first, end: the slots of the new tokens, from `first` to `end` - 1."""
+        self._engine = engine
+        self._state = state
+        self._n_prompts = n_prompts
+        self._next_slot = first
+        self._end = end
         self._ended = np.zeros(state["done"].shape, bool)
         self.done = False
         """Whether every row has ended or has all its tokens."""
@@ -313,21 +331,23 @@ class Session:
 
         A row that ends has fewer; a stop id is its last token.
         """
-        until = self._end if n is None else min(self._read + n, self._end)
+        until = self._end if n is None else min(self._next_slot + n, self._end)
         self._state = self._engine._run(
             self._engine.params, self._state, np.int32(until), self._ended
         )
         reached = int(self._state["slot"])
         # A row chooses its first token before the loop starts.
         until = min(until, reached)
-        tokens, logprobs = (
-            np.asarray(self._state[name])[: self._n, self._read : until]
-            for name in ("tokens", "logprobs")
-        )
-        self._read = until
+        new = np.s_[: self._n_prompts, self._next_slot : until]
+        tokens = np.asarray(self._state["tokens"])[new].tolist()
+        logprobs = np.asarray(self._state["logprobs"])[new].tolist()
+        self._next_slot = until
         self.done = until == self._end or bool(np.asarray(self._state["done"]).all())
-        rows = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-        return [[(token, p) for token, p in zip(*row, strict=True) if token >= 0] for row in rows]
+        rows = []
+        for row_tokens, row_logprobs in zip(tokens, logprobs, strict=True):
+            pairs = zip(row_tokens, row_logprobs, strict=True)
+            rows.append([(token, logprob) for token, logprob in pairs if token >= 0])
+        return rows
 
     def end(self, row: int) -> None:
         """Ends a row early."""
@@ -335,7 +355,14 @@ class Session:
 
 
 def rounded(length: int) -> int:
-    """Rounds up to a power of two, or multiple of 64, so that prompts of many lengths share a
+    """Returns the next power of two, or multiple of _SLOTS, so that prompts of many lengths share a
     program.
     """
-    return 1 << (length - 1).bit_length() if length <= 64 else -(-length // 64) * 64
+    if length <= _SLOTS:
+        return 1 << (length - 1).bit_length()
+    return _multiple(length, _SLOTS)
+
+
+def _multiple(n: int, unit: int) -> int:
+    """Returns the least multiple of a unit that is not below n."""
+    return -(-n // unit) * unit
