@@ -1,5 +1,6 @@
-"""Compiling without assembling: a report is of XLA's program, and machine code that nothing will
-run only takes time.
+"""Compiles without assembling: machine code that nothing will run only takes time.
+
+A report is of XLA's program, which is the same with or without machine code.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 
+# In place of a tool: XLA asks for its version, and then for a file that it keeps and does not read.
 _SCRIPT = """#!/bin/sh
 [ "$1" = --version ] && exec {tool} --version
 while [ $# -gt 1 ]; do
@@ -19,37 +21,43 @@ while [ $# -gt 1 ]; do
     shift
 done
 """
-"""In place of a tool: XLA asks for its version, and then for a file that it keeps and does not
-read."""
 
 
 def unassembled(device: Any, folder: str) -> dict[str, str]:
-    """The compiler option by which XLA finds, in the folder, pip's CUDA with scripts in place of
-    its assembler and linker.
+    """Returns the compiler option by which XLA uses scripts for its assembler and linker.
 
-    device: a `jax.Device`, here or not. folder: a path where nothing is yet, kept until the
-    compilation is done; raises FileExistsError where it has been used. What is compiled so is the
-    same program, and cannot run. Nothing ({}) for a device that is here, whose code will run; where
-    JAX has a GPU, on which XLA then tries kernels for the absent one; and where pip installed no
-    CUDA: XLA then looks for one itself.
+    XLA finds them in the folder, with the rest of pip's CUDA. What is compiled so is the same
+    program, and cannot run.
+
+    Returns nothing ({}) for a device that is here, whose code will run; where JAX has a GPU, on
+    which XLA then tries kernels for the absent one; and where pip installed no CUDA: XLA then looks
+    for one itself.
+
+    Args:
+      device: a `jax.Device`, here or not.
+      folder: a path that does not exist yet, kept until the compilation is done. Raises
+        FileExistsError where it has been used.
     """
-    if device.client.local_device_count() or gpu_in_use() or not (toolkit := _toolkit()):
+    if device.client.local_device_count() or gpu_in_use():
         return {}
-    here = Path(folder)
-    (here / "bin").mkdir(parents=True)
-    (here / "nvvm").symlink_to(toolkit / "nvvm")
+    toolkit = _toolkit()
+    if toolkit is None:
+        return {}
+    root = Path(folder)
+    (root / "bin").mkdir(parents=True)
+    (root / "nvvm").symlink_to(toolkit / "nvvm")
     for name in ("ptxas", "nvlink"):
-        script = here / "bin" / name
-        script.write_bytes(
-            os.fsencode(_SCRIPT.format(tool=shlex.quote(str(toolkit / "bin" / name))))
-        )
+        tool = shlex.quote(str(toolkit / "bin" / name))
+        script = root / "bin" / name
+        script.write_bytes(os.fsencode(_SCRIPT.format(tool=tool)))
         script.chmod(0o755)
     return {"xla_gpu_cuda_data_dir": folder}
 
 
 def gpu_in_use() -> bool:
-    """Whether JAX has one, asked as its own compiler asks
-    (jax._src.compiler._get_cross_compile_backend).
+    """Whether JAX has a GPU.
+
+    It is asked as its own compiler asks (jax._src.compiler._get_cross_compile_backend).
     """
     try:
         return bool(jax.devices("cuda"))
@@ -58,11 +66,12 @@ def gpu_in_use() -> bool:
 
 
 def _toolkit() -> Path | None:
+    """Returns the folder of pip's CUDA that has an assembler; None if there is none."""
     spec = importlib.util.find_spec("nvidia")
-    places = spec.submodule_search_locations if spec else None
-    tools = (
-        ptxas.parents[1]
-        for place in places or ()
-        for ptxas in sorted(Path(place).glob("*/bin/ptxas"))
-    )
-    return next((tool for tool in tools if (tool / "nvvm").is_dir()), None)
+    folders = spec.submodule_search_locations if spec else None
+    for folder in folders or ():
+        for ptxas in sorted(Path(folder).glob("*/bin/ptxas")):
+            toolkit = ptxas.parents[1]
+            if (toolkit / "nvvm").is_dir():
+                return toolkit
+    return None

@@ -1,5 +1,7 @@
-"""Charts as inline SVG. Widths are percentages, so they follow the page; colours are variables of
-page.css, so they follow the reader.
+"""Charts as inline SVG.
+
+Widths are percentages, so they follow the page; colours are variables of page.css, so they follow
+the reader.
 """
 
 from __future__ import annotations
@@ -16,6 +18,18 @@ from sharding_rules.lab.summary import duration
 PALETTE = 7
 """Colours --c0 to --c6; whatever comes after them is --rest."""
 
+# In the percent of a bar's width that a label of a stacked bar needs.
+_CHARACTER = 0.58
+_LABEL_MARGIN = 0.5
+
+# Heights in a schedule, in pixels.
+_COMPUTE_END = 34
+_AXIS = 38
+_NETWORK_BEGIN = 42
+_SCHEDULE_HEIGHT = 92
+_HIGH_SPAN = 28
+_LOW_SPAN = 14
+
 
 @dataclasses.dataclass(frozen=True)
 class Share:
@@ -30,13 +44,15 @@ class Share:
 
 
 def colours(words: Iterable[str]) -> dict[str, str]:
-    """A colour for each word, in order; the empty word, and those for which none is left, share
-    one.
+    """Returns a colour for each word, in order.
+
+    The empty word, and those for which none is left, share one.
     """
+    colour = {"": "--rest"}
     named = [word for word in dict.fromkeys(words) if word]
-    return {"": "--rest"} | {
-        word: f"--c{i}" if i < PALETTE else "--rest" for i, word in enumerate(named)
-    }
+    for i, word in enumerate(named):
+        colour[word] = f"--c{i}" if i < PALETTE else "--rest"
+    return colour
 
 
 def stack(
@@ -48,78 +64,76 @@ def stack(
     limit: float = 0,
     limit_label: str = "",
 ) -> str:
-    """A stacked bar on a scale of 0 to `whole`, what is large enough labelled below, with a line at
-    `limit`.
+    """Returns a stacked bar on a scale of 0 to `whole`, with a line at `limit`.
+
+    Shares that are large enough are labelled below.
     """
-    drawn, texts, begin, free = [], [], 0.0, 0.0
+    shapes = []
+    labels = []
+    begin = 0.0
+    label_end = 0.0
     for share in shares:
-        left, width = 100 * begin / whole, 100 * share.value / whole
-        drawn.append(_rect("share", left, width, 0, height, share.colour, share.tip))
-        need = 0.58 * len(share.label) + 0.5
-        if share.label and width > need and left >= free:
-            texts.append(f'<text x="{left:.3f}%" y="{height + 15}">{escape(share.label)}</text>')
-            free = left + need
+        left = 100 * begin / whole
+        width = 100 * share.value / whole
+        shapes.append(_rect("share", left, width, 0, height, share.colour, share.tip))
+        label_width = _CHARACTER * len(share.label) + _LABEL_MARGIN
+        if share.label and width > label_width and left >= label_end:
+            labels.append(f'<text x="{left:.3f}%" y="{height + 15}">{escape(share.label)}</text>')
+            label_end = left + label_width
         begin += share.value
     if limit:
-        at = 100 * limit / whole
-        drawn.append(
-            f'<line class="limit" x1="{at:.3f}%" x2="{at:.3f}%" y1="-6" y2="{height + 6}"/>'
+        x = 100 * limit / whole
+        shapes.append(
+            f'<line class="limit" x1="{x:.3f}%" x2="{x:.3f}%" y1="-6" y2="{height + 6}"/>'
         )
-        texts.append(
-            f'<text class="limit" x="{at:.3f}%" y="{height + 15}" '
+        labels.append(
+            f'<text class="limit" x="{x:.3f}%" y="{height + 15}" '
             f'text-anchor="end">{escape(limit_label)}</text>'
         )
-    tall = height + (22 if texts else 0)
+    total_height = height + (22 if labels else 0)
     return (
-        f'<svg class="stack" height="{tall}" role="img" '
-        f'aria-label="{escape(label)}">{"".join(drawn + texts)}</svg>'
+        f'<svg class="stack" height="{total_height}" role="img" '
+        f'aria-label="{escape(label)}">{"".join(shapes + labels)}</svg>'
     )
-
-
-UPPER, AXIS, LOWER, TALL = 34, 38, 42, 92
-"""Heights in a schedule: compute ends, the axis, the network begins, all of it. Pixels."""
 
 
 def schedule(piece: Piece, colour: Mapping[str, str]) -> str:
-    """One trip of a piece: compute above the axis (matmuls tall), the network below it, on the axis
-    where compute waits.
+    """Returns one trip of a piece: compute above the axis, the network below it.
+
+    Matmuls are tall. On the axis are the times at which compute waits.
     """
 
-    def at(time: float) -> float:
-        return 100 * (min(max(time, piece.begin), piece.end) - piece.begin) / piece.duration
+    def percent(time: float) -> float:
+        clipped = min(max(time, piece.begin), piece.end)
+        return 100 * (clipped - piece.begin) / piece.duration
 
-    drawn = []
+    shapes = []
     for span in piece.spans:
-        left, right = at(span.start), at(span.start + span.duration)
-        high = 28 if span.kind in ("matmul", "attention") or span.stream == "network" else 14
-        top = UPPER - high if span.stream == "compute" else LOWER
-        drawn.append(
-            _rect(
-                f"span {span.stream}",
-                left,
-                right - left,
-                top,
-                high,
-                colour.get(span.where.part.split("/")[-1], "--rest"),
-                _of(span),
-            )
-        )
+        left = percent(span.start)
+        width = percent(span.start + span.duration) - left
+        is_high = span.kind in ("matmul", "attention") or span.stream == "network"
+        height = _HIGH_SPAN if is_high else _LOW_SPAN
+        top = _COMPUTE_END - height if span.stream == "compute" else _NETWORK_BEGIN
+        span_colour = colour.get(span.where.part.split("/")[-1], "--rest")
+        css_class = f"span {span.stream}"
+        shapes.append(_rect(css_class, left, width, top, height, span_colour, _tip(span)))
     for begin, end in piece.waits:
+        left = percent(begin)
         tip = f"compute waits {duration(end - begin)} for the network"
-        drawn.append(_rect("wait", at(begin), at(end) - at(begin), UPPER + 1, 6, "--wait", tip))
-    marks = "".join(
-        _mark(at(piece.begin + t), duration(t) if t else "0") for t in ticks(piece.duration)
-    )
-    axis = f'<line class="axis" x1="0" x2="100%" y1="{AXIS}" y2="{AXIS}"/>'
+        shapes.append(_rect("wait", left, percent(end) - left, _COMPUTE_END + 1, 6, "--wait", tip))
+    marks = []
+    for time in ticks(piece.duration):
+        marks.append(_mark(percent(piece.begin + time), duration(time) if time else "0"))
+    axis = f'<line class="axis" x1="0" x2="100%" y1="{_AXIS}" y2="{_AXIS}"/>'
     label = f"schedule of {piece.name}: {duration(piece.duration)}, {piece.times} times in a step"
     return (
-        f'<svg class="schedule" height="{TALL}" role="img" '
-        f'aria-label="{escape(label)}">{axis}{"".join(drawn)}{marks}</svg>'
+        f'<svg class="schedule" height="{_SCHEDULE_HEIGHT}" role="img" '
+        f'aria-label="{escape(label)}">{axis}{"".join(shapes)}{"".join(marks)}</svg>'
     )
 
 
 def ticks(length: float, most: int = 8) -> list[float]:
-    """Round numbers from 0 to `length`: steps of 1, 2 or 5 times a power of ten."""
+    """Returns round numbers from 0 to `length`: steps of 1, 2 or 5 times a power of ten."""
     if length <= 0:
         return [0.0]
     power = 10 ** math.floor(math.log10(length / most))
@@ -128,45 +142,53 @@ def ticks(length: float, most: int = 8) -> list[float]:
 
 
 def swatch(colour: str) -> str:
-    """A small square of a colour, for a legend."""
+    """Returns a small square of a colour, for a legend."""
     square = f'<rect width="10" height="10" rx="2" style="fill:var({colour})"/>'
     return f'<svg class="swatch" width="10" height="10" aria-hidden="true">{square}</svg>'
 
 
 def legend(colour: Mapping[str, str], none: str) -> str:
-    """The words and their colours; those that share --rest are one."""
-    named = [(word, c) for word, c in colour.items() if c != "--rest"]
-    others = [word or none for word, c in colour.items() if c == "--rest"]
-    items = [f"<li>{swatch(c)} {escape(word)}</li>" for word, c in named]
-    return (
-        f'<ul class="legend">{"".join(items)}<li>{swatch("--rest")} '
-        f"{escape(', '.join(others))}</li></ul>"
-    )
+    """Returns the words and their colours; those that share --rest are one.
+
+    none: what stands for the empty word.
+    """
+    items = []
+    uncoloured = []
+    for word, word_colour in colour.items():
+        if word_colour == "--rest":
+            uncoloured.append(word or none)
+        else:
+            items.append(f"<li>{swatch(word_colour)} {escape(word)}</li>")
+    items.append(f"<li>{swatch('--rest')} {escape(', '.join(uncoloured))}</li>")
+    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def _of(span: Span) -> str:
-    often = " x ".join(f"{n:,}" for n in span.loops)
-    lines = [
-        span.name,
-        f"{span.kind}, {duration(span.duration)}" + (f", {often} times" if often else ""),
-        location_text(span.where),
-    ]
-    return "\n".join(lines)
+def _tip(span: Span) -> str:
+    """Returns the lines that hovering over a span shows."""
+    loops = " x ".join(f"{n:,}" for n in span.loops)
+    times = f", {loops} times" if loops else ""
+    kind = f"{span.kind}, {duration(span.duration)}{times}"
+    return "\n".join([span.name, kind, location_text(span.where)])
 
 
 def _rect(
-    cls: str, left: float, width: float, top: float, height: float, colour: str, tip: str
+    css_class: str, left: float, width: float, top: float, height: float, colour: str, tip: str
 ) -> str:
-    """Left and width in percent. `tip`: lines that hovering shows."""
+    """Left and width are in percent. tip: lines that hovering shows."""
     box = f'x="{left:.3f}%" y="{top}" width="{width:.3f}%" height="{height}"'
-    return f'<rect class="{cls}" {box} style="fill:var({colour})" data-tip="{escape(tip)}"/>'
+    return f'<rect class="{css_class}" {box} style="fill:var({colour})" data-tip="{escape(tip)}"/>'
 
 
-def _mark(at: float, text: str) -> str:
-    """A tick of the time axis, at a percentage of its length."""
-    anchor = "end" if at > 97 else "middle" if at > 2 else "start"
-    line = f'<line class="tick" x1="{at:.3f}%" x2="{at:.3f}%" y1="{LOWER + 28}" y2="{LOWER + 33}"/>'
+def _mark(x: float, text: str) -> str:
+    """Returns a tick of the time axis, at a percentage of its length."""
+    # At both ends the text stays inside of the chart.
+    anchor = "middle"
+    if x > 97:
+        anchor = "end"
+    elif x <= 2:
+        anchor = "start"
+    top = _NETWORK_BEGIN + _HIGH_SPAN
     return (
-        f'{line}<text class="tick" x="{at:.3f}%" y="{LOWER + 46}" '
-        f'text-anchor="{anchor}">{text}</text>'
+        f'<line class="tick" x1="{x:.3f}%" x2="{x:.3f}%" y1="{top}" y2="{top + 5}"/>'
+        f'<text class="tick" x="{x:.3f}%" y="{top + 18}" text-anchor="{anchor}">{text}</text>'
     )

@@ -5,37 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from html import escape
 
-from sharding_rules.lab.diff import Difference
-from sharding_rules.lab.diff import diff as difference
+from sharding_rules.lab.diff import Change, diff, flops_table, wire_table
 from sharding_rules.lab.markup import code, document, section, table
-from sharding_rules.lab.report import KINDS, Report
+from sharding_rules.lab.report import KINDS, Report, Timeline
 from sharding_rules.lab.summary import (
     PREDICTED,
     duration,
     flop,
     headline,
     mesh_words,
-    over,
     percent,
     signed,
     size,
-    wire_by_axes,
 )
 
-_NONE = "none"
+_NONE = "<p>none</p>"
+_UNKNOWN = "not known"
 
 
 def compare_page(before: Report, after: Report) -> str:
-    """The page: verdicts, memory by class, bytes by axis, collectives that changed, FLOPs and
-    predicted times.
+    """Returns the page.
+
+    It has verdicts, memory by class, bytes by axis, collectives that changed, FLOPs and predicted
+    times.
     """
-    changed = difference(before, after)
+    changes = diff(before, after).collectives
+    sent = _changes("over", wire_table(before), wire_table(after), size)
+    flops = _changes("phase", flops_table(before), flops_table(after), flop)
     sections = [
         section("times", f"The step, {PREDICTED}", _times(before, after)),
         section("memory", "Memory at the peak", _memory(before, after)),
-        section("network", "Sent in a step", _sent(before, after)),
-        section("collectives", "Collectives that changed", _collectives(changed)),
-        section("matmuls", "Matmuls", _flops(before, after)),
+        section("network", "Sent in a step", sent),
+        section("collectives", "Collectives that changed", _collectives(changes)),
+        section("matmuls", "Matmuls", flops),
     ]
     return document(
         f"{before.name} and {after.name}",
@@ -45,83 +47,82 @@ def compare_page(before: Report, after: Report) -> str:
     )
 
 
-def _head(before: Report, after: Report) -> str:
-    items = ""
-    for which, one in (("before", before), ("after", after)):
-        label = (
-            f"{which}: {one.name}, {one.n_devices:,} x {one.target.upper() or 'device'}, "
-            f"{mesh_words(one)}"
-        )
-        items += f"<div><dt>{escape(label)}</dt><dd>{escape(headline(one))}</dd></div>"
+def _head(old: Report, new: Report) -> str:
+    items = _head_item("before", old) + _head_item("after", new)
     return (
-        f"<header>\n<h1>{escape(before.name)} → "
-        f"{escape(after.name)}</h1>\n<dl>{items}</dl>\n</header>"
+        f"<header>\n<h1>{escape(old.name)} → {escape(new.name)}</h1>\n<dl>{items}</dl>\n</header>"
     )
 
 
-def _both(
-    name: str, a: Mapping[str, float], b: Mapping[str, float], words: Callable[[float], str]
-) -> str:
-    """A row for each key of either, in order: before, after and the change."""
-    lines = []
-    for key in [*a, *(key for key in b if key not in a)]:
-        old, new = a.get(key, 0), b.get(key, 0)
-        lines.append(
-            (escape(key), words(old), words(new), signed(new - old, words) if old != new else "")
-        )
-    return table([name, "before", "after", "change"], lines) if lines else f"<p>{_NONE}</p>"
+def _head_item(label: str, report: Report) -> str:
+    devices = f"{report.n_devices:,} x {report.target.upper() or 'device'}"
+    term = f"{label}: {report.name}, {devices}, {mesh_words(report)}"
+    return f"<div><dt>{escape(term)}</dt><dd>{escape(headline(report))}</dd></div>"
 
 
-def _memory(before: Report, after: Report) -> str:
-    a, b = before.memory.by_kind, after.memory.by_kind
-    kinds = [kind for kind in KINDS if kind in a or kind in b]
-    a, b = ({kind: one.get(kind, 0) for kind in kinds} for one in (a, b))
-    return _both("class", {**a, "peak": before.peak_bytes}, {**b, "peak": after.peak_bytes}, size)
-
-
-def _sent(before: Report, after: Report) -> str:
-    a, b = ({over(axes): n for axes, n in wire_by_axes(one).items()} for one in (before, after))
-    return _both("over", a, b, size)
-
-
-def _flops(before: Report, after: Report) -> str:
-    a, b = ({phase or "no phase": n for phase, n in one.flops.items()} for one in (before, after))
-    return _both("phase", a, b, flop)
-
-
-def _times(before: Report, after: Report) -> str:
-    if not (before.timeline and after.timeline):
+def _times(old: Report, new: Report) -> str:
+    if not (old.timeline and new.timeline):
         return "<p>There are no estimates for these devices.</p>"
-    a, b = (
-        {name: getattr(one.timeline, name) for name in ("step", "compute", "network", "exposed")}
-        for one in (before, after)
-    )
+    times = _changes("", _durations(old.timeline), _durations(new.timeline), duration)
+    model = "step / the model's matmuls and attention"
     shares = [
-        (
-            name,
-            *(
-                percent(value, 1) if value is not None else "not known"
-                for value in (getattr(before, field), getattr(after, field))
-            ),
-            "",
-        )
-        for name, field in (("MFU", "mfu"), ("exposed share", "exposed_share"))
+        ("MFU", _share(old.mfu), _share(new.mfu), ""),
+        ("exposed share", _share(old.exposed_share), _share(new.exposed_share), ""),
+        (model, _ratio(old.model_ratio), _ratio(new.model_ratio), ""),
     ]
-    ratios = (
-        f"{one.model_ratio:.2f}" if one.model_ratio is not None else "not known"
-        for one in (before, after)
+    return times + table(["", "before", "after", ""], shares)
+
+
+def _durations(timeline: Timeline) -> dict[str, float]:
+    return {
+        "step": timeline.step,
+        "compute": timeline.compute,
+        "network": timeline.network,
+        "exposed": timeline.exposed,
+    }
+
+
+def _share(value: float | None) -> str:
+    return percent(value, 1) if value is not None else _UNKNOWN
+
+
+def _ratio(value: float | None) -> str:
+    return f"{value:.2f}" if value is not None else _UNKNOWN
+
+
+def _memory(old: Report, new: Report) -> str:
+    old_bytes = old.memory.by_kind
+    new_bytes = new.memory.by_kind
+    kinds = [kind for kind in KINDS if kind in old_bytes or kind in new_bytes]
+    return _changes(
+        "class",
+        {**{kind: old_bytes.get(kind, 0) for kind in kinds}, "peak": old.peak_bytes},
+        {**{kind: new_bytes.get(kind, 0) for kind in kinds}, "peak": new.peak_bytes},
+        size,
     )
-    shares.append(("step / the model's matmuls and attention", *ratios, ""))
-    return _both("", a, b, duration) + table(["", "before", "after", ""], shares)
 
 
-def _collectives(changed: Difference) -> str:
-    lines = [
-        (
-            code(str(change)[0]),
-            escape(str(change)[2:]),
-            signed(change.wire, size) if change.wire else "",
-        )
-        for change in changed.collectives
-    ]
-    return table(["", "collective", "bytes sent"], lines) if lines else f"<p>{_NONE}</p>"
+def _changes(
+    name: str,
+    old: Mapping[str, float],
+    new: Mapping[str, float],
+    words: Callable[[float], str],
+) -> str:
+    """Returns a table with a row for each key of either, in order: both values and the change."""
+    rows = []
+    for key in dict.fromkeys([*old, *new]):
+        a = old.get(key, 0)
+        b = new.get(key, 0)
+        change = signed(b - a, words) if a != b else ""
+        rows.append((escape(key), words(a), words(b), change))
+    return table([name, "before", "after", "change"], rows) if rows else _NONE
+
+
+def _collectives(changes: tuple[Change, ...]) -> str:
+    rows = []
+    for change in changes:
+        # "+ all-gather of ...": the sign has a column of its own.
+        sign, _, text = str(change).partition(" ")
+        wire = signed(change.wire, size) if change.wire else ""
+        rows.append((code(sign), escape(text), wire))
+    return table(["", "collective", "bytes sent"], rows) if rows else _NONE

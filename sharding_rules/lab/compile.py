@@ -38,39 +38,57 @@ from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 from sharding_rules.mesh import node_of
 from sharding_rules.rules import axes_of
 
+# The files that a cached report depends on: all but those that only read reports.
 _MAKERS = (
     "compile", "groups", "hlo", "ledger", "lineage", "memory", "origins", "provenance", "prices",
     "report", "targets", "ticks",
     "timeline", "vocabulary",
 )  # fmt: skip
-"""The files that a kept report depends on: all but those that only read reports."""
-_WARNING = "nvoluntary full rematerialization"
-_ONE_AT_A_TIME = threading.Lock()
-"""Held while a process's standard error, and JAX's settings, are those of one compilation."""
-_LOGGED = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl")
 
-
-def kind_of_argument(name: str) -> str:
-    """params, moments, batch or other, from the path of an argument: state['params']['embedding']
-    holds parameters.
-    """
-    # The outermost word that is known: batch['weights'] is no parameter, params['v'] no moment.
-    return next(
-        (
-            kind
-            for word in re.findall(r"\w+", name)
-            for kind, known in _KINDS.items()
-            if word.lower() in known
-        ),
-        "other",
-    )
-
-
+# Words in the path of an argument, by its class.
 _KINDS = {
     "moments": {"mu", "nu", "opt_state", "optimizer", "moments", "m", "v"},
     "params": {"params", "weights", "parameters", "w"},
     "batch": {"batch", "tokens", "labels", "inputs", "x"},
 }
+
+# In a warning of XLA's partitioner, with or without a capital I.
+_REMATERIALIZATION = "nvoluntary full rematerialization"
+
+# How lines of XLA's log begin.
+_LOGGED = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl")
+
+# Held while a process's standard error, and JAX's settings, are those of one compilation.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def kind_of_argument(name: str) -> str:
+    """Returns params, moments, batch or other, from the path of an argument.
+
+    state['params']['embedding'] holds parameters.
+    """
+    # The outermost word that is known: batch['weights'] is no parameter, params['v'] no moment.
+    for word in re.findall(r"\w+", name):
+        for kind, words in _KINDS.items():
+            if word.lower() in words:
+                return kind
+    return "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """The caller's description of a program, which its report repeats."""
+
+    name: str
+    target: str = ""
+    """Name of the target that the mesh's devices are; empty for others."""
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slots: tuple[Slot, ...] = ()
+    vocabulary: Vocabulary = NEUTRAL
+    model_flops: float = 0.0
+    attention_flops: float = 0.0
+    segments: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def compile_report(
@@ -88,22 +106,27 @@ def compile_report(
     attention_flops: float = 0.0,
     segments: Mapping[str, int] | None = None,
 ) -> Report:
-    """Compiles `step` for the devices of `mesh`, which need not exist, and reports what XLA made of
-    it.
+    """Compiles `step` for the devices of `mesh`, which need not exist, and reports the result.
 
     Args:
-      step: a function, jitted or not. Static arguments are named as always: `jax.jit(step,
-      static_argnames="mode")`. args: its arguments; `jax.ShapeDtypeStruct`s with shardings are
-      enough. kwargs: its keyword arguments. model_flops: FLOPs that the model needs of one device
-      in a step, for the predicted MFU and `Report.model_ratio`. attention_flops: those of them that
-      are attention's. segments: layers of each segment of the model, by the named scope around
-      them, for `by_segment` and lint. name: what the report is called; default: the function's
-      name. options: XLA compiler options, such as the flags of `sharding_rules.lab.flags`. cache: a
-      directory that keeps reports by program, options and versions. JAX's own cache cannot serve
-      absent devices. kind_of: the class of an argument (params, moments, batch, other) from its
-      path. slots: how often conditionals run; what is in others is counted as if it always ran.
+      step: a function, jitted or not. Static arguments are named as always:
+        `jax.jit(step, static_argnames="mode")`.
+      args: its arguments; `jax.ShapeDtypeStruct`s with shardings are enough.
+      mesh: the devices.
+      name: what the report is called; default: the function's name.
+      options: XLA compiler options, such as the flags of `sharding_rules.lab.flags`.
+      cache: a directory that keeps reports by program, options and versions. JAX's own cache cannot
+        serve absent devices.
+      kind_of: the class of an argument (params, moments, batch, other) from its path.
+      slots: how often conditionals run; what is in others is counted as if it always ran.
       vocabulary: the names that the program's trainer uses; the report keeps it, for lint and for
-      what shows reports.
+        what shows reports.
+      kwargs: its keyword arguments.
+      model_flops: FLOPs that the model needs of one device in a step, for the predicted MFU and
+        `Report.model_ratio`.
+      attention_flops: those of `model_flops` that are attention's.
+      segments: layers of each segment of the model, by the named scope around them, for
+        `by_segment` and lint.
 
     Raises LabError where XLA cannot compile it, or slots differ in their stages; what tracing
     raises passes through.
@@ -113,54 +136,33 @@ def compile_report(
             "slots with different numbers of stages: "
             f"{', '.join(f'{s.scope} {len(s.stages)}' for s in slots)}"
         )
-    if request_of(mesh.devices.flat[0]):
+    device = mesh.devices.flat[0]
+    if request_of(device):
         server()  # gets ready while the program is traced
     kwargs = dict(kwargs or {})
-    lowered, names = _lower(step if hasattr(step, "lower") else jax.jit(step), args, kwargs)
-    about = {
-        "name": name or getattr(step, "__name__", "step"),
-        "target": next(
-            (t.name for t in TARGETS.values() if t.description == mesh.devices.flat[0].device_kind),
-            "",
-        ),
-        "versions": {"jax": jax.__version__, "jaxlib": version("jaxlib")},
-        "options": dict(options or {}),
-        "slots": tuple(slots),
-        "vocabulary": vocabulary,
-        "model_flops": float(model_flops),
-        "attention_flops": float(attention_flops),
-        "segments": dict(segments or {}),
-    }
+    lowered, names = _lower(_jitted(step), args, kwargs)
+    request = _Request(
+        name=name or _name(step),
+        target=_target_name(device.device_kind),
+        versions={"jax": jax.__version__, "jaxlib": version("jaxlib")},
+        options=dict(options or {}),
+        slots=tuple(slots),
+        vocabulary=vocabulary,
+        model_flops=float(model_flops),
+        attention_flops=float(attention_flops),
+        segments=dict(segments or {}),
+    )
     arguments = _arguments(step, args, kwargs, kind_of, names)
-    kept = Path(cache) / f"{_key(lowered, mesh, about, arguments)}.json" if cache else None
-    if kept:
-        # absent, torn, or of another version of the lab
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return Report.from_json(kept.read_text(encoding="utf-8"))
-    report = _compile(lowered, arguments, mesh, about)
-    if kept:
-        _keep(report, kept)
+    if not cache:
+        return _compile(lowered, arguments, mesh, request)
+
+    path = Path(cache) / f"{_key(lowered, mesh, request, arguments)}.json"
+    # A cached report may be absent, torn, or of another version of the lab.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return Report.from_json(path.read_text(encoding="utf-8"))
+    report = _compile(lowered, arguments, mesh, request)
+    _write_cached(report, path)
     return report
-
-
-def _keep(report: Report, path: Path) -> None:
-    with contextlib.suppress(OSError):  # without a cache, reports are compiled again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8"
-        ) as beside:
-            beside.write(report.to_json())
-        Path(beside.name).replace(path)
-
-
-def _lower(
-    jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, Sequence[str] | None]:
-    """The lowered program, and the names of its parameters where the jitted function tells them."""
-    if not hasattr(jitted, "trace"):
-        return jitted.lower(*args, **kwargs), None
-    traced = jitted.trace(*args, **kwargs)
-    return traced.lower(), getattr(traced.jaxpr.jaxpr.debug_info, "arg_names", None)
 
 
 def compile_module(
@@ -170,142 +172,54 @@ def compile_module(
     options: Mapping[str, Any] | None = None,
     slots: Sequence[Slot] = (),
 ) -> hlo.Module:
-    """Returns the compiled and scheduled program itself, for the queries of `structure`. It is not
-    kept.
+    """Returns the compiled and scheduled program itself, for the queries of `structure`.
 
-    Arguments, and errors, are those of `compile_report`.
+    It is not cached. Arguments, and errors, are those of `compile_report`.
     """
-    lowered, _ = _lower(step if hasattr(step, "lower") else jax.jit(step), args, {})
-    about = {
-        "name": getattr(step, "__name__", "step"),
-        "target": "",
-        "options": dict(options or {}),
-        "vocabulary": NEUTRAL,
-    }
-    return hlo.parse(_compiled(lowered, mesh, about).text, tuple(slots))
+    lowered, _ = _lower(_jitted(step), args, {})
+    request = _Request(name=_name(step), options=dict(options or {}))
+    return hlo.parse(_run_compiler(lowered, mesh, request).text, tuple(slots))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Compiled:
-    """What XLA returns, logs and dumps."""
-
-    text: str
-    stats: Any
-    log: list[str]
-    assignment: str
-    live: str
-    seconds: float
+def _jitted(step: Callable[..., Any]) -> Any:
+    return step if hasattr(step, "lower") else jax.jit(step)
 
 
-def _compiled(lowered: Any, mesh: Mesh, about: Mapping[str, Any]) -> _Compiled:
-    device = mesh.devices.flat[0]
-    with tempfile.TemporaryDirectory(prefix="sharding_lab_") as folder:
-        asked = estimates(TARGETS.get(about["target"])) | unassembled(device, f"{folder}/cuda")
-        options = {**asked, "xla_dump_to": f"{folder}/dump", **about["options"]}
-        (Path(folder) / "dump").mkdir()
-        begin = time.monotonic()
-        try:
-            if (request := request_of(device)) and not gpu_in_use():
-                text, stats, log = compile_in_child(lowered, options, request, Path(folder))
-            else:
-                text, stats, log = _compile_here(lowered, options)
-        except Aborted as error:
-            raise LabError(
-                explain_abort(
-                    about["name"],
-                    str(error),
-                    error.log,
-                    lowered.as_text(debug_info=True),
-                    about["vocabulary"],
-                )
-            ) from error
-        except (LabError, jax.errors.JaxRuntimeError) as error:
-            raise LabError(f"XLA cannot compile {about['name']}: {error}") from error
-        seconds = time.monotonic() - begin
-        kinds = ("buffer-assignment", "live-range")
-        assignment, live = (
-            "".join(
-                path.read_text(encoding="utf-8") for path in Path(folder).glob(f"dump/*-{kind}.txt")
-            )
-            for kind in kinds
-        )
-    return _Compiled(text, stats, log, assignment, live, seconds)
+def _name(step: Callable[..., Any]) -> str:
+    return getattr(step, "__name__", "step")
 
 
-def _compile(
-    lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, about: dict[str, Any]
-) -> Report:
-    made = _compiled(lowered, mesh, about)
-    module = hlo.parse(made.text, about["slots"])
-    provenance = Provenance(module, about["vocabulary"])
-    sent = with_origins(module, arguments, collectives(module, provenance, mesh))
-    target = TARGETS.get(about["target"])
-    line = (
-        replay(module, provenance, sent, target, parallel=in_parallel(about["options"]))
-        if target
-        else None
-    )
-    return Report(
-        **about,
-        hbm=target.usable if target else 0,
-        tick_loops=next((window.loops for window in module.windows.values()), ()),
-        peak_flops=target.flops["bf16"] if target else 0.0,
-        model_us=model_us(about["model_flops"], about["attention_flops"], target)
-        if target
-        else 0.0,
-        mesh={axis: int(size) for axis, size in mesh.shape.items()},
-        axis_nodes=_axis_nodes(mesh),
-        collectives=priced(sent, line, target) if line and target else sent,
-        memory=memory(module, provenance, made.stats, made.assignment, made.live, arguments),
-        arguments=used_in_part(module, arguments),
-        flops=flops_by_phase(module, provenance),
-        stage_flops=flops_by_stage(module),
-        copies=copies(module, provenance),
-        kernels=kernels(module, provenance),
-        warnings=(
-            *(line for line in made.log if _WARNING in line),
-            *_unknown_loops(module),
-            *_useless_slots(module),
-        ),
-        timeline=line,
-        instructions=sum(map(len, module.computations.values())),
-        text_bytes=len(made.text),
-        compile_seconds=made.seconds,
-    )
+def _target_name(device_kind: str) -> str:
+    for target in TARGETS.values():
+        if target.description == device_kind:
+            return target.name
+    return ""
 
 
-def _compile_here(lowered: Any, options: dict[str, Any]) -> tuple[str, Any, list[str]]:
-    """Returns what `compile_in_child` does, but compiles in this process: for real devices, and
-    where XLA tunes kernels on a real GPU.
+def _write_cached(report: Report, path: Path) -> None:
+    with contextlib.suppress(OSError):  # without a cache, reports are compiled again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8"
+        ) as part:
+            part.write(report.to_json())
+        Path(part.name).replace(path)
+
+
+def _lower(
+    jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, Sequence[str] | None]:
+    """Returns the lowered program and the names of its parameters.
+
+    The names are None where the jitted function does not tell them.
     """
-    with _ONE_AT_A_TIME, _standard_error() as log, _unkept():
-        compiled = lowered.compile(compiler_options=options)
-    return compiled.as_text(), compiled.memory_analysis(), log
+    if not hasattr(jitted, "trace"):
+        return jitted.lower(*args, **kwargs), None
+    traced = jitted.trace(*args, **kwargs)
+    return traced.lower(), getattr(traced.jaxpr.jaxpr.debug_info, "arg_names", None)
 
 
-def _unknown_loops(module: hlo.Module) -> Iterator[str]:
-    for one in module.by_name.values():
-        if one.opcode == "while" and one.trips is None:
-            yield (
-                f"{one.name}: XLA does not know how often this loop runs; what is in it is counted "
-                "once"
-            )
-
-
-def _useless_slots(module: hlo.Module) -> Iterator[str]:
-    useless = {slot.scope for slot in module.slots}
-    for name, window in module.windows.items():
-        if slot := module.named_slot(module.by_name[name]):
-            useless.discard(slot.scope)
-            if sum(window.loops) != slot.trips:
-                yield (
-                    f"slot {slot.scope!r} has {slot.trips} trips, and the loop of {name} has "
-                    f"{window.end - window.begin}"
-                )
-    yield from (
-        f"slot {scope!r} fits no conditional in a loop, and counts nothing"
-        for scope in sorted(useless)
-    )
+# Arguments.
 
 
 def _arguments(
@@ -315,77 +229,69 @@ def _arguments(
     kind_of: Callable[[str], str],
     names: Sequence[str] | None = None,
 ) -> tuple[Argument, ...]:
-    """The arrays among the arguments, named as JAX names the parameters of the program:
-    params['w'], args[0], rest['z'].
+    """Returns the arrays among the arguments.
+
+    They are named as JAX names the parameters of the program: params['w'], args[0], rest['z'].
 
     names: those of the parameters that the program has, which leaves out static arguments; None:
     all.
     """
     try:
-        given = inspect.signature(step).bind(*args, **kwargs).arguments
+        bound = inspect.signature(step).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # no signature, as some callables of C++ have none
-        given = {"args": args, **kwargs}
+        bound = {"args": args, **kwargs}
     arguments = []
-    for parameter, value in given.items():
+    for parameter, value in bound.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
             name = parameter + jax.tree_util.keystr(path)
-            if names is not None and name not in names:
-                continue
-            shape, dtype = np.shape(leaf), jax.dtypes.result_type(leaf)
-            sharding = getattr(leaf, "sharding", None)
-            local, axes = shape, ()
-            if isinstance(sharding, NamedSharding):
-                local = sharding.shard_shape(shape)
-                axes = tuple(
-                    axis
-                    for entry in sharding.spec
-                    for axis in axes_of(entry)
-                    if sharding.mesh.shape[axis] > 1
-                )
-            arguments.append(
-                Argument(
-                    name,
-                    kind_of(name),
-                    tuple(shape),
-                    str(dtype),
-                    math.prod(local) * dtype.itemsize,
-                    axes,
-                )
-            )
+            if names is None or name in names:
+                arguments.append(_argument(name, kind_of(name), leaf))
     return tuple(arguments)
 
 
-def _axis_nodes(mesh: Mesh) -> dict[str, int]:
-    """How many nodes (processes) the devices along each axis span, the other axes fixed: the most
-    of all lines.
-    """
-    node = {device: node_of(device) for device in mesh.devices.flat}
-    spans = {}
-    for dim, axis in enumerate(mesh.axis_names):
-        lines = mesh.devices.swapaxes(dim, -1).reshape(-1, mesh.devices.shape[dim])
-        spans[axis] = max(len({node[device] for device in line}) for line in lines)
-    return spans
+def _argument(name: str, kind: str, leaf: Any) -> Argument:
+    shape = np.shape(leaf)
+    dtype = jax.dtypes.result_type(leaf)
+    sharding = getattr(leaf, "sharding", None)
+    local_shape = shape
+    axes = ()
+    if isinstance(sharding, NamedSharding):
+        local_shape = sharding.shard_shape(shape)
+        named = [axis for entry in sharding.spec for axis in axes_of(entry)]
+        axes = tuple(axis for axis in named if sharding.mesh.shape[axis] > 1)
+    return Argument(
+        name=name,
+        kind=kind,
+        shape=tuple(shape),
+        dtype=str(dtype),
+        bytes=math.prod(local_shape) * dtype.itemsize,
+        axes=axes,
+    )
 
 
-def _key(lowered: Any, mesh: Mesh, about: dict[str, Any], arguments: tuple[Argument, ...]) -> str:
-    """Returns a digest of everything that a report depends on: the program and its scopes, devices,
-    options, versions, the lab.
+# The key of a cached report.
+
+
+def _key(lowered: Any, mesh: Mesh, request: _Request, arguments: tuple[Argument, ...]) -> str:
+    """Returns a digest of everything that a report depends on.
+
+    That is the program and its scopes, devices, options, versions, and the lab.
 
     The stack traces in the program are left out, because they contain the caller's lines. A cached
     report therefore shows the source lines of the run that made it.
     """
-    digest = hashlib.sha256()
-    order = [(device.id, node_of(device)) for device in mesh.devices.flat]
+    devices = [(device.id, node_of(device)) for device in mesh.devices.flat]
     platform = mesh.devices.flat[0].client.platform_version
     environment = [os.environ.get(name, "") for name in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")]
+    digest = hashlib.sha256()
     for part in (
         lowered.as_text(),
         _scopes(lowered),
         arguments,
         dict(mesh.shape),
-        order,
+        devices,
         platform,
-        sorted(about.items()),
+        request,
         environment,
     ):
         digest.update(repr(part).encode())
@@ -395,58 +301,225 @@ def _key(lowered: Any, mesh: Mesh, about: dict[str, Any], arguments: tuple[Argum
 
 
 def _scopes(lowered: Any) -> list[str]:
-    """Returns the path of scopes of each operation, in the program's order, without the stack that
-    MLIR's locations also hold.
+    """Returns the path of scopes of each operation, in the program's order.
+
+    MLIR's locations also hold the stack, which is left out.
     """
     text = lowered.as_text(debug_info=True)
-    names = {
-        at: (name, inside)
-        for at, name, inside in re.findall(
-            r'^(#loc\d+) = loc\("(.*)"(?:\((#loc\d+)\))?\)$', text, re.MULTILINE
+    # #loc7 = loc("jit(step)/mlp"(#loc3)), of which only #loc7 stands in the operation's line.
+    definitions = re.findall(r'^(#loc\d+) = loc\("(.*)"(?:\((#loc\d+)\))?\)$', text, re.MULTILINE)
+    names = {location: (name, inner) for location, name, inner in definitions}
+
+    def scope(location: str) -> str:
+        name, inner = names.get(location, ("", ""))
+        return f"{name} {scope(inner)}" if inner else name
+
+    operations = re.findall(r"^ .*loc\((#loc\d+)\)$", text, re.MULTILINE)
+    return [scope(location) for location in operations]
+
+
+# Compiling.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    """What XLA returns, logs and dumps."""
+
+    text: str
+    stats: Any
+    """The result of `compiled.memory_analysis()`, or the fields of it that a report needs."""
+    log: list[str]
+    assignment: str
+    """XLA's buffer assignment."""
+    live_ranges: str
+    seconds: float
+
+
+def _compile(
+    lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, request: _Request
+) -> Report:
+    compiled = _run_compiler(lowered, mesh, request)
+    module = hlo.parse(compiled.text, request.slots)
+    provenance = Provenance(module, request.vocabulary)
+    sent = with_origins(module, arguments, collectives(module, provenance, mesh))
+
+    # Predictions, for targets that the lab knows.
+    target = TARGETS.get(request.target)
+    timeline = None
+    predicted_model_us = 0.0
+    if target:
+        timeline = replay(module, provenance, sent, target, parallel=in_parallel(request.options))
+        sent = priced(sent, timeline, target)
+        predicted_model_us = model_us(request.model_flops, request.attention_flops, target)
+
+    return Report(
+        name=request.name,
+        target=request.target,
+        hbm=target.usable if target else 0,
+        mesh={axis: int(size) for axis, size in mesh.shape.items()},
+        axis_nodes=_axis_nodes(mesh),
+        collectives=sent,
+        memory=memory(
+            module,
+            provenance,
+            compiled.stats,
+            compiled.assignment,
+            compiled.live_ranges,
+            arguments,
+        ),
+        arguments=used_in_part(module, arguments),
+        flops=flops_by_phase(module, provenance),
+        kernels=kernels(module, provenance),
+        warnings=(
+            *(line for line in compiled.log if _REMATERIALIZATION in line),
+            *_unknown_loops(module),
+            *_useless_slots(module),
+        ),
+        timeline=timeline,
+        instructions=sum(map(len, module.computations.values())),
+        text_bytes=len(compiled.text),
+        compile_seconds=compiled.seconds,
+        versions=request.versions,
+        options=request.options,
+        slots=request.slots,
+        tick_loops=next((window.loops for window in module.windows.values()), ()),
+        stage_flops=flops_by_stage(module),
+        copies=copies(module, provenance),
+        model_flops=request.model_flops,
+        attention_flops=request.attention_flops,
+        model_us=predicted_model_us,
+        peak_flops=target.flops["bf16"] if target else 0.0,
+        vocabulary=request.vocabulary,
+        segments=request.segments,
+    )
+
+
+def _run_compiler(lowered: Any, mesh: Mesh, request: _Request) -> _Compiled:
+    device = mesh.devices.flat[0]
+    with tempfile.TemporaryDirectory(prefix="sharding_lab_") as name:
+        folder = Path(name)
+        dump = folder / "dump"
+        dump.mkdir()
+        options = {
+            **estimates(TARGETS.get(request.target)),
+            **unassembled(device, f"{folder}/cuda"),
+            "xla_dump_to": str(dump),
+            **request.options,
+        }
+        started_at = time.monotonic()
+        try:
+            topology = request_of(device)
+            if topology and not gpu_in_use():
+                text, stats, log = compile_in_child(lowered, options, topology, folder)
+            else:
+                text, stats, log = _compile_here(lowered, options)
+        except Aborted as error:
+            program = lowered.as_text(debug_info=True)
+            raise LabError(
+                explain_abort(request.name, str(error), error.log, program, request.vocabulary)
+            ) from error
+        except (LabError, jax.errors.JaxRuntimeError) as error:
+            raise LabError(f"XLA cannot compile {request.name}: {error}") from error
+        seconds = time.monotonic() - started_at
+        return _Compiled(
+            text=text,
+            stats=stats,
+            log=log,
+            assignment=_read_dump(dump, "buffer-assignment"),
+            live_ranges=_read_dump(dump, "live-range"),
+            seconds=seconds,
         )
-    }
 
-    def scope(at: str) -> str:
-        name, inside = names.get(at, ("", ""))
-        return f"{name} {scope(inside)}" if inside else name
 
-    return [scope(at) for at in re.findall(r"^ .*loc\((#loc\d+)\)$", text, re.MULTILINE)]
+def _read_dump(folder: Path, kind: str) -> str:
+    return "".join(path.read_text(encoding="utf-8") for path in folder.glob(f"*-{kind}.txt"))
+
+
+def _compile_here(lowered: Any, options: dict[str, Any]) -> tuple[str, Any, list[str]]:
+    """Returns what `compile_in_child` does, but compiles in this process.
+
+    This is for real devices, and where XLA tunes kernels on a real GPU.
+    """
+    with _ONE_AT_A_TIME, _standard_error() as log, _uncached():
+        compiled = lowered.compile(compiler_options=options)
+    return compiled.as_text(), compiled.memory_analysis(), log
 
 
 @contextlib.contextmanager
-def _unkept() -> Iterator[None]:
-    """Keeps what is compiled meanwhile out of JAX's cache, which would write it and then fail to
-    read it.
+def _uncached() -> Iterator[None]:
+    """Keeps what is compiled inside the block out of JAX's cache.
+
+    JAX would write it and then fail to read it.
     """
     name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
+    old_value = jax.config.values[name]
     jax.config.update(name, 1e9)
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        jax.config.update(name, old_value)
 
 
 @contextlib.contextmanager
 def _standard_error() -> Iterator[list[str]]:
-    """Collects the lines that C++ code logs inside the block. They are printed if the block raises,
-    other output always.
+    """Collects the lines that C++ code logs inside the block.
+
+    They are printed if the block raises, other output always.
     """
-    said: list[str] = []
+    lines: list[str] = []
     sys.stderr.flush()
     failed = True
     with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
+        stderr = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
-            yield said
+            yield lines
             failed = False
         finally:
             sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr, 2)
+            os.close(stderr)
             file.seek(0)
-            said += file.read().decode(errors="replace").splitlines()
-            for line in said:
+            lines += file.read().decode(errors="replace").splitlines()
+            for line in lines:
                 if failed or not _LOGGED.match(line):
                     print(line, file=sys.stderr)
+
+
+def _unknown_loops(module: hlo.Module) -> Iterator[str]:
+    for instruction in module.by_name.values():
+        if instruction.opcode == "while" and instruction.trips is None:
+            yield (
+                f"{instruction.name}: XLA does not know how often this loop runs; what is in it is "
+                "counted once"
+            )
+
+
+def _useless_slots(module: hlo.Module) -> Iterator[str]:
+    """Yields a warning for each slot that fits no conditional, or a loop of another length."""
+    unused = {slot.scope for slot in module.slots}
+    for name, window in module.windows.items():
+        slot = module.named_slot(module.by_name[name])
+        if slot is None:
+            continue
+        unused.discard(slot.scope)
+        if sum(window.loops) != slot.trips:
+            yield (
+                f"slot {slot.scope!r} has {slot.trips} trips, and the loop of {name} has "
+                f"{window.end - window.begin}"
+            )
+    for scope in sorted(unused):
+        yield f"slot {scope!r} fits no conditional in a loop, and counts nothing"
+
+
+def _axis_nodes(mesh: Mesh) -> dict[str, int]:
+    """Returns the nodes (processes) that the devices along each axis span, the most of all lines.
+
+    A line is the devices along one axis, with the other coordinates fixed.
+    """
+    node = {device: node_of(device) for device in mesh.devices.flat}
+    spans = {}
+    for dim, axis in enumerate(mesh.axis_names):
+        lines = mesh.devices.swapaxes(dim, -1).reshape(-1, mesh.devices.shape[dim])
+        spans[axis] = max(len({node[device] for device in line}) for line in lines)
+    return spans

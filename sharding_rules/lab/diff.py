@@ -1,12 +1,14 @@
-"""What changed from one report to another, and golden ledgers: a program's collectives as text that
-changes only when its meaning does.
+"""What changed from one report to another, and golden ledgers.
+
+A golden ledger is a program's collectives as text that changes only when its meaning does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sharding_rules.lab.report import LabError, Location, Report, location_text
 from sharding_rules.lab.summary import (
@@ -26,9 +28,7 @@ from sharding_rules.lab.summary import (
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Collectives of one meaning in a step; two lines are about the same thing where `meaning` is
-    equal.
-    """
+    """Collectives of one meaning in a step."""
 
     kind: str
     over: str
@@ -53,6 +53,7 @@ class Line:
         )
 
 
+# `str` of a Line.
 _LINE = re.compile(
     r"(?P<kind>\S+) over (?P<over>\S+) of (?P<shapes>.+) in (?P<where>.+): (?P<times>\d+) x, "
     r"(?P<wire>\d+) bytes"
@@ -69,41 +70,46 @@ class Change:
     @property
     def wire(self) -> int:
         """Bytes in a step that are sent now and were not."""
-        return (self.after.wire if self.after else 0) - (self.before.wire if self.before else 0)
+        old = self.before.wire if self.before else 0
+        new = self.after.wire if self.after else 0
+        return new - old
 
     def __str__(self) -> str:
-        """+ all-gather of bf16[12288,6144] over tensor, 96 x, in recompute of layers/mlp: + 4.20
-        GiB.
+        """Returns a line of a pull request.
+
+        + all-gather of bf16[12288,6144] over tensor, 96 x, in recompute of layers/mlp: + 4.20 GiB
         """
-        old, new = self.before, self.after
-        bytes_ = signed(self.wire, size) if self.wire else "as many bytes"
-        if old and new and old.meaning == new.meaning:
+        old = self.before
+        new = self.after
+        sent = signed(self.wire, size) if self.wire else "as many bytes"
+        if old is None and new is not None:
+            return f"+ {_in_words(new)}: {sent}"
+        assert old
+        if new is None:
+            return f"- {_in_words(old)}: {sent}"
+        if old.meaning == new.meaning:
             return (
                 f"~ {new.kind} of {new.shapes} over {new.over} in {new.where}: {old.times} x -> "
-                f"{new.times} x, {bytes_}"
+                f"{new.times} x, {sent}"
             )
-        if old and new:
-            became = [
-                f"{a} -> {b}"
-                for a, b in ((old.kind, new.kind), (old.shapes, new.shapes), (old.over, new.over))
-                if a != b
-            ]
-            return (
-                f"~ {old.kind} of {old.shapes} over {old.over}, {old.times} x, in {old.where}: "
-                f"{', '.join(became)}, {bytes_}"
-            )
-        sign, one = ("+", new) if new else ("-", old)
-        assert one
-        return (
-            f"{sign} {one.kind} of {one.shapes} over {one.over}, {one.times} x, in {one.where}: "
-            f"{bytes_}"
-        )
+        words = [f"{a} -> {b}" for a, b in _changed_words(old, new)]
+        return f"~ {_in_words(old)}: {', '.join(words)}, {sent}"
+
+
+def _in_words(line: Line) -> str:
+    return f"{line.kind} of {line.shapes} over {line.over}, {line.times} x, in {line.where}"
+
+
+def _changed_words(old: Line, new: Line) -> list[tuple[str, str]]:
+    words = [(old.kind, new.kind), (old.shapes, new.shapes), (old.over, new.over)]
+    return [(a, b) for a, b in words if a != b]
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """From one report to another. Every table holds (before, after) of what is not equal; `str` is
-    the text for a pull request.
+    """The difference between two reports; `str` is the text for a pull request.
+
+    Every table holds (before, after) of what is not equal.
     """
 
     names: tuple[str, str]
@@ -121,6 +127,7 @@ class Difference:
     """Predicted microseconds during which compute waits for the network; None as for `step`."""
 
     def __bool__(self) -> bool:
+        """Whether anything is not equal."""
         return bool(
             self.meshes[0] != self.meshes[1]
             or self.memory
@@ -131,50 +138,101 @@ class Difference:
         )
 
     def __str__(self) -> str:
-        a, b = self.names
+        old_name, new_name = self.names
         if not self:
-            return f"{a} and {b}: no difference"
-        lines = [f"{a} -> {b}"]
+            return f"{old_name} and {new_name}: no difference"
+        lines = [f"{old_name} -> {new_name}"]
         if self.meshes[0] != self.meshes[1]:
             lines.append(f"mesh: {self.meshes[0]} -> {self.meshes[1]}")
-        lines += _table("memory at the peak", self.memory, size) + _table(
-            "sent in a step over", self.wire, size
-        )
+        lines += _table("memory at the peak", self.memory, size)
+        lines += _table("sent in a step over", self.wire, size)
         if self.collectives:
-            lines += ["collectives", *(f"  {change}" for change in self.collectives)]
+            lines.append("collectives")
+            lines += [f"  {change}" for change in self.collectives]
         lines += _table("matmuls", self.flops, flop)
-        times = {"step": self.step, "exposed": self.exposed}
-        lines += _table(PREDICTED, {name: both for name, both in times.items() if both}, duration)
+        times = {}
+        if self.step:
+            times["step"] = self.step
+        if self.exposed:
+            times["exposed"] = self.exposed
+        lines += _table(PREDICTED, times, duration)
         return "\n".join(lines)
 
 
+def _table(
+    title: str, rows: Mapping[str, tuple[float, float]], words: Callable[[float], str]
+) -> list[str]:
+    """Returns a line for each row, with before, after and the change in columns."""
+    if not rows:
+        return []
+    cells = []
+    for name, (old, new) in rows.items():
+        cells.append((f"  {name}", words(old), words(new), signed(new - old, words)))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [title]
+    for name, old, new, change in cells:
+        lines.append(
+            f"{name:<{widths[0]}}  {old:>{widths[1]}} -> {new:>{widths[2]}}  {change:>{widths[3]}}"
+        )
+    return lines
+
+
 def diff(a: Report, b: Report) -> Difference:
-    """Returns what changed from `a` to `b`. Collectives are the same if kind, axes, shapes, part
-    and phase are; scalars do not count.
+    """Returns what changed from `a` to `b`.
+
+    Collectives are the same if kind, axes, shapes, part and phase are; scalars do not count.
     """
-    steps = (a.timeline.step, b.timeline.step) if a.timeline and b.timeline else None
-    waits = (a.timeline.exposed, b.timeline.exposed) if a.timeline and b.timeline else None
+    step = None
+    exposed = None
+    if a.timeline and b.timeline and a.timeline.step != b.timeline.step:
+        step = (a.timeline.step, b.timeline.step)
+        if a.timeline.exposed != b.timeline.exposed:
+            exposed = (a.timeline.exposed, b.timeline.exposed)
     return Difference(
         names=(a.name, b.name),
         meshes=(mesh_words(a), mesh_words(b)),
-        memory=_unequal(
-            {**a.memory.by_kind, "peak": a.peak_bytes}, {**b.memory.by_kind, "peak": b.peak_bytes}
-        ),
-        wire=_unequal(_wire(a), _wire(b), least=SCALAR),
+        memory=_unequal(_peak_memory(a), _peak_memory(b)),
+        wire=_unequal(wire_table(a), wire_table(b), least=SCALAR),
         collectives=_changes(_ledger(a), _ledger(b)),
-        flops=_unequal(_flops(a), _flops(b)),
-        step=steps if steps and steps[0] != steps[1] else None,
-        exposed=waits
-        if waits and steps and steps[0] != steps[1] and waits[0] != waits[1]
-        else None,
+        flops=_unequal(flops_table(a), flops_table(b)),
+        step=step,
+        exposed=exposed,
     )
 
 
-def ledger_text(report: Report) -> str:
-    """The collectives of a program for a golden file: what a device sends, how often and for which
-    part of the model, scalars left out.
+def _peak_memory(report: Report) -> dict[str, int]:
+    return {**report.memory.by_kind, "peak": report.peak_bytes}
 
-    Neither names of instructions nor lines of source: only a change of meaning changes it.
+
+def wire_table(report: Report) -> dict[str, float]:
+    """Returns the bytes that a device sends in a step, by mesh axes in words."""
+    return {over(axes): n for axes, n in wire_by_axes(report).items()}
+
+
+def flops_table(report: Report) -> dict[str, int]:
+    """Returns the FLOPs of matmuls by phase in words."""
+    return {phase or "no phase": n for phase, n in report.flops.items()}
+
+
+def _unequal(a: Mapping, b: Mapping, least: float = 1) -> dict:
+    """Returns both values of each key where they differ by `least`; a missing value is 0."""
+    unequal = {}
+    for key in dict.fromkeys([*a, *b]):
+        old = a.get(key, 0)
+        new = b.get(key, 0)
+        if abs(old - new) >= least:
+            unequal[key] = (old, new)
+    return unequal
+
+
+# Ledgers.
+
+
+def ledger_text(report: Report) -> str:
+    """Returns the collectives of a program for a golden file.
+
+    What a device sends, how often and for which part of the model, scalars left out. There are
+    neither names of instructions nor lines of source, so that only a change of meaning changes it.
     `explain` says what such a change is.
     """
     lines = sorted(_ledger(report), key=lambda line: line.meaning)
@@ -183,101 +241,94 @@ def ledger_text(report: Report) -> str:
 
 def explain(golden: str, now: str) -> str:
     """Returns what changed between two texts of `ledger_text`, in words; empty if nothing did.
+
     Raises LabError for any other text.
     """
-    (mesh_a, a), (mesh_b, b) = _parse(golden), _parse(now)
-    said = [f"mesh: {mesh_a} -> {mesh_b}"] if mesh_a != mesh_b else []
-    changes = _changes(a, b)
-    said += map(str, changes)
-    sent = _unequal(_sent(a), _sent(b)) if changes else {}
-    return "\n".join(said + _table("sent in a step over", sent, size))
+    old_mesh, old_lines = _parse(golden)
+    new_mesh, new_lines = _parse(now)
+    text = []
+    if old_mesh != new_mesh:
+        text.append(f"mesh: {old_mesh} -> {new_mesh}")
+    changes = _changes(old_lines, new_lines)
+    text += map(str, changes)
+    if changes:
+        sent = _unequal(_wire_bytes(old_lines), _wire_bytes(new_lines))
+        text += _table("sent in a step over", sent, size)
+    return "\n".join(text)
 
 
 def _ledger(report: Report) -> list[Line]:
-    result = []
+    lines = []
     for row in rows(report, by_meaning):
-        where = location_text(Location(row.one.where.part, row.one.where.phase))
-        result.append(
+        collective = row.one
+        location = Location(collective.where.part, collective.where.phase)  # without a source line
+        lines.append(
             Line(
-                row.one.kind,
-                over(row.one.axes),
-                " ".join(sorted(row.one.shapes)),
-                where,
-                row.times,
-                round(row.wire),
+                kind=collective.kind,
+                over=over(collective.axes),
+                shapes=" ".join(sorted(collective.shapes)),
+                where=location_text(location),
+                times=row.times,
+                wire=round(row.wire),
             )
         )
-    return result
+    return lines
 
 
 def _parse(text: str) -> tuple[str, list[Line]]:
+    """Returns the mesh and the lines of a golden ledger."""
     mesh, *lines = text.strip().splitlines() or [""]
     if not mesh.startswith("mesh "):
         raise LabError(f"{mesh!r} does not begin a ledger; its first line is: mesh AXIS N x AXIS N")
-    result = []
+    return mesh.removeprefix("mesh "), [_parse_line(line) for line in lines]
+
+
+def _parse_line(text: str) -> Line:
+    match = _LINE.fullmatch(text)
+    if not match:
+        raise LabError(f"{text!r} is no line of a ledger")
+    return Line(
+        kind=match["kind"],
+        over=match["over"],
+        shapes=match["shapes"],
+        where=match["where"],
+        times=int(match["times"]),
+        wire=int(match["wire"]),
+    )
+
+
+def _wire_bytes(lines: Iterable[Line]) -> dict[str, int]:
+    wire_bytes: dict[str, int] = defaultdict(int)
     for line in lines:
-        if not (match := _LINE.fullmatch(line)):
-            raise LabError(f"{line!r} is no line of a ledger")
-        result.append(
-            Line(**{**match.groupdict(), "times": int(match["times"]), "wire": int(match["wire"])})
-        )
-    return mesh.removeprefix("mesh "), result
+        wire_bytes[line.over] += line.wire
+    return wire_bytes
 
 
-def _changes(a: Iterable[Line], b: Iterable[Line]) -> tuple[Change, ...]:
-    """The most bytes first. A line that vanished while one appeared that differs in a single word
-    became that.
+def _changes(a: Sequence[Line], b: Sequence[Line]) -> tuple[Change, ...]:
+    """Returns the changes from `a` to `b`, the most bytes first.
+
+    A line that vanished while one appeared that differs in a single word became that.
     """
-    before, after = ({line.meaning: line for line in lines} for lines in (a, b))
-    changes = [
-        Change(before[m], after[m]) for m in before.keys() & after.keys() if before[m] != after[m]
-    ]
-    gone = sorted((before[m] for m in before.keys() - after.keys()), key=str)
-    for new in sorted((after[m] for m in after.keys() - before.keys()), key=str):
-        was = next((old for old in gone if _became(old, new)), None)
-        if was:
-            gone.remove(was)
-        changes.append(Change(was, new))
-    changes += [Change(old, None) for old in gone]
-    return tuple(sorted(changes, key=lambda c: (-abs(c.wire), str(c))))
+    old = {line.meaning: line for line in a}
+    new = {line.meaning: line for line in b}
+    changes = []
+    for meaning in old.keys() & new.keys():
+        if old[meaning] != new[meaning]:
+            changes.append(Change(old[meaning], new[meaning]))
+
+    vanished = sorted((old[meaning] for meaning in old.keys() - new.keys()), key=str)
+    appeared = sorted((new[meaning] for meaning in new.keys() - old.keys()), key=str)
+    for line in appeared:
+        origin = next((candidate for candidate in vanished if _became(candidate, line)), None)
+        if origin is not None:
+            vanished.remove(origin)
+        changes.append(Change(origin, line))
+    changes += [Change(line, None) for line in vanished]
+    return tuple(sorted(changes, key=lambda change: (-abs(change.wire), str(change))))
 
 
 def _became(old: Line, new: Line) -> bool:
-    words = [(old.kind, new.kind), (old.over, new.over), (old.shapes, new.shapes)]
-    return old.where == new.where and old.times == new.times and sum(a != b for a, b in words) == 1
-
-
-def _wire(report: Report) -> dict[str, float]:
-    return {over(axes): n for axes, n in wire_by_axes(report).items()}
-
-
-def _flops(report: Report) -> dict[str, int]:
-    return {phase or "no phase": n for phase, n in report.flops.items()}
-
-
-def _sent(lines: Iterable[Line]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for line in lines:
-        total[line.over] = total.get(line.over, 0) + line.wire
-    return total
-
-
-def _unequal(a: Mapping, b: Mapping, least: float = 1) -> dict:
-    both = {
-        key: (a.get(key, 0), b.get(key, 0)) for key in (*a, *(key for key in b if key not in a))
-    }
-    return {key: (x, y) for key, (x, y) in both.items() if abs(x - y) >= least}
-
-
-def _table(
-    title: str, rows: Mapping[str, tuple[float, float]], words: Callable[[float], str]
-) -> list[str]:
-    """Before, after and the change, in columns."""
-    cells = [
-        (f"  {name}", words(a), words(b), signed(b - a, words)) for name, (a, b) in rows.items()
-    ]
-    wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        f"{n:<{wide[0]}}  {a:>{wide[1]}} -> {b:>{wide[2]}}  {c:>{wide[3]}}" for n, a, b, c in cells
-    ]
-    return [title, *lines] if lines else []
+    """Whether two lines are the same but for a single word."""
+    if old.where != new.where or old.times != new.times:
+        return False
+    return len(_changed_words(old, new)) == 1

@@ -1,5 +1,6 @@
-"""What would make a program fit: changes and pairs of them are compiled, several at once, and
-ranked by their predicted step time.
+"""What would make a program fit.
+
+Changes and pairs of them are compiled, several at once, and ranked by their predicted step time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,11 +22,15 @@ GOOD = 1.1
 fits, the search ends."""
 MOST = 12
 """Programs that a search compiles at most."""
+
+# Share of the memory up to which an estimate is worth compiling.
 _MARGIN = 1.02
-"""Share of the memory by which an estimate may exceed it and still be worth compiling."""
+# A pair must be estimated to cost less than this share of the best that fits.
+_CHEAPER = 0.99
+# Share of the peak that can be independent of the batch, so that the rest is more than nothing.
+_MOST_CONSTANT = 0.999
+# Bytes of this machine's memory for each program that compiles; gpt_175b on 1,024 takes 0.6 GiB.
 _CHILD = 3 * 2**30
-"""Bytes of this machine's memory that are left for each program that compiles; gpt_175b on 1,024
-takes 0.6 GiB."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +83,10 @@ def rank(
     say: Callable[[str], None] = lambda text: None,
     workers: int = 0,
 ) -> tuple[Fix, ...]:
-    """The changes that help: those that fit first, the cheapest in predicted step time before; then
-    those that save most.
+    """Returns the changes that help, best first.
+
+    Those that fit are before the others, the cheapest in predicted step time first; then come those
+    that save most.
 
     Single changes are compiled first. From them the memory and time of pairs, and of microbatches
     in between, are estimated; the cheapest that should fit are compiled. The search ends with one
@@ -86,6 +94,8 @@ def rank(
     not compile, or saves nothing, is left out.
 
     Args:
+      report: of the program as it is.
+      candidates: changes and pairs of them.
       say: told what is being compiled, and why the search ends.
       workers: programs that compile at once; 0: as many as this machine has cores and memory for.
     """
@@ -93,82 +103,102 @@ def rank(
     try:
         search.run()
     except KeyboardInterrupt:
-        say(f"interrupted: {search.left} changes and pairs were not tried")
-    return tuple(
-        sorted(
-            search.fixes.values(),
-            key=lambda fix: (
-                not fix.fits,
-                (fix.cost or 1.0) if fix.fits else -fix.saves,
-                -fix.saves,
-            ),
-        )
-    )
+        say(f"interrupted: {search.n_untried} changes and pairs were not tried")
+    return tuple(sorted(search.fixes.values(), key=_rank))
+
+
+def _rank(fix: Fix) -> tuple[bool, float, int]:
+    cost = (fix.cost or 1.0) if fix.fits else -fix.saves
+    return not fix.fits, cost, -fix.saves
 
 
 def parallel() -> int:
-    """How many programs may compile at once here: by the cores and the memory that is free, at
-    least one.
+    """Returns the programs that may compile at once here: at least one.
+
+    It is limited by the cores and the memory that is free.
     """
+    n_cores = os.cpu_count() or 1
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        free = next(
-            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
-        )
+        available = next(line for line in lines if line.startswith("MemAvailable"))
+        free_bytes = int(available.split()[1]) * 1024
     except (OSError, StopIteration, ValueError):  # not Linux
-        free = _CHILD * (os.cpu_count() or 1)
-    return max(1, min(os.cpu_count() or 1, free // _CHILD))
+        return n_cores
+    return max(1, min(n_cores, free_bytes // _CHILD))
+
+
+class _Estimate(NamedTuple):
+    """An estimate of a program that was not compiled."""
+
+    peak: float
+    """Bytes."""
+    cost: float
+    """Predicted step time over that of the program as it is."""
+    constant: float
+    """Bytes of the peak that do not grow with the batch."""
 
 
 class _Search:
     def __init__(
         self, report: Report, candidates: list[Candidate], say: Callable[[str], None], workers: int
     ) -> None:
-        self.report, self.say, self.workers = report, say, workers
+        self.report = report
         self.candidates = candidates
+        self.say = say
+        self.workers = workers
         self.fixes: dict[str, Fix] = {}
         self.tried: dict[str, Report | None] = {}
         """By text; None where it does not compile."""
 
     @property
-    def left(self) -> int:
-        return len({one.text for one in self.candidates} - self.tried.keys())
+    def n_untried(self) -> int:
+        return len({candidate.text for candidate in self.candidates} - self.tried.keys())
 
     def run(self) -> None:
-        for first in (True, False):
-            mine = [one for one in self.candidates if one.first or not first]
-            singles = [one for one in mine if not one.parts]
-            ends = _ends([one for one in singles if one.scale != 1])
-            self._compile(
-                [
-                    one
-                    for one in singles
-                    if (one.scale == 1 or one in ends) and one.text not in self.tried
-                ]
-            )
-            while len(self.tried) < MOST and (promising := self._promising(mine)):
+        """Tries the first candidates; then all, unless one of the first is cheap enough."""
+        for candidates in ([one for one in self.candidates if one.first], self.candidates):
+            self._compile_singles(candidates)
+            while len(self.tried) < MOST:
+                promising = self._promising(candidates)
+                if not promising:
+                    break
                 self._compile(promising[: self.workers])
-            if self._best() <= GOOD or len(self.tried) >= MOST:
+            if self._best_cost() <= GOOD or len(self.tried) >= MOST:
                 break
-        if self.left:
+        if self.n_untried:
             self.say(
-                f"the search ends: {self.left} more changes and pairs are estimated to be dearer, "
-                "or not to fit, or were not tried"
+                f"the search ends: {self.n_untried} more changes and pairs are estimated to be "
+                "dearer, or not to fit, or were not tried"
             )
 
-    def _best(self) -> float:
-        """The least cost of what fits."""
-        return min(
-            (fix.cost or 1.0 for fix in self.fixes.values() if fix.fits), default=float("inf")
+    def _compile_singles(self, candidates: Sequence[Candidate]) -> None:
+        """Compiles single changes, and of those that scale the batch both ends.
+
+        Those in between are estimated from them.
+        """
+        singles = [candidate for candidate in candidates if not candidate.parts]
+        scaled = sorted((one for one in singles if one.scale != 1), key=lambda one: -one.scale)
+        ends = scaled[:1] + scaled[-1:]
+        self._compile(
+            [
+                candidate
+                for candidate in singles
+                if (candidate.scale == 1 or candidate in ends) and candidate.text not in self.tried
+            ]
         )
+
+    def _best_cost(self) -> float:
+        """The least cost of a change that fits; infinite if none does."""
+        costs = [fix.cost or 1.0 for fix in self.fixes.values() if fix.fits]
+        return min(costs, default=float("inf"))
 
     def _compile(self, candidates: Sequence[Candidate]) -> None:
         candidates = candidates[: max(0, MOST - len(self.tried))]
         threads = ThreadPoolExecutor(self.workers)
-        running = {threads.submit(self._try, one): one for one in candidates}
+        running = {threads.submit(self._try, candidate): candidate for candidate in candidates}
         try:
-            for done in as_completed(running):
-                self._keep(running[done], done.result())
+            for future in as_completed(running):
+                self._record(running[future], future.result())
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             server().close()  # with the children, for which the threads wait
@@ -176,7 +206,7 @@ class _Search:
         threads.shutdown()
 
     def _try(self, candidate: Candidate) -> Report | LabError:
-        # tracing is one thread's at a time; while its child compiles, another has its turn
+        # Tracing is one thread's at a time; while its child compiles, another has its turn.
         with TURN:
             self.say(f"trying {candidate.text}")
             try:
@@ -184,84 +214,89 @@ class _Search:
             except LabError as error:
                 return error
 
-    def _keep(self, candidate: Candidate, changed: Report | LabError) -> None:
-        if isinstance(changed, LabError):
+    def _record(self, candidate: Candidate, result: Report | LabError) -> None:
+        if isinstance(result, LabError):
             self.tried[candidate.text] = None
-            self.say(f"{candidate.text} does not compile: {changed}")
+            self.say(f"{candidate.text} does not compile: {result}")
             return
-        self.tried[candidate.text] = changed
-        before, after = self.report.timeline, changed.timeline
-        cost = after.step / before.step if before and after and before.step else None
-        if (saves := self.report.peak_bytes - changed.peak_bytes) > 0:
-            self.fixes[candidate.text] = Fix(candidate.kind, candidate.text, changed, saves, cost)
+        self.tried[candidate.text] = result
+        saves = self.report.peak_bytes - result.peak_bytes
+        if saves > 0:
+            self.fixes[candidate.text] = Fix(
+                candidate.kind, candidate.text, result, saves, self._cost(result)
+            )
+
+    def _cost(self, report: Report) -> float | None:
+        """Predicted step time over that of the program as it is; None without estimates."""
+        old = self.report.timeline
+        new = report.timeline
+        return new.step / old.step if old and new and old.step else None
 
     # Estimates.
 
     def _promising(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Those not tried that should fit and be cheaper than all that do, the cheapest first."""
-        estimated = []
-        for one in candidates:
-            if one.text not in self.tried and (guess := self._estimate(one)):
-                peak, cost = guess
-                if peak <= _MARGIN * self.report.hbm and cost < min(self._best(), 1e9) * 0.99:
-                    estimated.append((cost, peak, one.text, one))
-        return [one for *_, one in sorted(estimated, key=lambda each: each[:3])]
+        """Returns those not tried that should fit and be cheaper than all that do.
 
-    def _estimate(self, candidate: Candidate) -> tuple[float, float] | None:
-        """Peak in bytes, and cost; None where one of its changes is not known yet."""
-        if (scaled := self._scaled(candidate.scale)) is None:
-            return None
-        peak, cost, rest = scaled
-        for part in candidate.parts or (candidate.text,):
-            single = next((one for one in self.candidates if one.text == part), None)
-            if single is None or single.scale != 1:
+        The cheapest is first.
+        """
+        limit = min(self._best_cost(), 1e9) * _CHEAPER
+        promising = []
+        for candidate in candidates:
+            if candidate.text in self.tried:
                 continue
-            if (known := self.tried.get(part)) is None:
+            estimate = self._estimate(candidate)
+            if estimate is None or estimate.cost >= limit:
+                continue
+            if estimate.peak <= _MARGIN * self.report.hbm:
+                promising.append((estimate.cost, estimate.peak, candidate.text, candidate))
+        promising.sort(key=lambda item: item[:3])
+        return [candidate for *_, candidate in promising]
+
+    def _estimate(self, candidate: Candidate) -> _Estimate | None:
+        """Estimates a change or pair; None where one of its changes is not known yet."""
+        estimate = self._estimate_scale(candidate.scale)
+        if estimate is None:
+            return None
+        peak, cost, constant = estimate
+        for text in candidate.parts or (candidate.text,):
+            part = next((one for one in self.candidates if one.text == text), None)
+            if part is None or part.scale != 1:
+                continue
+            report = self.tried.get(text)
+            if report is None:
                 return None
-            # What a change saves is of what grows with the batch, where there is such a line, else
-            # of everything.
-            peak = rest + (peak - rest) * (known.peak_bytes - rest) / (
-                self.report.peak_bytes - rest
-            )
-            cost *= self._cost(known)
-        return peak, cost
+            # A change saves a share of what grows with the batch, where it is known how much that
+            # is, else of everything.
+            growing = self.report.peak_bytes - constant
+            peak = constant + (peak - constant) * (report.peak_bytes - constant) / growing
+            cost *= self._cost(report) or 1.0
+        return _Estimate(peak, cost, constant)
 
-    def _cost(self, made: Report) -> float:
-        before, after = self.report.timeline, made.timeline
-        return after.step / before.step if before and after and before.step else 1.0
-
-    def _scaled(self, scale: float) -> tuple[float, float, float] | None:
-        """Peak, cost and the part of the peak that does not grow with the batch, of the program
-        with so much of the batch at once.
+    def _estimate_scale(self, scale: float) -> _Estimate | None:
+        """Estimates the program with so much of the batch at once; None if no such is known.
 
         The peak is a line. The cost has what does not change, what grows with a microbatch (a
         pipeline's bubble), and what grows with the number of microbatches (weights that are
         gathered in each, kernels that get small).
         """
-        points = {
-            one.scale: made
-            for one in self.candidates
-            if not one.parts and one.scale != 1 and (made := self.tried.get(one.text))
-        }
-        if not points:
-            return (float(self.report.peak_bytes), 1.0, 0.0) if scale == 1 else None
-        points[1.0] = self.report
-        x = np.array(list(points))
-        peaks = np.array([made.peak_bytes for made in points.values()], float)
-        costs = np.array([self._cost(made) for made in points.values()])
-        slope, rest = np.polyfit(x, peaks, 1)
-        rest = float(np.clip(rest, 0, 0.999 * self.report.peak_bytes))
-        terms = [np.ones_like(x), 1 / x, x][: len(x)]
-        weights = np.linalg.lstsq(np.stack(terms, 1), costs, rcond=None)[0]
-        cost = weights @ np.array([1, 1 / scale, scale][: len(x)])
-        return (
-            (float(self.report.peak_bytes) if scale == 1 else rest + slope * scale),
-            float(cost),
-            rest,
-        )
+        reports: dict[float, Report] = {}
+        for candidate in self.candidates:
+            report = self.tried.get(candidate.text)
+            if report and not candidate.parts and candidate.scale != 1:
+                reports[candidate.scale] = report
+        if not reports:
+            return _Estimate(float(self.report.peak_bytes), 1.0, 0.0) if scale == 1 else None
+        reports[1.0] = self.report
 
+        scales = np.array(list(reports))
+        peaks = np.array([report.peak_bytes for report in reports.values()], float)
+        slope, intercept = np.polyfit(scales, peaks, 1)
+        constant = float(np.clip(intercept, 0, _MOST_CONSTANT * self.report.peak_bytes))
+        peak = float(self.report.peak_bytes) if scale == 1 else constant + slope * scale
 
-def _ends(scaled: Sequence[Candidate]) -> list[Candidate]:
-    """The largest and the smallest, from which those in between are estimated."""
-    ordered = sorted(scaled, key=lambda one: -one.scale)
-    return ordered[:1] + ordered[1:][-1:]
+        # As many terms as there are programs.
+        costs = np.array([self._cost(report) or 1.0 for report in reports.values()])
+        terms = np.stack([np.ones_like(scales), 1 / scales, scales][: len(scales)], axis=1)
+        weights = np.linalg.lstsq(terms, costs, rcond=None)[0]
+        cost = weights @ np.array([1, 1 / scale, scale][: len(scales)])
+        return _Estimate(peak, float(cost), constant)

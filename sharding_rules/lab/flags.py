@@ -1,5 +1,6 @@
-"""XLA's flags as data: few, because a process ends at a flag that its XLA does not know, and XLA
-renames them.
+"""XLA's flags as data.
+
+They are few, because a process ends at a flag that its XLA does not know, and XLA renames them.
 
 Every flag here exists in jax 0.10.2 and 0.11.2 and was compiled with, in both, for GPUs that you do
 not have. What each does to a training step is in benchmarks/results (xla_flags): how the schedule
@@ -38,30 +39,33 @@ _SCHEDULER = Flag(
     "gpt_175b's bytes then go beside a matmul, 29 % with it. On an H100 the estimator turns it on "
     "anyway, and the program stays the same.",
 )
+
 FLAG_SETS: dict[str, FlagSet] = {
-    "default": FlagSet("XLA as it comes", {}),
+    "default": FlagSet(description="XLA as it comes", flags={}),
     "overlap": FlagSet(
-        "Collectives beside matmuls", {"xla_gpu_enable_latency_hiding_scheduler": _SCHEDULER}
+        description="Collectives beside matmuls",
+        flags={"xla_gpu_enable_latency_hiding_scheduler": _SCHEDULER},
     ),
     "overlap_two": FlagSet(
-        (
+        description=(
             "Two collectives at once, for a mesh that uses NVLink (tensor) and the network (fsdp) "
             "in the same layer; not vetted on a GPU"
         ),
-        {
+        flags={
             "xla_gpu_enable_latency_hiding_scheduler": _SCHEDULER,
             "xla_gpu_experimental_parallel_collective_overlap_limit": Flag(
                 2,
-                (
-                    "A gather over the network does not keep NVLink idle. 47 % of gpt_175b's bytes "
-                    "go beside a matmul, else 28 % (H100)."
-                ),
+                "A gather over the network does not keep NVLink idle. 47 % of gpt_175b's bytes go "
+                "beside a matmul, else 28 % (H100).",
             ),
         },
     ),
     "layers": FlagSet(
-        "Two collectives at once where layers gather their own weights (zero3); not vetted on a GPU",
-        {
+        description=(
+            "Two collectives at once where layers gather their own weights (zero3); not vetted on "
+            "a GPU"
+        ),
+        flags={
             "xla_gpu_enable_latency_hiding_scheduler": _SCHEDULER,
             "xla_gpu_experimental_parallel_collective_overlap_limit": Flag(
                 2, "A layer's gather and its sums go beside it together."
@@ -79,15 +83,16 @@ FLAG_SETS: dict[str, FlagSet] = {
         },
     ),
     "pipeline": FlagSet(
-        "Sends from stage to stage beside the stages' work (mesh.pipeline > 1); not vetted on a GPU",
-        {
+        description=(
+            "Sends from stage to stage beside the stages' work (mesh.pipeline > 1); not vetted on "
+            "a GPU"
+        ),
+        flags={
             "xla_gpu_enable_latency_hiding_scheduler": _SCHEDULER,
             "xla_gpu_experimental_parallel_collective_overlap_limit": Flag(
                 8,
-                (
-                    "Both sends of a tick go beside a slot. With 1, XLA's own, neither does; nor "
-                    "with 4 where stages gather and scatter."
-                ),
+                "Both sends of a tick go beside a slot. With 1, XLA's own, neither does; nor with "
+                "4 where stages gather and scatter.",
             ),
             "xla_gpu_memory_limit_slop_factor": Flag(
                 110,
@@ -98,9 +103,14 @@ FLAG_SETS: dict[str, FlagSet] = {
         },
     ),
 }
+"""By name."""
+
 FLAG_SETS["layers_bfloat16"] = FlagSet(
-    "The same where the rules sum gradients in bf16 (zero3+reduce_bfloat16); not vetted on a GPU",
-    {
+    description=(
+        "The same where the rules sum gradients in bf16 (zero3+reduce_bfloat16); not vetted on a "
+        "GPU"
+    ),
+    flags={
         **FLAG_SETS["layers"].flags,
         "xla_gpu_experimental_parallel_collective_overlap_limit": Flag(
             3,
@@ -111,8 +121,11 @@ FLAG_SETS["layers_bfloat16"] = FlagSet(
     },
 )
 FLAG_SETS["pipeline_pairs"] = FlagSet(
-    "Stages that run a layer of each pass side by side (pipeline.pair_layers); not vetted on a GPU",
-    {
+    description=(
+        "Stages that run a layer of each pass side by side (pipeline.pair_layers); not vetted on a "
+        "GPU"
+    ),
+    flags={
         **FLAG_SETS["pipeline"].flags,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": Flag(
             1,
@@ -122,46 +135,57 @@ FLAG_SETS["pipeline_pairs"] = FlagSet(
         ),
     },
 )
-"""By name."""
 
 VETTED = {"ampere": "overlap", "hopper": "overlap", "blackwell": "overlap"}
-"""Generation -> the set for it."""
+"""The set for each generation of GPUs."""
+
+# By the major number of the compute capability.
 _GENERATIONS = {8: "ampere", 9: "hopper", 10: "blackwell"}
 
 
 def options(name: str) -> dict[str, Any]:
-    """A set as compiler options: `compile_report(options=options("overlap"))`. Raises LabError for
-    one that does not exist.
+    """Returns a set as compiler options: `compile_report(options=options("overlap"))`.
+
+    Raises LabError for a set that does not exist.
     """
     if name not in FLAG_SETS:
         raise LabError(
             f"no set of XLA flags {name!r}{did_you_mean(name, list(FLAG_SETS))}; there are "
             f"{', '.join(FLAG_SETS)}"
         )
-    return {flag: each.value for flag, each in FLAG_SETS[name].flags.items()}
+    return {name: flag.value for name, flag in FLAG_SETS[name].flags.items()}
 
 
 def auto(capability: tuple[int, int], pipeline: bool = False, pairs: bool = False) -> str:
-    """Name of the set for a GPU, (9, 0) is an H100; "default" where none is vetted for it.
+    """Returns the name of the set for a GPU; "default" where none is vetted for it.
 
-    pipeline: the mesh has stages; pairs: they run layers of both passes side by side.
+    Args:
+      capability: (9, 0) is an H100.
+      pipeline: the mesh has stages.
+      pairs: the stages run layers of both passes side by side.
     """
-    name = VETTED.get(_GENERATIONS.get(capability[0], ""), "default")
-    return ("pipeline_pairs" if pairs else "pipeline") if pipeline and name != "default" else name
+    generation = _GENERATIONS.get(capability[0], "")
+    if generation not in VETTED:
+        return "default"
+    if not pipeline:
+        return VETTED[generation]
+    return "pipeline_pairs" if pairs else "pipeline"
 
 
 def xla_flags(
     name: str, capability: tuple[int, int], pipeline: bool = False, pairs: bool = False
 ) -> str:
-    """A set as text for the variable XLA_FLAGS, which XLA reads when JAX first looks for devices.
-    "auto": as `auto` says.
+    """Returns a set as text for the variable XLA_FLAGS.
+
+    XLA reads it when JAX first looks for devices. "auto" is the set that `auto` returns.
     """
     return written(options(auto(capability, pipeline, pairs) if name == "auto" else name))
 
 
 def written(flags: Mapping[str, Any]) -> str:
-    """Flags as XLA_FLAGS spells them."""
-    return " ".join(
-        f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in flags.items()
-    )
+    """Returns flags as XLA_FLAGS spells them: --xla_a=true --xla_b=2"""
+    words = []
+    for name, value in flags.items():
+        text = str(value).lower() if isinstance(value, bool) else value
+        words.append(f"--{name}={text}")
+    return " ".join(words)

@@ -1,8 +1,7 @@
-"""The text of a compiled program (HLO after optimisation and scheduling) as data. Knows nothing of
-meshes or models.
+"""Parses the text of a compiled program (HLO after optimisation and scheduling).
 
-Format: openxla.org/xla/operation_semantics and the printer's own output, as jax 0.10.2, 0.11.2 and
-0.12.0.1 write it.
+Knows nothing of meshes or models. The format is that of openxla.org/xla/operation_semantics and of
+the printer's own output, as jax 0.10.2, 0.11.2 and 0.12.0.1 write it.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from sharding_rules.lab.report import Slot
 from sharding_rules.lab.ticks import Window, windows
@@ -21,18 +21,64 @@ _BITS = {
     "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
     "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128,
 }  # fmt: skip
-_COMMENT = re.compile(r"/\*.*?\*/")
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
-_LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_SCOPE = re.compile(r"[\w.\-]+(?=\)*(?:/|$))")
-_INSIDE = re.compile(r"body|branch_\d+_fun")
-_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
-# with jax 0.12 some kernels start in one instruction, and end in a `fusion-done`
+
+# With jax 0.12 some kernels start in one instruction, and end in a `fusion-done`.
 FUSIONS = ("fusion", "fusion-start")
-CALLS = (*FUSIONS, "call", "async-start")  # what runs the computations that it calls, once each
+# Instructions that run the computations that they call, once each.
+CALLS = (*FUSIONS, "call", "async-start")
+
+# The forms of lines that are read. Comments may stand anywhere in them.
+
+# (s32[], f32[8], /*index=2*/f32[8])
+_COMMENT = re.compile(r"/\*.*?\*/")
+# ENTRY %main.42 (Arg_0.1: f32[8,4]) -> f32[8] {
+# %fused_computation {
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
+#   ROOT %add.3 = f32[8,4]{1,0} add(%p.1, %p.2), metadata={...}
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
+# bf16[4,512,8192]
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+# %add.3
+_NAME = re.compile(r"%([\w.\-]+)")
+
+# The forms of attributes, which follow the operands.
+
+# metadata={op_name="jit(step)/layers/dot_general" stack_frame_id=7}
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_STACK_FRAME = re.compile(r"stack_frame_id=(\d+)")
+# custom_call_target="__cublas$gemm"
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# frontend_attributes={kernel="attention forward",kernel_flops="4096"}
+_FRONTEND_ATTRIBUTES = re.compile(r"frontend_attributes=\{(.*?)\}")
+_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+# calls=%fused_computation
+# to_apply=%add
+# called_computations={%async_wrapped}
 _CALLED = re.compile(r"(?:calls|to_apply|called_computations)=\{?%([\w.\-]+)")
+# branch_computations={%branch_0, %branch_1}
+# true_computation=%then, false_computation=%else
+_BRANCHES = re.compile(r"branch_computations=\{(.*?)\}")
+_TRUE_AND_FALSE = re.compile(r"(?:true|false)_computation=%([\w.\-]+)")
+# condition=%cond.1, body=%body.1, backend_config={"known_trip_count":{"n":"96"}}
+_CONDITION = re.compile(r"condition=%([\w.\-]+)")
+_BODY = re.compile(r"body=%([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# lhs_contracting_dims={1}, of a dot
+_DOT_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+# "lhs_contracting_dimensions":["1"], in the backend_config of a call of cuBLAS
+_CUBLAS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+
+# The scopes of an op_name: jit(step)/transpose(jvp(forward_slot))/cond/branch_1_fun/dot_general
+_SCOPE = re.compile(r"[\w.\-]+(?=\)*(?:/|$))")
+_LOOP_OR_BRANCH_SCOPE = re.compile(r"body|branch_\d+_fun")
+
+# The tables of stack traces at the head of a module, each a title and its lines:
+# 1 "/home/me/train.py"
+_FILE = re.compile(r'^(\d+) "([^"]*/[^"]*|[^"]*\.py)"$', re.MULTILINE)
+# 3 {file_name_id=1 function_name_id=2 line=107 end_line=107 column=4 end_column=9}
+_FILE_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+).*?line=(\d+)", re.MULTILINE)
+# 7 {file_location_id=3 parent_frame_id=5}
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +90,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """f8 types of any name have 8 bits."""
+        """Bytes of the array; f8 types of any name have 8 bits."""
         return math.ceil(math.prod(self.dims) * _BITS.get(self.dtype, 8) / 8)
 
     def __str__(self) -> str:
@@ -52,11 +98,19 @@ class Array:
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
-    """Every array in the text of a shape, in order, nested tuples flattened."""
-    return tuple(
-        Array(dtype, tuple(int(d) for d in dims.split(",") if d))
-        for dtype, dims in _ARRAY.findall(shape)
-    )
+    """Returns every array in the text of a shape, in order, nested tuples flattened."""
+    return tuple(Array(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(shape))
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    """Returns (4, 512) for 4,512."""
+    return tuple(int(size) for size in text.split(",") if size)
+
+
+def _group(pattern: re.Pattern[str], text: str) -> str:
+    """Returns the first group of the first match; empty without a match."""
+    match = pattern.search(text)
+    return match[1] if match else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +124,7 @@ class Instruction:
     text: str
     """What follows the operands: attributes, metadata, backend_config."""
     index: int
-    """Its place in the schedule of its computation."""
+    """Its position in the schedule of its computation."""
     arguments: str = ""
     """The text between the brackets, for parameters and constants."""
 
@@ -87,56 +141,51 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The path of scopes that JAX traced it in; empty where XLA made the instruction itself."""
-        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
-        return match[1].replace("\\'", "'") if match else ""
+        return _group(_OP_NAME, self.text).replace("\\'", "'")
 
     @property
     def frame(self) -> int:
         """Number of its stack frame in the module's table; 0 where there is none."""
-        match = re.search(r"stack_frame_id=(\d+)", self.text)
-        return int(match[1]) if match else 0
+        return int(_group(_STACK_FRAME, self.text) or 0)
 
     @property
     def target(self) -> str:
         """The name of the function that a custom call calls; empty for other instructions."""
-        match = re.search(r'custom_call_target="([^"]*)"', self.text)
-        return match[1] if match else ""
+        return _group(_TARGET, self.text)
 
     @property
     def attributes(self) -> dict[str, str]:
-        """Attributes that the author of the program attached to it
-        (`jax.experimental.xla_metadata.set_xla_metadata`).
+        """Attributes that the author of the program attached to it.
+
+        `jax.experimental.xla_metadata.set_xla_metadata` attaches them.
         """
-        match = re.search(r"frontend_attributes=\{(.*?)\}", self.text)
-        return dict(_ATTRIBUTE.findall(match[1])) if match else {}
+        return dict(_ATTRIBUTE.findall(_group(_FRONTEND_ATTRIBUTES, self.text)))
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that run once each time this runs: of fusions, calls and asynchronous
-        wrappers.
-        """
+        """Computations that fusions, calls and asynchronous wrappers run once each time."""
         return tuple(_CALLED.findall(self.text))
 
     @property
     def branches(self) -> tuple[str, ...]:
         """The computations of a conditional, one of which runs; empty for other instructions."""
-        if match := re.search(r"branch_computations=\{(.*?)\}", self.text):
-            return tuple(re.findall(r"%([\w.\-]+)", match[1]))
-        return tuple(re.findall(r"(?:true|false)_computation=%([\w.\-]+)", self.text))
+        match = _BRANCHES.search(self.text)
+        if match:
+            return tuple(_NAME.findall(match[1]))
+        return tuple(_TRUE_AND_FALSE.findall(self.text))
 
     @property
     def body(self) -> str:
-        """The computation that a while loop repeats. Empty for other instructions."""
-        match = re.search(r"body=%([\w.\-]+)", self.text)
-        return match[1] if match else ""
+        """The computation that a while loop repeats; empty for other instructions."""
+        return _group(_BODY, self.text)
 
     @property
     def condition(self) -> str:
-        """The computation that decides whether a while loop continues; it runs once more than the
-        body. Empty for other instructions.
+        """The computation that decides whether a while loop continues.
+
+        It runs once more than the body. Empty for other instructions.
         """
-        match = re.search(r"condition=%([\w.\-]+)", self.text)
-        return match[1] if match else ""
+        return _group(_CONDITION, self.text)
 
     @property
     def trips(self) -> int | None:
@@ -164,7 +213,7 @@ class Visit:
 
     @property
     def loops(self) -> tuple[int, ...]:
-        """On the stage that runs it most."""
+        """The trip counts on the stage that runs it most."""
         return max(self.stages, key=math.prod)
 
 
@@ -174,188 +223,226 @@ class Module:
 
     computations: dict[str, tuple[Instruction, ...]]
     entry: str
-    _files: dict[int, str]
-    _locations: dict[int, tuple[int, int]]
-    _frames: dict[int, tuple[int, int]]
+    _stack_traces: _StackTraces
     slots: tuple[Slot, ...] = ()
+
+    # Instructions and their computations.
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """Instructions by name. Names are unique, parameters of computations included."""
+        return {instruction.name: instruction for instruction in self._instructions()}
+
+    @cached_property
+    def home(self) -> dict[str, str]:
+        """The computation of each instruction, by names."""
+        return {
+            instruction.name: computation
+            for computation, instructions in self.computations.items()
+            for instruction in instructions
+        }
+
+    @cached_property
+    def callers(self) -> dict[str, Instruction]:
+        """The instruction that runs each computation; the last one where there are several."""
+        callers = {}
+        for instruction in self._instructions():
+            for computation in (
+                *instruction.called,
+                *instruction.branches,
+                instruction.body,
+                instruction.condition,
+            ):
+                if computation:
+                    callers[computation] = instruction
+        return callers
+
+    def _instructions(self) -> Iterator[Instruction]:
+        for instructions in self.computations.values():
+            yield from instructions
+
+    def stack(self, instruction: Instruction) -> Iterator[str]:
+        """Yields file:line of each stack frame, innermost first.
+
+        Yields nothing where XLA made the instruction itself.
+        """
+        traces = self._stack_traces
+        number = instruction.frame
+        # A frame cannot have more ancestors than there are frames: a cycle ends here.
+        for _ in range(len(traces.frames) + 1):
+            if number not in traces.frames:
+                return
+            location, number = traces.frames[number]
+            file, line = traces.locations.get(location, (0, 0))
+            if file in traces.files:
+                yield f"{traces.files[file]}:{line}"
+
+    # The order in which computations run.
 
     @property
     def n_stages(self) -> int:
-        """How many kinds of devices there are, by the branches that they take."""
+        """Kinds of devices by the branches that they take."""
         return max((len(slot.stages) for slot in self.slots), default=1)
 
     def visits(self) -> Iterator[Visit]:
-        """Every computation in the order in which the entry runs them, once for each place that it
-        is called from.
+        """Yields every computation in the order in which the entry runs them.
+
+        A computation comes once for each instruction that calls it.
         """
         yield from self._visit(Visit(self.entry, ((),) * self.n_stages))
 
     def _visit(self, visit: Visit) -> Iterator[Visit]:
         yield visit
-        for one in self.computations.get(visit.computation, ()):
-            if one.opcode == "while":
-                if one.condition in self.computations:
-                    tests = tuple(
-                        (*loops, one.trips + 1 if one.trips is not None else 1)
-                        for loops in visit.stages
-                    )
-                    yield from self._visit(
-                        dataclasses.replace(visit, computation=one.condition, stages=tests)
-                    )
-                stages = tuple((*loops, one.trips or 1) for loops in visit.stages)
-                yield from self._visit(
-                    dataclasses.replace(visit, computation=one.body, stages=stages)
-                )
-            elif one.opcode == "conditional":
-                for branch in one.branches:
-                    yield from self._visit(self._branch(visit, one, branch))
-            elif one.opcode in (*CALLS, "custom-call"):
-                for called in one.called:
-                    yield from self._visit(
-                        dataclasses.replace(
-                            visit, computation=called, fused=visit.fused or one.opcode in FUSIONS
-                        )
-                    )
+        for instruction in self.computations.get(visit.computation, ()):
+            for callee in self._callees(visit, instruction):
+                yield from self._visit(callee)
 
-    def _branch(self, visit: Visit, one: Instruction, branch: str) -> Visit:
+    def _callees(self, visit: Visit, instruction: Instruction) -> Iterator[Visit]:
+        """Yields the computations that an instruction runs."""
+        if instruction.opcode == "while":
+            trips = instruction.trips
+            if instruction.condition in self.computations:
+                n_tests = trips + 1 if trips is not None else 1
+                yield _in_loop(visit, instruction.condition, n_tests)
+            yield _in_loop(visit, instruction.body, trips or 1)
+        elif instruction.opcode == "conditional":
+            for branch in instruction.branches:
+                yield self._in_branch(visit, instruction, branch)
+        elif instruction.opcode in (*CALLS, "custom-call"):
+            fused = visit.fused or instruction.opcode in FUSIONS
+            for computation in instruction.called:
+                yield dataclasses.replace(visit, computation=computation, fused=fused)
+
+    def _in_branch(self, visit: Visit, conditional: Instruction, branch: str) -> Visit:
+        """Returns the visit of a branch; with a slot, the one with most FLOPs runs in the slot."""
         inside = dataclasses.replace(visit, computation=branch, conditional=True)
-        runs = branch == self.dearest(one)
-        if (slot := self.slot(one)) is None:
-            return dataclasses.replace(inside, bounded=True, dearest=visit.dearest and runs)
+        is_dearest = branch == self.dearest(conditional)
+        slot = self.slot(conditional)
+        if slot is None:
+            return dataclasses.replace(inside, bounded=True, dearest=visit.dearest and is_dearest)
         stages = []
         for stage, loops in enumerate(visit.stages):
             *outer, trips = loops or (1,)
-            times = min(trips, slot.runs(stage))
-            stages.append((*outer, times if runs else trips - times))
+            runs = min(trips, slot.runs(stage))
+            stages.append((*outer, runs if is_dearest else trips - runs))
         return dataclasses.replace(inside, stages=tuple(stages))
 
-    def slot(self, conditional: Instruction) -> Slot | None:
-        """Returns the slot of a conditional, for the trips of the loop that it is in; None if there
-        is none.
-        """
-        slot, window = self.named_slot(conditional), self.windows.get(conditional.name)
-        return slot.within(window.begin, window.end) if slot and window else slot
-
-    @cached_property
-    def windows(self) -> dict[str, Window]:
-        """The ticks that the loop around each conditional with a slot runs, by the conditional's
-        name.
-        """
-        return windows(self)
-
-    def named_slot(self, conditional: Instruction) -> Slot | None:
-        """Returns the slot, of all ticks, whose scope a conditional was traced in directly, not
-        within another branch or loop.
-        """
-        path = _SCOPE.findall(conditional.op_name)[:-1]
-        begin = max((at + 1 for at, word in enumerate(path) if _INSIDE.fullmatch(word)), default=0)
-        result = [
-            (at, len(slot.scope), slot)
-            for slot in self.slots
-            if (at := _innermost(slot.scope.split("/"), path)) >= begin
-        ]
-        return max(result, key=lambda each: each[:2])[2] if result else None
-
-    def slots_in(self, computation: str) -> Iterator[tuple[str, Slot]]:
-        """Conditionals with a slot in a computation and its branches, those in loops of their own
-        left out.
-        """
-        for name, _ in self.named_slots_in(computation):
-            if slot := self.slot(self.by_name[name]):
-                yield name, slot
-
-    def named_slots_in(self, computation: str) -> Iterator[tuple[str, Slot]]:
-        """The same with the slots of all ticks."""
-        for one in self.computations.get(computation, ()):
-            if one.opcode == "conditional" and (slot := self.named_slot(one)):
-                yield one.name, slot
-            for inside in (*one.branches, *(one.called if one.opcode == "call" else ())):
-                yield from self.named_slots_in(inside)
-
     def dearest(self, conditional: Instruction) -> str:
-        """The branch with the most FLOPs, then with the most instructions; of a slot the one that
-        runs.
+        """Returns the branch with the most FLOPs, then with the most instructions.
+
+        With a slot, it is the branch that runs in the slot.
         """
         return max(
             conditional.branches,
-            key=lambda branch: (self.total_flops(branch), self._lines(branch)),
+            key=lambda branch: (self.total_flops(branch), self._n_instructions(branch)),
             default="",
         )
 
-    def _lines(self, computation: str) -> int:
-        """Returns how many instructions a computation has, with those of what it calls."""
+    def _n_instructions(self, computation: str) -> int:
+        """Returns the instructions of a computation, with those of what it calls."""
         if computation not in self._sizes:
-            lines = self.computations.get(computation, ())
-            inside = sum(
-                self._lines(name)
-                for one in lines
-                for name in (*one.called, *one.branches, one.body)
-                if name
-            )
-            self._sizes[computation] = len(lines) + inside
+            instructions = self.computations.get(computation, ())
+            size = len(instructions)
+            for instruction in instructions:
+                for callee in (*instruction.called, *instruction.branches, instruction.body):
+                    if callee:
+                        size += self._n_instructions(callee)
+            self._sizes[computation] = size
         return self._sizes[computation]
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
+        """The cache of `_n_instructions`."""
         return {}
 
-    @cached_property
-    def by_name(self) -> dict[str, Instruction]:
-        """Names are unique in a module, parameters of computations included."""
-        return {one.name: one for computation in self.computations.values() for one in computation}
+    # Slots of conditionals.
 
-    def stack(self, instruction: Instruction) -> Iterator[str]:
-        """file:line of each stack frame, innermost first; none where XLA made the instruction
-        itself.
+    def slot(self, conditional: Instruction) -> Slot | None:
+        """Returns the slot of a conditional, for the trips of its loop; None if there is none."""
+        slot = self.named_slot(conditional)
+        window = self.windows.get(conditional.name)
+        if slot is None or window is None:
+            return slot
+        return slot.within(window.begin, window.end)
+
+    @cached_property
+    def windows(self) -> dict[str, Window]:
+        """By conditional with a slot, the ticks that the loop around it runs."""
+        return windows(self)
+
+    def named_slot(self, conditional: Instruction) -> Slot | None:
+        """Returns the slot, of all ticks, whose scope a conditional was traced in directly.
+
+        A scope outside of another branch or loop around the conditional does not count. The
+        innermost scope decides between several slots.
         """
-        frame = instruction.frame
-        for _ in range(len(self._frames) + 1):
-            if frame not in self._frames:
-                return
-            location, frame = self._frames[frame]
-            file, line = self._locations.get(location, (0, 0))
-            if file in self._files:
-                yield f"{self._files[file]}:{line}"
+        path = _SCOPE.findall(conditional.op_name)[:-1]
+        begin = 0
+        for position, scope in enumerate(path):
+            if _LOOP_OR_BRANCH_SCOPE.fullmatch(scope):
+                begin = position + 1
+        innermost = None
+        best = (begin, -1)
+        for slot in self.slots:
+            rank = (_last_position(slot.scope.split("/"), path), len(slot.scope))
+            if rank > best:
+                best = rank
+                innermost = slot
+        return innermost
+
+    def slots_in(self, computation: str) -> Iterator[tuple[str, Slot]]:
+        """Yields the conditionals with a slot in a computation and its branches.
+
+        Those in loops of their own are left out. The slots are for the trips of the loop.
+        """
+        for name, _ in self.named_slots_in(computation):
+            slot = self.slot(self.by_name[name])
+            if slot:
+                yield name, slot
+
+    def named_slots_in(self, computation: str) -> Iterator[tuple[str, Slot]]:
+        """Yields what `slots_in` does, with the slots of all ticks."""
+        for instruction in self.computations.get(computation, ()):
+            if instruction.opcode == "conditional":
+                slot = self.named_slot(instruction)
+                if slot:
+                    yield instruction.name, slot
+            called = instruction.called if instruction.opcode == "call" else ()
+            for callee in (*instruction.branches, *called):
+                yield from self.named_slots_in(callee)
+
+    # Matmuls.
+
+    def total_flops(self, computation: str) -> int:
+        """Returns the FLOPs of the matmuls of one run of a computation."""
+        if computation not in self._flops:
+            instructions = self.computations.get(computation, ())
+            self._flops[computation] = sum(map(self.flops, instructions))
+        return self._flops[computation]
 
     @cached_property
-    def home(self) -> dict[str, str]:
-        """The computation of each instruction, by names."""
-        return {one.name: name for name, lines in self.computations.items() for one in lines}
-
-    @cached_property
-    def callers(self) -> dict[str, Instruction]:
-        """The instruction that runs each computation; the last one where there are several."""
-        everything = (one for lines in self.computations.values() for one in lines)
-        return {
-            name: one
-            for one in everything
-            for name in {*one.called, *one.branches, one.body, one.condition}
-            if name
-        }
+    def _flops(self) -> dict[str, int]:
+        """The cache of `total_flops`."""
+        return {}
 
     def flops(self, instruction: Instruction) -> int:
-        """Returns the FLOPs of the matmuls in one instruction and in what it calls, run once. Loops
-        inside count with their trips, and of branches the one with the most.
+        """Returns the FLOPs of the matmuls in one instruction and in what it calls, run once.
+
+        Loops inside count with their trips, and of branches the one with the most.
 
         XLA cannot look into a kernel. Any kernel can say its FLOPs in the attribute `kernel_flops`
         of its call (before jax 0.12, Pallas's `cost_estimate` is dropped on Mosaic GPU). Fused
         attention that says nothing, such as cuDNN's, is known by its operands.
         """
         if instruction.opcode == "dot":
-            return (
-                2
-                * math.prod(instruction.arrays[0].dims)
-                * self._contracted(instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
-            )
-        if instruction.opcode == "custom-call" and instruction.target.startswith("__cublas$"):
-            return (
-                2
-                * math.prod(instruction.arrays[0].dims)
-                * self._contracted(instruction, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-            )
+            return self._dot_flops(instruction, _DOT_CONTRACTED)
         if instruction.opcode == "custom-call":
-            said = instruction.attributes.get("kernel_flops", "")
-            return int(said) if said.isdecimal() else self._attention(instruction)
+            if instruction.target.startswith("__cublas$"):
+                return self._dot_flops(instruction, _CUBLAS_CONTRACTED)
+            kernel_flops = instruction.attributes.get("kernel_flops", "")
+            if kernel_flops.isdecimal():
+                return int(kernel_flops)
+            return self._attention_flops(instruction)
         if instruction.opcode == "while":
             return (instruction.trips or 1) * self.total_flops(instruction.body)
         if instruction.opcode == "conditional":
@@ -364,141 +451,162 @@ class Module:
             return sum(map(self.total_flops, instruction.called))
         return 0
 
-    def total_flops(self, computation: str) -> int:
-        """Returns the FLOPs of the matmuls of one run of a computation."""
-        if computation not in self._flops:
-            self._flops[computation] = sum(
-                self.flops(one) for one in self.computations.get(computation, ())
-            )
-        return self._flops[computation]
+    def _dot_flops(self, dot: Instruction, contracted: re.Pattern[str]) -> int:
+        """Returns 2 M N K."""
+        result = dot.arrays[0]
+        lhs = self.by_name.get(dot.operands[0])
+        n_contracted = 1
+        if lhs:
+            dims = lhs.arrays[0].dims
+            contracted_dims = re.findall(r"\d+", _group(contracted, dot.text))
+            n_contracted = math.prod(dims[int(d)] for d in contracted_dims)
+        return 2 * math.prod(result.dims) * n_contracted
 
-    @cached_property
-    def _flops(self) -> dict[str, int]:
-        return {}
+    def _attention_flops(self, call: Instruction) -> int:
+        """Returns the FLOPs of fused attention; 0 for any other kernel.
 
-    def _attention(self, call: Instruction) -> int:
-        """FLOPs of fused attention: the first operands are queries, keys and values of four axes,
-        the last one the head's width.
+        The first operands of attention are queries, keys and values of four dimensions, the last
+        one the head's width.
         """
-        known = self.by_name
-        operands = [
-            known[name].arrays[0].dims
-            for name in call.operands
-            if name in known and known[name].arrays
-        ]
-        if (
-            len(operands) < 3
-            or any(len(dims) != 4 for dims in operands[:3])
-            or operands[0][-1] != operands[1][-1]
-        ):
+        operands = []
+        for name in call.operands:
+            operand = self.by_name.get(name)
+            if operand and operand.arrays:
+                operands.append(operand.arrays[0].dims)
+        if len(operands) < 3 or any(len(dims) != 4 for dims in operands[:3]):
+            return 0
+        queries, keys = operands[:2]
+        if queries[-1] != keys[-1]:
             return 0
         # Forward: scores and output. Backward, which gets the output's gradient: scores, theirs,
         # and one for each gradient that it returns.
-        backward = operands[0] in operands[3:]
-        matmuls = 2 + sum(len(array.dims) == 4 for array in call.arrays) if backward else 2
-        keys = max(operands[1][1:3])  # Longer than there are heads, whichever comes first.
-        causal = call.target.startswith("__cudnn") and "causal" in call.text.lower()
-        return 2 * matmuls * math.prod(operands[0]) * keys // (2 if causal else 1)
+        n_matmuls = 2
+        is_backward = queries in operands[3:]
+        if is_backward:
+            n_matmuls += sum(len(array.dims) == 4 for array in call.arrays)
+        # Keys are [B, S, N, H] or [B, N, S, H]; sequences are longer than there are heads.
+        n_keys = max(keys[1:3])
+        flops = 2 * n_matmuls * math.prod(queries) * n_keys
+        is_causal = call.target.startswith("__cudnn") and "causal" in call.text.lower()
+        return flops // 2 if is_causal else flops
 
-    def _contracted(self, dot: Instruction, pattern: str) -> int:
-        found, left = re.search(pattern, dot.text), self.by_name.get(dot.operands[0])
-        dims = [int(d) for d in re.findall(r"\d+", found[1])] if found else []
-        return math.prod(left.arrays[0].dims[d] for d in dims) if left else 1
+
+def _in_loop(visit: Visit, computation: str, trips: int) -> Visit:
+    stages = tuple((*loops, trips) for loops in visit.stages)
+    return dataclasses.replace(visit, computation=computation, stages=stages)
 
 
-def _innermost(scopes: list[str], path: list[str]) -> int:
-    """Returns the position in a path of the last of these scopes, if the path has them in this
-    order; else -1.
+def _last_position(scopes: Sequence[str], path: Sequence[str]) -> int:
+    """Returns the last position in a path of the last of these scopes.
+
+    -1 if the path does not have all scopes in this order.
     """
-    result = []
+    positions: list[int] = []
+    end = len(path)
     for scope in reversed(scopes):
-        before = path[: result[-1]] if result else path
-        if scope not in before:
+        candidates = [i for i in range(end) if path[i] == scope]
+        if not candidates:
             return -1
-        result.append(len(before) - 1 - before[::-1].index(scope))
-    return result[0]
+        end = candidates[-1]
+        positions.append(end)
+    return positions[0]
+
+
+# Parsing.
 
 
 def parse(text: str, slots: tuple[Slot, ...] = ()) -> Module:
-    """`compiled.as_text()` as a Module. Raises ValueError where there is no entry computation.
+    """Returns `compiled.as_text()` as a Module.
 
-    slots: what is known of its conditionals.
+    slots: what is known of its conditionals. Raises ValueError where there is no entry computation.
     """
     computations: dict[str, list[Instruction]] = {}
-    entry, current = "", None
+    entry = ""
+    instructions = None  # of the computation that the line is in
     for line in text.splitlines():
         if line.startswith((" ", "\t")):
-            if current is not None and (match := _LINE.match(line)):
-                current.append(_instruction(match[1], _COMMENT.sub("", match[2]), len(current)))
+            match = _INSTRUCTION.match(line)
+            if instructions is not None and match:
+                name, definition = match.groups()
+                definition = _COMMENT.sub("", definition)
+                instructions.append(_instruction(name, definition, len(instructions)))
         elif line.startswith("}"):
-            current = None
-        elif not line.startswith("HloModule") and (head := _HEAD.match(_COMMENT.sub("", line))):
-            current = computations.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
+            instructions = None
+        elif not line.startswith("HloModule"):
+            match = _COMPUTATION.match(_COMMENT.sub("", line))
+            if match:
+                is_entry, name = match.groups()
+                instructions = computations.setdefault(name, [])
+                if is_entry:
+                    entry = name
     if not entry:
         raise ValueError("no ENTRY computation in this text: it is not an HLO module")
     return Module(
-        {name: tuple(lines) for name, lines in computations.items()}, entry, *_tables(text), slots
+        {name: tuple(lines) for name, lines in computations.items()},
+        entry,
+        _stack_traces(text),
+        slots,
     )
 
 
 def _instruction(name: str, text: str, index: int) -> Instruction:
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    shape, rest = text[:end], text[end:].lstrip()
-    opening = rest.find("(")
-    closing = _closing(rest, opening)
-    inside = rest[opening + 1 : closing]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    """Parses what follows "%name = ".
+
+    (f32[8], s32[]) fusion(%p.1, %p.2), kind=kLoop, calls=%fused, metadata={...}
+    """
+    shape_end = _closing_bracket(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    call = text[shape_end:].lstrip()
+    opening = call.find("(")
+    closing = _closing_bracket(call, opening)
+    inside = call[opening + 1 : closing]
+    operands = tuple(_NAME.findall(inside))
     return Instruction(
-        name,
-        shape,
-        rest[:opening],
-        operands,
-        rest[closing + 1 :],
-        index,
-        "" if operands else inside,
+        name=name,
+        shape=text[:shape_end],
+        opcode=call[:opening],
+        operands=operands,
+        text=call[closing + 1 :],
+        index=index,
+        arguments="" if operands else inside,
     )
 
 
-def _closing(text: str, opening: int) -> int:
-    """Index of the bracket that closes the one at `opening`."""
+def _closing_bracket(text: str, opening: int) -> int:
+    """Returns the index of the bracket that closes the one at `opening`."""
     depth = 0
-    for at in range(opening, len(text)):
-        depth += (text[at] == "(") - (text[at] == ")")
+    for i in range(opening, len(text)):
+        if text[i] == "(":
+            depth += 1
+        elif text[i] == ")":
+            depth -= 1
         if depth == 0:
-            return at
+            return i
     return len(text) - 1
 
 
-def _tables(
-    text: str,
-) -> tuple[dict[int, str], dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
-    """Files, locations (file, line) and frames (location, parent) of the stack traces, by number.
+class _StackTraces(NamedTuple):
+    """The stack frames of the program's lines, by number."""
 
-    XLA writes a parent one too high: 1 is none.
-    """
+    files: dict[int, str]
+    locations: dict[int, tuple[int, int]]
+    """File and line."""
+    frames: dict[int, tuple[int, int]]
+    """Location, and the frame that called this one."""
+
+
+def _stack_traces(text: str) -> _StackTraces:
     head = text[: text.find("\n}")]
-    files = {
-        int(n): path
-        for n, path in re.findall(
-            r'^(\d+) "([^"]*/[^"]*|[^"]*\.py)"$', _section(head, "FileNames"), re.M
-        )
-    }
-    lines = re.findall(
-        r"^(\d+) \{file_name_id=(\d+).*?line=(\d+)", _section(head, "FileLocations"), re.M
-    )
-    frames = re.findall(
-        r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?",
-        _section(head, "StackFrames"),
-        re.M,
-    )
-    return (
-        files,
-        {int(n): (int(file), int(line)) for n, file, line in lines},
-        {int(n): (int(location), int(parent or 1) - 1) for n, location, parent in frames},
-    )
+    files = {int(number): path for number, path in _FILE.findall(_table(head, "FileNames"))}
+    locations = {}
+    for number, file, line in _FILE_LOCATION.findall(_table(head, "FileLocations")):
+        locations[int(number)] = (int(file), int(line))
+    frames = {}
+    for number, location, parent in _FRAME.findall(_table(head, "StackFrames")):
+        # XLA writes a parent one too high: 1 is none.
+        frames[int(number)] = (int(location), int(parent or 1) - 1)
+    return _StackTraces(files, locations, frames)
 
 
-def _section(head: str, title: str) -> str:
-    match = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", head, re.M | re.S)
+def _table(head: str, title: str) -> str:
+    match = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", head, re.MULTILINE | re.DOTALL)
     return match[1] if match else ""

@@ -1,16 +1,15 @@
-"""What is wrong with a compiled program: each check names the place, the bytes, and the rule or
-line to change.
+"""Lint of a compiled program: each finding names the place, the bytes, and what to change.
 
-A check is silent where it cannot be sure. Collectives with less than 1 % of the step's wire bytes,
-and arrays with less than 5 % of the memory at the peak, are never worth a finding
-(`lint_context.LARGE_WIRE`, `lint_context.LARGE_MEMORY`).
+A check is a function from a LintContext to findings. It is silent where it cannot be sure.
+Collectives with less than 1 % of the step's wire bytes, and arrays with less than 5 % of the memory
+at the peak, are never worth a finding (`lint_context.LARGE_WIRE`, `lint_context.LARGE_MEMORY`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
 from sharding_rules.lab import (
@@ -22,54 +21,68 @@ from sharding_rules.lab import (
     lint_state,
     lint_weights,
 )
-from sharding_rules.lab.hlo import arrays
-from sharding_rules.lab.lint_context import Finding, LintContext, LogicalAxes, names_of
+from sharding_rules.lab.hlo import Array, arrays
+from sharding_rules.lab.lint_context import Finding, LintContext, LogicalAxes, name_list
 from sharding_rules.lab.report import Location, Report
 from sharding_rules.presets import PRESETS
 from sharding_rules.rules import Kind, Rules, axes_of, row_of
+
+# Characters of a warning of XLA that a finding quotes.
+_WARNING_WIDTH = 400
 
 
 def lint(
     report: Report, rules: Rules | None = None, axes: LogicalAxes | None = None
 ) -> tuple[Finding, ...]:
-    """Everything that CHECKS find, errors before notices, most bytes first.
+    """Returns everything that CHECKS find, errors before notices, most bytes first.
 
     Args:
+      report: the program.
       rules: those that the program was written for. Without them lint compares with how the
-      arguments are sharded. axes: logical axes of each parameter by name. With them findings name
-      the row of the rules. None: those of the report, if the
-        trainer gave it some.
+        arguments are sharded.
+      axes: logical axes of each parameter by name. With them findings name the row of the rules.
+        None: those of the report, if the trainer gave it some.
     """
-    context = LintContext(report, rules, axes or report.logical)
-    parts = lint_segments.parts(context)
-    found: dict[tuple[str, str, Location], Finding] = {}
+    program = LintContext(report, rules, axes or report.logical)
+    segments = lint_segments.split(program)
+    findings: dict[tuple[str, str, Location], Finding] = {}
     for check in CHECKS:
-        for one in (
-            one for part in (parts if check in _BY_SEGMENT else [context]) for one in check(part)
-        ):
-            found.setdefault(
-                (one.check, one.text, one.where),
-                dataclasses.replace(one, segments=lint_segments.segments_of(report, one)),
-            )
-    return tuple(
-        sorted(
-            found.values(),
-            key=lambda one: (one.severity != "error", one.check != "rematerialization", -one.bytes),
-        )
-    )
+        for context in segments if check in _CHECKS_BY_SEGMENT else [program]:
+            for finding in check(context):
+                # Two segments may have the same finding.
+                findings.setdefault((finding.check, finding.text, finding.where), finding)
+
+    located = [
+        dataclasses.replace(finding, segments=lint_segments.finding_segments(report, finding))
+        for finding in findings.values()
+    ]
+    return tuple(sorted(located, key=_rank))
+
+
+def _rank(finding: Finding) -> tuple[bool, bool, int]:
+    # A rematerialization has no bytes to be sorted by.
+    return finding.severity != "error", finding.check != "rematerialization", -finding.bytes
+
+
+# XLA's warnings.
 
 
 def rematerializations(context: LintContext) -> Iterator[Finding]:
     """The partitioner gave up: it replicates an array and shards it again."""
-    for line in dict.fromkeys(
-        line for line in context.report.warnings if "rematerialization" in line
-    ):
-        neutral = (
-            "pin that array (jax.lax.with_sharding_constraint); look a sharded table up by hand, "
-            "in a shard_map"
+    for line in dict.fromkeys(context.report.warnings):
+        if "rematerialization" not in line:
+            continue
+        yield Finding(
+            check="rematerialization",
+            bytes=0,
+            where=Location(),
+            text=line.strip()[:_WARNING_WIDTH],
+            fix=context.vocabulary.fix(
+                "rematerialization",
+                "pin that array (jax.lax.with_sharding_constraint); look a sharded table up by "
+                "hand, in a shard_map",
+            ),
         )
-        fix = context.vocabulary.fix("rematerialization", neutral)
-        yield Finding("rematerialization", 0, Location(), line.strip()[:400], fix)
 
 
 def unknown_loops(context: LintContext) -> Iterator[Finding]:
@@ -77,141 +90,196 @@ def unknown_loops(context: LintContext) -> Iterator[Finding]:
     for line in context.report.warnings:
         if "how often this loop runs" in line:
             yield Finding(
-                "unknown-loop",
-                0,
-                Location(),
-                line,
-                "a loop of fixed length: lax.scan, or fori_loop with Python bounds",
-                "notice",
+                check="unknown-loop",
+                bytes=0,
+                where=Location(),
+                text=line,
+                fix="a loop of fixed length: lax.scan, or fori_loop with Python bounds",
+                severity="notice",
             )
+
+
+# Rules.
 
 
 def dead_rules(context: LintContext) -> Iterator[Finding]:
-    """A row that names no dimension of the model, but nearly so: a typo leaves the right row as it
-    was.
+    """A row that names no dimension of the model, but almost does.
+
+    After a typo, the row that was meant is as it was before.
     """
     if not (context.rules and context.axes):
         return
-    known = dict.fromkeys(axis for axes in context.axes.values() for axis in axes if axis)
-    known |= dict.fromkeys(
-        row
-        for rules in PRESETS.values()
-        for kind in get_args(Kind)
-        for row in getattr(rules, kind) or {}
-    )
-    of_kind = {kind: getattr(context.rules, kind) or {} for kind in reversed(get_args(Kind))}
-    rows = {
-        (row, entry): kind
-        for kind, own in of_kind.items()
-        for row, entry in own.items()
-        if not row_of(known, row)
-    }
-    for (row, entry), kind in rows.items():
-        ways, near = (
-            context.ways(axes_of(entry)),
-            difflib.get_close_matches(row, sorted(known), n=1),
-        )
+    known_axes = _known_axes(context)
+    for kind, row, entry in _unmatched_rows(context.rules, known_axes):
+        near = difflib.get_close_matches(row, known_axes, n=1)
         if not near:
             continue
-        # activations of a model's own may have names that nearly are a parameter's
+        fix = f"did you mean rules.{kind}[{near[0]!r}]?"
         if entry is None:
-            text = (
-                f"rules.{kind}[{row!r}] = None changes nothing: no parameter has a dimension "
-                f"{row!r}"
-            )
+            # A notice only: activations of a model's own may have names close to a parameter's.
             yield Finding(
-                "dead-rule",
-                0,
-                Location(),
-                text,
-                f"did you mean rules.{kind}[{near[0]!r}]?",
-                "notice",
+                check="dead-rule",
+                bytes=0,
+                where=Location(),
+                text=(
+                    f"rules.{kind}[{row!r}] = None changes nothing: no parameter has a dimension "
+                    f"{row!r}"
+                ),
+                fix=fix,
+                severity="notice",
             )
+        axes = axes_of(entry)
+        ways = context.ways(axes)
         if ways == 1:
             continue
-        held = [
-            a
-            for a in context.report.arguments
-            if near[0] in context.logical(a) and not set(axes_of(entry)) & set(a.axes)
-        ]
-        text = (
-            f"rules.{kind}[{row!r}] = {entry!r} shards nothing: no parameter has a dimension "
-            f"{row!r}"
-        )
-        text += f"; {names_of(held)} stay whole" if held else ""
-        wasted = sum(a.bytes for a in held) * (ways - 1) // ways
+        replicated = []
+        for argument in context.report.arguments:
+            if near[0] in context.logical_axes(argument) and not set(axes) & set(argument.axes):
+                replicated.append(argument)
+        consequence = f"; {name_list(replicated)} stay whole" if replicated else ""
         yield Finding(
-            "dead-rule", wasted, Location(), text, f"did you mean rules.{kind}[{near[0]!r}]?"
+            check="dead-rule",
+            bytes=sum(argument.bytes for argument in replicated) * (ways - 1) // ways,
+            where=Location(),
+            text=(
+                f"rules.{kind}[{row!r}] = {entry!r} shards nothing: no parameter has a dimension "
+                f"{row!r}{consequence}"
+            ),
+            fix=fix,
         )
+
+
+def _known_axes(context: LintContext) -> list[str]:
+    """Returns the logical axes of the model and of all presets."""
+    names: set[str] = set()
+    for axes in context.axes.values():
+        names.update(axis for axis in axes if axis)
+    for rules in PRESETS.values():
+        for kind in get_args(Kind):
+            names.update(getattr(rules, kind) or {})
+    return sorted(names)
+
+
+def _unmatched_rows(
+    rules: Rules, known_axes: Sequence[str]
+) -> list[tuple[str, str, str | tuple[str, ...] | None]]:
+    """Returns (column, row, entry) of each row that names no known axis.
+
+    A row that stands in several columns with the same entry is that of the first one.
+    """
+    axes = dict.fromkeys(known_axes)
+    columns: dict[tuple, str] = {}
+    for kind in reversed(get_args(Kind)):
+        for row, entry in (getattr(rules, kind) or {}).items():
+            if not row_of(axes, row):
+                columns[row, entry] = kind
+    return [(kind, row, entry) for (row, entry), kind in columns.items()]
+
+
+# Kernels.
 
 
 def global_kernels(context: LintContext) -> Iterator[Finding]:
-    """A kernel whose operands have the whole batch, or all heads: under plain jit XLA gathers a
-    custom call's operands.
+    """A kernel whose operands have the whole batch, or all heads.
 
-    Sequences may be merged with heads: [S, B, N, H] is passed as [1, S, B N, H].
+    Under plain jit XLA gathers a custom call's operands. Sequences may be merged with heads:
+    [S, B, N, H] is passed as [1, S, B N, H].
     """
-    (B, _), (b, s) = context.batch, context.local_batch
-    named = (
-        (axis, a.shape[dim])
-        for a in context.params
-        for dim, axis in enumerate(context.logical(a))
-        if axis
-    )
-    sizes = {axis.rpartition("/")[2]: size for axis, size in named}
-    N, H = sizes.get("heads", 0), sizes.get("head_dim", 0)
-    ways = context.ways(context.shards_activation("heads"))
     for target, shapes, where in context.report.kernels:
-        held = [
-            array
-            for shape in shapes
-            for array in arrays(shape)
-            if len(array.dims) > 2 and s and s in array.dims
-        ]
-        batch = [
-            array
-            for array in held
-            if b < B == array.dims[0]
-            or (array.dims[0] == 1 and b < B and B * N // ways in _left(array.dims, s, H))
-        ]
-        heads = [
-            array
-            for array in held
-            if ways > 1 and N and N * max(1, b // array.dims[0]) in _left(array.dims, s, H)
-        ]
-        for found, row in ((batch, "batch"), (heads, "heads")):
-            if found:
-                text = (
-                    f"{target} runs on {', '.join(map(str, found))}: the whole {row}, which "
+        operands = [array for shape in shapes for array in arrays(shape)]
+        unsharded = {
+            "batch": [array for array in operands if _has_whole_batch(context, array)],
+            "heads": [array for array in operands if _has_all_heads(context, array)],
+        }
+        for row, operands in unsharded.items():
+            if not operands:
+                continue
+            yield Finding(
+                check="global-kernel",
+                bytes=sum(array.bytes for array in operands),
+                where=where,
+                text=(
+                    f"{target} runs on {', '.join(map(str, operands))}: the whole {row}, which "
                     f"rules.activations[{row!r}] shards"
-                )
-                fix = (
+                ),
+                fix=(
                     "call it on local shards: shard.shard_map(kernel, in_specs, out_specs) at "
                     f"{where.source or where.part}"
-                )
-                yield Finding(
-                    "global-kernel", sum(array.bytes for array in found), where, text, fix
-                )
+                ),
+            )
 
 
-def _left(dims: tuple[int, ...], *known: int) -> list[int]:
-    left = list(dims[1:])
-    for size in known:
-        if size in left:
-            left.remove(size)
-    return left
+def _has_whole_batch(context: LintContext, array: Array) -> bool:
+    """Whether an operand has the rows of all devices."""
+    n_rows = context.batch_rows
+    local_rows, _ = context.local_batch
+    if not _has_sequences(context, array) or local_rows >= n_rows:
+        return False
+    if array.dims[0] == n_rows:
+        return True
+    # Rows may be merged with this device's heads.
+    n_heads = _axis_size(context, "heads")
+    merged = n_rows * n_heads // context.ways(context.activation_axes("heads"))
+    return array.dims[0] == 1 and merged in _other_dims(context, array)
+
+
+def _has_all_heads(context: LintContext, array: Array) -> bool:
+    """Whether an operand has the heads of all devices, or their product with its rows."""
+    n_heads = _axis_size(context, "heads")
+    if not _has_sequences(context, array) or not n_heads:
+        return False
+    if context.ways(context.activation_axes("heads")) == 1:
+        return False
+    local_rows, _ = context.local_batch
+    merged_rows = max(1, local_rows // array.dims[0])
+    return n_heads * merged_rows in _other_dims(context, array)
+
+
+def _has_sequences(context: LintContext, array: Array) -> bool:
+    _, local_columns = context.local_batch
+    return len(array.dims) > 2 and local_columns > 0 and local_columns in array.dims
+
+
+def _other_dims(context: LintContext, array: Array) -> list[int]:
+    """Returns the dimensions after the first, without one of the sequence and one of head_dim."""
+    _, local_columns = context.local_batch
+    dims = list(array.dims[1:])
+    for size in (local_columns, _axis_size(context, "head_dim")):
+        if size in dims:
+            dims.remove(size)
+    return dims
+
+
+def _axis_size(context: LintContext, name: str) -> int:
+    """Returns the size of a logical axis of the parameters; 0 if none has it."""
+    size = 0
+    for param in context.params:
+        for dim, axis in enumerate(context.logical_axes(param)):
+            if axis and axis.rpartition("/")[2] == name:
+                size = param.shape[dim]
+    return size
 
 
 CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
-    rematerializations, unknown_loops, dead_rules, global_kernels, *lint_reshards.CHECKS,
-    *lint_weights.CHECKS, *lint_state.CHECKS,
-    *lint_placement.CHECKS, *lint_reductions.CHECKS, *lint_pipeline.CHECKS,
-)  # fmt: skip
-_BY_SEGMENT = {
-    global_kernels, lint_reshards.reshards, *lint_weights.CHECKS, lint_reductions.reduction_dtype,
+    rematerializations,
+    unknown_loops,
+    dead_rules,
+    global_kernels,
+    *lint_reshards.CHECKS,
+    *lint_weights.CHECKS,
+    *lint_state.CHECKS,
+    *lint_placement.CHECKS,
+    *lint_reductions.CHECKS,
+    *lint_pipeline.CHECKS,
+)
+
+# These checks look at the layers of one segment at a time, so that one segment hides nothing in
+# another. The others look at the whole program: its state, its mesh, sums of gradients that XLA may
+# have merged, and what stages send each other.
+_CHECKS_BY_SEGMENT = {
+    global_kernels,
+    lint_reshards.reshards,
+    *lint_weights.CHECKS,
+    lint_reductions.reduction_dtype,
     lint_reductions.residual_not_sharded,
-}  # fmt: skip
-"""Those that look at each segment's layers alone, so that one segment hides nothing in another.
-What is in no segment is looked at with all parameters, because XLA merges what several segments
-send. The others look at the whole program: its state, its mesh, sums of gradients that XLA may have
-merged, and what stages send each other."""
+}

@@ -1,5 +1,7 @@
-"""What lint knows beside the report: which arrays are weights and which activations, and which
-collectives the rules ask for.
+"""What the checks of lint share: findings, and the facts about a program that checks read.
+
+A check is a function from a LintContext to findings. The context tells it which arrays are weights
+and which activations, and which collectives the rules ask for.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from sharding_rules.lab.hlo import Array, arrays
 from sharding_rules.lab.report import Argument, Collective, Location, Report, location_text
@@ -19,11 +21,14 @@ from sharding_rules.rules import Kind, Rules, axes_of, row_of
 
 SUMS = ("all-reduce", "reduce-scatter")
 EXCHANGES = ("all-to-all", "ragged-all-to-all", "collective-permute")
-LogicalAxes = Mapping[str, Sequence[str | None]]
+
+# Share of the step's wire bytes: a collective with less is not worth a finding.
 LARGE_WIRE = 0.01
-"""Share of the step's wire bytes: a collective with less is not worth a finding."""
+# Share of the memory at the peak: an array with less may be replicated.
 LARGE_MEMORY = 0.05
-"""Share of the memory at the peak: an array with less may be replicated."""
+
+LogicalAxes = Mapping[str, Sequence[str | None]]
+MeshAxes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,24 +53,25 @@ class Finding:
     only one."""
 
     def __str__(self) -> str:
-        inside = (
-            f", segment{'s' * (len(self.segments) > 1)} {' and '.join(self.segments)}"
-            if self.segments
-            else ""
-        )
+        segments = ""
+        if self.segments:
+            plural = "s" if len(self.segments) > 1 else ""
+            segments = f", segment{plural} {' and '.join(self.segments)}"
         return (
-            f"{self.severity}: {self.check}: {self.text}\n    in "
-            f"{location_text(self.where)}{inside}\n    fix: {self.fix}"
+            f"{self.severity}: {self.check}: {self.text}\n"
+            f"    in {location_text(self.where)}{segments}\n"
+            f"    fix: {self.fix}"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One array of a collective. XLA combines collectives, so that one may have arrays of several
-    layers and parts.
+    """One array of a collective.
+
+    XLA combines collectives, so that one may have arrays of several layers and parts.
     """
 
-    one: Collective
+    collective: Collective
     array: Array
     bytes: float
     """Its share of the wire bytes of a step."""
@@ -75,17 +81,33 @@ class Piece:
     @property
     def along(self) -> str:
         """The mesh axes in words."""
-        return " and ".join(self.one.axes)
+        return " and ".join(self.collective.axes)
+
+
+class _Batch(NamedTuple):
+    """The largest array of the batch, and its shape without features."""
+
+    argument: Argument | None
+    microbatches: int
+    rows: int
+    """B of a microbatch."""
+    columns: int
+    """S, the tokens of a row."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LintContext:
-    """One report, and what its rules promise."""
+    """Facts about one program: its report, its rules, and what follows from both.
+
+    `lint` builds it once, and once more for each segment of a model with several. Checks only read
+    it. Facts are computed when the first check asks for them.
+    """
 
     report: Report
     rules: Rules | None
+    """None: the program is compared with how its arguments are sharded."""
     axes: LogicalAxes
-    """The logical axes of each parameter, by its own name; empty where the caller does not know
+    """The logical axes of each parameter, by its short name; empty where the caller does not know
     them."""
     segment: str = ""
     """The segment that the report is restricted to, see `lint_segments`; empty: the whole program,
@@ -98,41 +120,82 @@ class LintContext:
         """The names that the program's trainer uses."""
         return self.report.vocabulary
 
-    @cached_property
-    def manual_axes(self) -> set[str]:
-        """Mesh axes whose strategies move activations by hand: stages, experts and rings permute
-        and exchange, and no rule says when.
-        """
-        return set(self.vocabulary.manual_axes)
+    # What the program sends.
 
     @cached_property
-    def large(self) -> float:
-        """Wire bytes from which on a collective is worth a finding."""
+    def large_wire_bytes(self) -> float:
+        """Bytes that a device must send in a step for a finding about it."""
+        step = self.step or self.report
         return LARGE_WIRE * sum(
-            one.times * one.wire for one in (self.step or self.report).collectives
+            collective.times * collective.wire for collective in step.collectives
         )
+
+    def is_large(self, pieces: Sequence[Piece]) -> bool:
+        """Whether these arrays together are worth a finding."""
+        # One device sends nothing, and then no sum is too small.
+        return bool(pieces) and sum(piece.bytes for piece in pieces) >= self.large_wire_bytes
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Every array of every collective."""
-        found = []
-        for one in self.report.collectives:
-            sent = arrays(" ".join(one.shapes))
-            total = max(1, sum(array.bytes for array in sent))
-            made_of = one.made_of if len(one.made_of) == len(sent) else ("",) * len(sent)
-            for array, names in zip(sent, made_of, strict=True):
-                found.append(
-                    Piece(
-                        one, array, one.times * one.wire * array.bytes / total, tuple(names.split())
-                    )
-                )
-        return tuple(found)
-
-    # Sizes of the model and its batch.
+        pieces = []
+        for collective in self.report.collectives:
+            sent = arrays(" ".join(collective.shapes))
+            total_bytes = max(1, sum(array.bytes for array in sent))
+            made_of = collective.made_of
+            if len(made_of) != len(sent):
+                made_of = ("",) * len(sent)
+            for array, arguments in zip(sent, made_of, strict=True):
+                wire_bytes = collective.times * collective.wire * array.bytes / total_bytes
+                pieces.append(Piece(collective, array, wire_bytes, tuple(arguments.split())))
+        return tuple(pieces)
 
     @cached_property
-    def _batch_shape(self) -> tuple[Argument | None, tuple[int, int, int]]:
-        """The largest array of the batch, and (M, B, S): microbatches, and rows and columns of one.
+    def manual_axes(self) -> set[str]:
+        """Mesh axes whose strategies move activations by hand.
+
+        Stages, experts and rings permute and exchange, and no rule says when.
+        """
+        return set(self.vocabulary.manual_axes)
+
+    def is_for_matrix_optimizer(self, collective: Collective) -> bool:
+        """Whether it is in an optimizer that multiplies matrices, as Muon does.
+
+        Such an optimizer needs whole matrices, and no rule says how it gets them.
+        """
+        return collective.where.phase == "optimizer" and self.report.flops.get("optimizer", 0) > 0
+
+    def runs_per_microbatch(self, collective: Collective) -> bool:
+        """Whether it is in the loop over microbatches or, in a pipeline, over ticks.
+
+        In a branch, it may run in some of the ticks only.
+        """
+        if not collective.loops:
+            return False
+        trips = collective.loops[0]
+        if trips == self.microbatches:
+            return True
+        tick_trips = set(self.report.tick_loops)
+        for slot in self.report.slots:
+            tick_trips.add(slot.trips)
+            tick_trips.update(slot.runs(stage) for stage in range(len(slot.stages)))
+        # Any loop may have one trip.
+        return trips != 1 and trips in tick_trips
+
+    # Sizes of the mesh, the batch and the model.
+
+    def ways(self, axes: Iterable[str]) -> int:
+        """Returns the number of shards that these mesh axes make."""
+        return math.prod(self.report.mesh.get(axis, 1) for axis in axes)
+
+    @property
+    def n_stages(self) -> int:
+        """Devices along the pipeline's axis. They run different layers and branches."""
+        return self.report.mesh.get(self.vocabulary.pipeline_axis, 1)
+
+    @cached_property
+    def _batch(self) -> _Batch:
+        """The batch, which has tokens or activations.
 
         Tokens are integers [M, B, S] or [B, S]; activations are floats [M, B, S, D], [B, S, D] or
         [tokens, D].
@@ -143,103 +206,88 @@ class LintContext:
             tokens or batch, key=lambda a: (len(a.shape), math.prod(a.shape)), default=None
         )
         if largest is None:
-            return None, (1, 0, 0)
+            return _Batch(None, 1, 0, 0)
         leading = largest.shape if tokens else largest.shape[:-1]
-        return largest, (1, *leading, 1)[-3:] if len(leading) == 1 else (1, *leading)[-3:]  # pyright: ignore[reportReturnType]
+        if len(leading) == 1:
+            return _Batch(largest, 1, leading[0], 1)
+        microbatches, rows, columns = (1, *leading)[-3:]
+        return _Batch(largest, microbatches, rows, columns)
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step; zero where there is no batch."""
-        return self._batch_shape[1][0]
+        """Microbatches of a step."""
+        return self._batch.microbatches
 
     @property
-    def batch(self) -> tuple[int, int]:
-        """[B, S] of a microbatch; zeros where there is no batch."""
-        return self._batch_shape[1][1:]
-
-    @property
-    def staged(self) -> bool:
-        """Devices along the pipeline's axis run different layers, and take different branches."""
-        return self.stages > 1
-
-    @property
-    def stages(self) -> int:
-        """Devices along the pipeline's axis."""
-        return self.report.mesh.get(self.vocabulary.pipeline_axis, 1)
-
-    def in_matrix_optimizer(self, one: Collective) -> bool:
-        """Whether it is in an optimizer that multiplies matrices, as Muon does: it needs them in
-        full, and no rule says how.
-        """
-        return one.where.phase == "optimizer" and self.report.flops.get("optimizer", 0) > 0
-
-    def each_microbatch(self, one: Collective) -> bool:
-        """In the loop over microbatches, which in a pipeline is that over ticks, or in a branch
-        that runs in some of them.
-        """
-        slots = self.report.slots
-        counts = {
-            n for slot in slots for n in (slot.trips, *map(slot.runs, range(len(slot.stages))))
-        } | {*self.report.tick_loops}
-        # 1: of any loop
-        return one.loops[:1] == (self.microbatches,) or (
-            bool(one.loops) and one.loops[0] in counts - {1}
-        )
+    def batch_rows(self) -> int:
+        """B of a microbatch; 0 where there is no batch."""
+        return self._batch.rows
 
     @cached_property
     def local_batch(self) -> tuple[int, int]:
-        """The part of the batch on one device. The sequence is sharded by its own axis alone."""
-        largest, (_, rows, columns) = self._batch_shape
+        """[B, S] of a microbatch on one device; the sequence is sharded by its own axis alone."""
+        batch = self._batch
+        sharded: set[str] = set()
+        if batch.argument is not None:
+            sharded = {axis for axis in batch.argument.axes if axis in self.report.mesh}
         sequence = {self.vocabulary.sequence_axis}
-        sharded = {a for a in largest.axes if a in self.report.mesh} if largest else set()
-        return rows // self.ways(sharded - sequence), columns // self.ways(sharded & sequence)
+        rows = batch.rows // self.ways(sharded - sequence)
+        columns = batch.columns // self.ways(sharded & sequence)
+        return rows, columns
 
     @cached_property
     def width(self) -> int:
-        """D: the size of "embed", else of the batch's last dimension where it is one of
-        activations, else what most parameters share.
+        """D: the size of "embed".
+
+        Where no dimension has that name: the last dimension of a batch of activations, else the
+        size that most parameters share.
         """
-        named = {
-            a.shape[dim]
-            for a in self.params
-            for dim, axis in enumerate(self.logical(a))
-            if _plain(axis) == "embed"
-        }
-        if named:
-            return named.pop()
-        batch = self._batch_shape[0]
+        widths = set()
+        for param in self.params:
+            for axis, size in zip(self.logical_axes(param), param.shape, strict=False):
+                if _without_scope(axis) == "embed":
+                    widths.add(size)
+        if widths:
+            return widths.pop()
+
+        batch = self._batch.argument
         if batch is not None and "int" not in batch.dtype:
             return batch.shape[-1]
-        dims = [d for a in self.params for d in set(a.shape[self.stacked(a) :]) if d > 1]
-        return max(dims, key=lambda d: (dims.count(d), -d), default=0)
+
+        sizes: list[int] = []
+        for param in self.params:
+            layer_shape = param.shape[self.is_stacked(param) :]
+            sizes += [size for size in set(layer_shape) if size > 1]
+        return max(sizes, key=lambda size: (sizes.count(size), -size), default=0)
 
     def is_activation(self, array: Array, along: Sequence[str] = ()) -> bool:
-        """Whether it has a dimension (or two) of this device's tokens, or of all tokens of the
-        devices along some mesh axes.
+        """Whether it has a dimension, or two, of this device's tokens.
+
+        along: mesh axes; the tokens of all devices along them will do, too.
         """
-        b, s = self.local_batch
-        found = {b, b * self.ways(set(along) & self.shards_batch)}
+        rows, columns = self.local_batch
+        if rows * columns <= 0:
+            return False
         dims = array.dims
-        return b * s > 0 and any(
-            n * s in dims or (s in dims and (n == 1 or n in dims)) for n in found
-        )
+        for n in {rows, rows * self.ways(set(along) & self.batch_axes)}:
+            if n * columns in dims:
+                return True
+            if columns in dims and (n == 1 or n in dims):
+                return True
+        return False
 
     def is_residual(self, array: Array) -> bool:
-        """Whether it has as many elements as the residual stream of this device's tokens, with full
-        sequences.
-        """
-        return (
-            self.width in array.dims
-            and self.is_activation(array)
-            and math.prod(array.dims) == self.residual_size
-        )
+        """Whether it has the size of this device's residual stream, with full sequences."""
+        if self.width not in array.dims or not self.is_activation(array):
+            return False
+        return math.prod(array.dims) == self.residual_size
 
     @property
     def residual_size(self) -> int:
         """Elements of the residual stream of this device's tokens, with full sequences."""
         return math.prod(self.local_batch) * self.width
 
-    # Parameters.
+    # Parameters, and arrays that hold them.
 
     @cached_property
     def params(self) -> tuple[Argument, ...]:
@@ -247,280 +295,298 @@ class LintContext:
         return tuple(a for a in self.report.arguments if a.kind == "params")
 
     @cached_property
-    def by_name(self) -> dict[str, Argument]:
-        """Parameters by their whole names."""
-        return {a.name: a for a in self.params}
+    def _params_by_name(self) -> dict[str, Argument]:
+        return {param.name: param for param in self.params}
+
+    def logical_axes(self, argument: Argument) -> Sequence[str | None]:
+        """Returns the names of its dimensions; none where they are not known.
+
+        They are not known either where an optimizer keeps something of another shape under a
+        parameter's name.
+        """
+        names = self.axes.get(short_name(argument), ())
+        return names if len(names) == len(argument.shape) else ()
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """By parameter, how many layers' weights a device holds: what a loop of as many trips takes
-        slices of.
-        """
-        trips = {loop for one in self.report.collectives for loop in one.loops[-1:]}
-        stages = {
-            a.name: self.ways({self.vocabulary.pipeline_axis} & set(a.axes)) for a in self.params
-        }
-        named = {
-            a.name: a.shape[self.logical(a).index("layers")] // stages[a.name]
-            for a in self.params
-            if "layers" in self.logical(a)
-        }
-        firsts = {a.name: a.shape[0] // stages[a.name] for a in self.params if len(a.shape) > 1}
-        return (
-            named
-            if self.axes
-            else {a.name: n if (n := firsts.get(a.name, 1)) in trips else 1 for a in self.params}
-        )
+        """By parameter, the layers whose weights a device holds, of which a loop takes slices."""
+        collectives = self.report.collectives
+        loop_trips = {collective.loops[-1] for collective in collectives if collective.loops}
+        depth = {}
+        for param in self.params:
+            n_stages = self.ways({self.vocabulary.pipeline_axis} & set(param.axes))
+            if self.axes:
+                logical = self.logical_axes(param)
+                if "layers" in logical:
+                    depth[param.name] = param.shape[logical.index("layers")] // n_stages
+                continue
+            # Without names, a first dimension is that of layers if some loop has as many trips.
+            n_layers = param.shape[0] // n_stages if len(param.shape) > 1 else 1
+            depth[param.name] = n_layers if n_layers in loop_trips else 1
+        return depth
 
-    def stacked(self, argument: Argument) -> bool:
-        """Whether it holds weights of several layers; a device may have one of them."""
-        return (
-            self.depth.get(argument.name, 1) > 1 or self.vocabulary.pipeline_axis in argument.axes
-        )
+    def is_stacked(self, argument: Argument) -> bool:
+        """Whether it holds weights of several layers, even if a device has those of one only."""
+        if self.depth.get(argument.name, 1) > 1:
+            return True
+        return self.vocabulary.pipeline_axis in argument.axes
 
-    def logical(self, argument: Argument) -> Sequence[str | None]:
-        """Names of its dimensions; none where they are not known, or where an optimizer keeps
-        something of another shape under the name.
-        """
-        found = self.axes.get(short(argument), ())
-        return found if len(found) == len(argument.shape) else ()
+    def piece_weights(self, piece: Piece) -> list[Argument]:
+        """Returns the parameters that an array holds.
 
-    def weights_of(self, piece: Piece) -> list[Argument]:
-        """The parameters that an array holds: exactly those where the report knows them, else all
-        that have its shape.
+        They are exact where the report knows them; otherwise all that have the array's shape.
         """
         if piece.made_of:
-            found = [self.by_name[name] for name in piece.made_of if name in self.by_name]
-            return found if len(found) == len(piece.made_of) else []
-        along = piece.one.axes if self.knows_origins else ()
-        return (
-            []
-            if self.is_activation(piece.array, along)
-            else self.weights(piece.one.axes, piece.array)
-        )
+            if not all(name in self._params_by_name for name in piece.made_of):
+                return []
+            return [self._params_by_name[name] for name in piece.made_of]
+        collective = piece.collective
+        along = collective.axes if self._knows_origins else ()
+        if self.is_activation(piece.array, along):
+            return []
+        return self.matching_weights(collective.axes, piece.array)
 
     @cached_property
-    def knows_origins(self) -> bool:
-        """Whether the report knows the origin of any collective's values; then a weight's shape
-        alone proves nothing.
+    def _knows_origins(self) -> bool:
+        """Whether the report knows where any collective's values come from.
+
+        A weight's shape alone then proves nothing.
         """
-        return any(any(one.made_of) for one in (self.step or self.report).collectives)
+        step = self.step or self.report
+        return any(any(collective.made_of) for collective in step.collectives)
 
-    def beside(self, one: Collective) -> list[Argument]:
-        """The parameters that the matmuls next to a collective multiply with."""
-        return [self.by_name[name] for name in one.beside if name in self.by_name]
+    def adjacent_weights(self, collective: Collective) -> list[Argument]:
+        """Returns the parameters that the matmuls next to a collective multiply with."""
+        names = [name for name in collective.beside if name in self._params_by_name]
+        return [self._params_by_name[name] for name in names]
 
-    def weights(self, along: Sequence[str], array: Array) -> list[Argument]:
-        """Parameters sharded over one of these mesh axes whose dimensions this array has when it is
-        gathered along them: a layer's or the stack's.
+    def matching_weights(self, along: Sequence[str], array: Array) -> list[Argument]:
+        """Returns the parameters that an array may hold, gathered along these mesh axes.
 
-        In any order, as XLA may transpose; whatever else shards the parameter may be gathered
-        already.
+        These are the parameters that are sharded over one of the axes and have the array's
+        dimensions, for one layer or the whole stack, in any order, because XLA may transpose.
+        Whatever else shards the parameter may be gathered already.
         """
-        along = tuple(along)
-        if along not in self._known:
-            found = self._known[along] = {}
-            for a in self.params:
-                if set(a.axes) & set(along):
-                    rest = [self.report.mesh[axis] for axis in a.axes if axis not in along]
-                    depth = self.depth.get(a.name, 1)
-                    for dims in _sharded(a.shape, rest) | (
-                        _sharded(a.shape[1:], rest) if depth > 1 else set()
-                    ):
-                        found.setdefault(dims, []).append(a)
-        return self._known[along].get(_dims(array.dims), [])
+        axes = tuple(along)
+        if axes not in self._weights_by_dims:
+            self._weights_by_dims[axes] = self._gathered_shapes(axes)
+        return self._weights_by_dims[axes].get(_sorted_dims(array.dims), [])
 
     @cached_property
-    def _known(self) -> dict[tuple[str, ...], dict[tuple[int, ...], list[Argument]]]:
+    def _weights_by_dims(self) -> dict[MeshAxes, dict[tuple[int, ...], list[Argument]]]:
+        """The cache of `matching_weights`."""
         return {}
+
+    def _gathered_shapes(self, along: MeshAxes) -> dict[tuple[int, ...], list[Argument]]:
+        weights: dict[tuple[int, ...], list[Argument]] = {}
+        for param in self.params:
+            if not set(param.axes) & set(along):
+                continue
+            other_ways = [self.report.mesh[axis] for axis in param.axes if axis not in along]
+            shapes = _shard_shapes(param.shape, other_ways)
+            if self.depth.get(param.name, 1) > 1:
+                shapes |= _shard_shapes(param.shape[1:], other_ways)
+            for dims in shapes:
+                weights.setdefault(dims, []).append(param)
+        return weights
 
     def holds_all_layers(self, argument: Argument, piece: Piece) -> bool:
         """Whether an array of a stacked parameter has all layers of it at once."""
-        rest = self.ways(set(argument.axes) - set(piece.one.axes))
-        return self.depth.get(argument.name, 1) > 1 and math.prod(
-            piece.array.dims
-        ) * rest == math.prod(argument.shape)
+        if self.depth.get(argument.name, 1) <= 1:
+            return False
+        other_ways = self.ways(set(argument.axes) - set(piece.collective.axes))
+        return math.prod(piece.array.dims) * other_ways == math.prod(argument.shape)
 
     def is_gradient(self, array: Array) -> bool:
-        """Whether an array that is summed over the batch has a parameter's shape, sharded or
-        gathered, or is not an activation.
+        """Whether an array that is summed over the batch may be a gradient.
+
+        It has a parameter's shape, sharded or gathered, or is not an activation.
         """
-        return _dims(array.dims) in self._shapes or not self.is_activation(array)
+        return _sorted_dims(array.dims) in self._param_shapes or not self.is_activation(array)
 
     @cached_property
-    def _shapes(self) -> set[tuple[int, ...]]:
-        ways = {a.name: [self.report.mesh[axis] for axis in a.axes] for a in self.params}
-        return {
-            dims
-            for a in self.params
-            for shape in (a.shape, a.shape[1:])
-            for dims in _sharded(shape, ways[a.name])
-        }
+    def _param_shapes(self) -> set[tuple[int, ...]]:
+        """The sorted dimensions that parameters and their layers may have on a device."""
+        shapes = set()
+        for param in self.params:
+            ways = [self.report.mesh[axis] for axis in param.axes]
+            shapes |= _shard_shapes(param.shape, ways) | _shard_shapes(param.shape[1:], ways)
+        return shapes
 
     # What the rules promise; without rules, what the arguments show.
 
-    def ways(self, axes: Iterable[str]) -> int:
-        """How many parts these mesh axes make."""
-        return math.prod(self.report.mesh.get(axis, 1) for axis in axes)
+    def promised_axes(self, argument: Argument, kind: Kind) -> set[str] | None:
+        """Returns the mesh axes that the rules shard an array of this kind along.
 
-    def promised(self, argument: Argument, kind: Kind) -> set[str] | None:
-        """The mesh axes that the rules shard an array of this kind along; None where they are not
-        known.
+        None where they are not known.
         """
-        logical = self.logical(argument)
+        logical = self.logical_axes(argument)
         if self.rules is None or not logical:
             return None
         column = self.rules.column(kind)
-        rows = (row_of(column, axis) for axis in logical if axis)
-        return self._real({axis for row in rows if row for axis in axes_of(column[row])})
+        axes: set[str] = set()
+        for logical_axis in logical:
+            row = row_of(column, logical_axis) if logical_axis else None
+            if row:
+                axes.update(axes_of(column[row]))
+        return self._dividing(axes)
 
     @cached_property
-    def shards_params(self) -> set[str]:
-        """Mesh axes that parameters are sharded along, also those that layers gather from flat
-        vectors.
-        """
-        return {axis for a in self.params for axis in a.axes} | (
-            self.gathers_weights if self.rules else set()
-        )
+    def param_axes(self) -> set[str]:
+        """Mesh axes that shard parameters, also those that layers gather from flat vectors."""
+        axes = {axis for param in self.params for axis in param.axes}
+        if self.rules:
+            axes |= self.weight_gather_axes
+        return axes
 
     @cached_property
-    def shards_batch(self) -> set[str]:
-        """Mesh axes that the batch is sharded along."""
-        named = set(axes_of(self.rules.activations["batch"])) if self.rules else set()
-        largest = self._batch_shape[0]
-        return self._real(
-            named or set(largest.axes if largest else ()) - {self.vocabulary.sequence_axis}
-        )
+    def batch_axes(self) -> set[str]:
+        """Mesh axes that shard the batch."""
+        axes = set(axes_of(self.rules.activations["batch"])) if self.rules else set()
+        batch = self._batch.argument
+        if not axes and batch is not None:
+            axes = set(batch.axes) - {self.vocabulary.sequence_axis}
+        return self._dividing(axes)
 
     @cached_property
-    def gathers_weights(self) -> set[str]:
-        """Axes along which weights are gathered where they are used."""
+    def weight_gather_axes(self) -> set[str]:
+        """Mesh axes along which weights are gathered where they are used."""
         if self.rules is None:
-            return self.shards_params & self.shards_batch
-        return self._real(self._rows("params") - self._rows("gathered"))
+            return self.param_axes & self.batch_axes
+        return self._dividing(axis for _, axis in self._rows("params") - self._rows("gathered"))
 
     @cached_property
-    def gathers_updates(self) -> set[str]:
-        """Axes along which new weights are gathered after the update (ZeRO)."""
+    def update_gather_axes(self) -> set[str]:
+        """Mesh axes along which new weights are gathered after the update (ZeRO)."""
         if self.rules is None:
-            return {
-                axis for a in self.report.arguments if a.kind == "moments" for axis in a.axes
-            } - self.shards_params
+            moments = [a for a in self.report.arguments if a.kind == "moments"]
+            return {axis for moment in moments for axis in moment.axes} - self.param_axes
         stored = {
-            (row, axis) for row, axis in self._rows("params") if row.rpartition("/")[2] != "flat"
+            (row, axis) for row, axis in self._rows("params") if _without_scope(row) != "flat"
         }
-        return self._real((self._rows("optimizer") | self._rows("gradients")) - stored)
+        updated = self._rows("optimizer") | self._rows("gradients")
+        return self._dividing(axis for _, axis in updated - stored)
 
     @cached_property
-    def gathers_residual(self) -> set[str]:
-        """Axes that shard the residual stream's sequence between the matmul pairs."""
+    def residual_gather_axes(self) -> set[str]:
+        """Mesh axes that shard the residual stream's sequence between the pairs of matmuls."""
         if self.rules is None:
-            return self.shards_params - self.shards_batch
-        return self._real(
-            set(self.shards_activation("seq_resid")) - set(self.shards_activation("seq"))
+            return self.param_axes - self.batch_axes
+        return self._dividing(
+            set(self.activation_axes("seq_resid")) - set(self.activation_axes("seq"))
         )
 
-    def shards_activation(self, logical: str) -> tuple[str, ...]:
-        """The mesh axes that the rules shard a dimension of activations along, in this segment;
-        none without rules.
+    def activation_axes(self, logical: str) -> MeshAxes:
+        """Returns the mesh axes that the rules shard a dimension of activations along.
+
+        They are those of this segment; none without rules.
         """
         column = self.rules.activations if self.rules else {}
         row = row_of(column, f"{self.segment}/{logical}" if self.segment else logical)
         return axes_of(column[row]) if row else ()
 
     def _rows(self, kind: Kind) -> set[tuple[str, str]]:
+        """Returns each (row, mesh axis) of a column that counts in this segment."""
         assert self.rules is not None
         column = self.rules.column(kind)
-        if self.segment:  # its own rows before plain ones, and none of other segments
-            rows = {
-                row
-                for logical in column
-                if (row := row_of(column, f"{self.segment}/{_plain(logical)}"))
-            }
-            column = {row: column[row] for row in rows}
-        return {(row, axis) for row, entry in column.items() for axis in axes_of(entry)}
+        rows: Iterable[str] = column
+        if self.segment:
+            # The segment's own rows before plain ones, and none of other segments.
+            scoped = [row_of(column, f"{self.segment}/{_without_scope(row)}") for row in column]
+            rows = [row for row in scoped if row]
+        return {(row, axis) for row in rows for axis in axes_of(column[row])}
 
-    def _real(self, found: set[str] | set[tuple[str, str]]) -> set[str]:
-        axes = {one if isinstance(one, str) else one[1] for one in found}
+    def _dividing(self, axes: Iterable[str]) -> set[str]:
+        """Returns the axes that have more than one device."""
         return {axis for axis in axes if self.report.mesh.get(axis, 1) > 1}
 
-    def row(self, argument: Argument, axes: Sequence[str]) -> str:
-        """The row of rules.params that shards it along one of these axes, as it is written; the
-        table where the row is not known.
+    def sharding_row(self, argument: Argument, axes: Sequence[str]) -> str:
+        """Returns the row of rules.params that shards it along one of these axes, as it is written.
+
+        Where the row is not known, it is the table.
         """
-        column = self.rules.params if self.rules else {}
-        for logical in self.logical(argument):
-            row = row_of(column, logical) if logical else None
+        if self.rules is None:
+            return "its sharding"
+        column = self.rules.params
+        for logical_axis in self.logical_axes(argument):
+            row = row_of(column, logical_axis) if logical_axis else None
             if row and set(axes_of(column[row])) & set(axes):
                 return f"rules.params[{row!r}]"
-        return "rules.params" if self.rules else "its sharding"
+        return "rules.params"
 
 
-def sent_fields(pieces: Sequence[Piece], text: str, fix: str) -> dict[str, Any]:
-    """The fields of a finding about some arrays, but its name."""
-    where = max(pieces, key=lambda piece: piece.bytes).one.where if pieces else Location()
-    names = tuple(dict.fromkeys(piece.one.name for piece in pieces))
-    return {
-        "bytes": int(sum(piece.bytes for piece in pieces)),
-        "where": where,
-        "text": text,
-        "fix": fix,
-        "collectives": names,
-    }
+# The fields of a finding about some arrays.
 
 
-def names_of(arguments: Iterable[Argument]) -> str:
-    """At most three of them by their own names."""
-    names = list(dict.fromkeys(map(short, arguments)))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def largest(pieces: Sequence[Piece]) -> Piece:
+    """Returns the array with most wire bytes."""
+    return max(pieces, key=lambda piece: piece.bytes)
 
 
-def words_of(where: Location) -> set[str]:
-    """The innermost named scopes of a place: attention and mlp of layers/attention+mlp."""
-    return set(where.part.rpartition("/")[2].split("+")) - {""}
+def wire_bytes(pieces: Iterable[Piece]) -> int:
+    """Returns the bytes that a device sends of all these arrays in a step."""
+    return int(sum(piece.bytes for piece in pieces))
 
 
-def and_more(count: int, what: str) -> str:
-    """The words `(and 2 other arrays there)` after a space, or nothing for none."""
-    return f" (and {count} other {what}{'s' * (count > 1)} there)" if count else ""
+def instructions(pieces: Iterable[Piece]) -> tuple[str, ...]:
+    """Returns the names of the arrays' collectives, without duplicates."""
+    return tuple(dict.fromkeys(piece.collective.name for piece in pieces))
 
 
-def short(argument: Argument) -> str:
-    """Its own name: blocks.mlp.up.weight of state['params']['blocks.mlp.up.weight']."""
+# Names in words.
+
+
+def name_list(arguments: Iterable[Argument]) -> str:
+    """Returns at most three short names, and the number of the others: "a, b, c and 2 more"."""
+    names = list(dict.fromkeys(short_name(argument) for argument in arguments))
+    in_words = ", ".join(names[:3])
+    return f"{in_words} and {len(names) - 3} more" if len(names) > 3 else in_words
+
+
+def short_name(argument: Argument) -> str:
+    """Returns blocks.mlp.up.weight for state['params']['blocks.mlp.up.weight']."""
     keys = re.findall(r"\['([^']*)'\]|\.(\w+)$", argument.name)
-    return next(filter(None, keys[-1]), argument.name) if keys else argument.name
+    if not keys:
+        return argument.name
+    key, attribute = keys[-1]
+    return key or attribute or argument.name
 
 
-def customary(kind: Kind) -> set[tuple[str, str]]:
-    """(logical axis, mesh axis) that some preset shards."""
-    return {
-        (row, axis)
-        for rules in PRESETS.values()
-        for row, entry in rules.column(kind).items()
-        for axis in axes_of(entry)
-    }
+def innermost_scopes(where: Location) -> set[str]:
+    """Returns {attention, mlp} for layers/attention+mlp."""
+    return set(_without_scope(where.part).split("+")) - {""}
 
 
-def _plain(logical: str | None) -> str:
-    """The name of a logical axis without its scope."""
-    return (logical or "").rpartition("/")[2]
+def preset_rows(kind: Kind) -> set[tuple[str, str]]:
+    """Returns each (logical axis, mesh axis) that a preset shards."""
+    rows = set()
+    for rules in PRESETS.values():
+        for row, entry in rules.column(kind).items():
+            rows |= {(row, axis) for axis in axes_of(entry)}
+    return rows
 
 
-def _dims(dims: Sequence[int]) -> tuple[int, ...]:
-    """Without order, and without those of size 1."""
+def _without_scope(path: str | None) -> str:
+    """Returns the last word of a scoped name: embed for moe/embed."""
+    return (path or "").rpartition("/")[2]
+
+
+def _sorted_dims(dims: Sequence[int]) -> tuple[int, ...]:
+    """Returns the dimensions in a canonical order, without those of size 1."""
     return tuple(sorted(d for d in dims if d > 1))
 
 
-def _sharded(dims: Sequence[int], ways: Sequence[int]) -> set[tuple[int, ...]]:
-    """What is left of an array's dimensions after none, some or all of these divisions, each of one
-    dimension.
+def _shard_shapes(dims: Sequence[int], ways: Sequence[int]) -> set[tuple[int, ...]]:
+    """Returns the sorted dimensions of an array after none, some or all of these divisions.
+
+    Each divides one dimension.
     """
-    found = {_dims(dims)}
+    shapes = {_sorted_dims(dims)}
     for n in ways:
-        found |= {
-            _dims((*d[:i], d[i] // n, *d[i + 1 :]))
-            for d in found
-            for i in range(len(d))
-            if d[i] % n == 0
-        }
-    return found
+        divided = set()
+        for shape in shapes:
+            for i, size in enumerate(shape):
+                if size % n == 0:
+                    divided.add(_sorted_dims((*shape[:i], size // n, *shape[i + 1 :])))
+        shapes |= divided
+    return shapes

@@ -1,147 +1,178 @@
-"""What is wrong with a pipelined program: stages take different branches, and all of them wait for
-the slowest.
+"""Lint of a pipelined program.
+
+Its stages take different branches, and all of them wait for the slowest.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from sharding_rules.lab.lint_context import Finding, LintContext
+from sharding_rules.lab.lint_context import (
+    Finding,
+    LintContext,
+    instructions,
+    largest,
+    wire_bytes,
+)
 from sharding_rules.lab.prices import MEMORY
 from sharding_rules.lab.report import SCALAR, Collective, Copy, Location
 from sharding_rules.lab.targets import TARGETS
 
-_DEAR = 0.01
-"""Share of the predicted step: copies that take less are not worth a finding."""
+# Share of the predicted step: copies that take less are not worth a finding.
+_LONG_COPY = 0.01
 
 
 def stage_branches(context: LintContext) -> Iterator[Finding]:
     """Collectives in a branch whose groups have devices that may not take it: they hang."""
-    for one in context.report.collectives if context.staged else ():
-        if not one.conditional:
+    if context.n_stages <= 1:
+        return
+    for collective in context.report.collectives:
+        if not collective.conditional:
             continue
-        what = f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in a branch"
-        neutral = "run both branches and select the result, or move it out of the conditional"
-        fix = context.vocabulary.fix("branch-collective", neutral)
-        if one.kind == "collective-permute":
-            text = f"{what}: all devices meet for it, and not all of them come"
-            yield Finding("branch-collective", int(one.times * one.wire), one.where, text, fix)
-        elif context.vocabulary.pipeline_axis in one.axes:
-            text = f"{what}: its groups span stages, which do not all take it"
-            yield Finding("branch-collective", int(one.times * one.wire), one.where, text, fix)
+        if collective.kind == "collective-permute":
+            consequence = "all devices meet for it, and not all of them come"
+        elif context.vocabulary.pipeline_axis in collective.axes:
+            consequence = "its groups span stages, which do not all take it"
+        else:
+            continue
+        yield Finding(
+            check="branch-collective",
+            bytes=int(collective.times * collective.wire),
+            where=collective.where,
+            text=f"{_in_words(collective)} in a branch: {consequence}",
+            fix=context.vocabulary.fix(
+                "branch-collective",
+                "run both branches and select the result, or move it out of the conditional",
+            ),
+        )
 
 
 def exposed_hops(context: LintContext) -> Iterator[Finding]:
-    """Sends from stage to stage with no matmul between their start and their done: at best they run
-    beside writes of a stash.
+    """Sends from stage to stage that no matmul hides.
+
+    At best they run beside writes of a stash.
     """
-    for one in context.report.collectives:
-        if is_exposed_hop(context, one):
-            text = (
-                f"{one.kind} of {' '.join(one.shapes)} over {' and '.join(one.axes)} in each of "
-                f"{one.times} ticks: no matmul hides it"
-            )
-            neutral = (
+    for collective in context.report.collectives:
+        if not is_exposed_hop(context, collective):
+            continue
+        yield Finding(
+            check="exposed-hop",
+            bytes=int(collective.times * collective.wire),
+            where=collective.where,
+            text=(
+                f"{_in_words(collective)} in each of {collective.times} ticks: no matmul hides it"
+            ),
+            fix=context.vocabulary.fix(
+                "exposed-hop",
                 "XLA's flags of the set pipeline (sharding_rules.lab.flags); where the peak is "
                 "above XLA's limit, 76 % of the memory, it saves memory instead: raise "
-                "xla_gpu_memory_limit_slop_factor"
-            )
-            fix = context.vocabulary.fix("exposed-hop", neutral)
-            yield Finding("exposed-hop", int(one.times * one.wire), one.where, text, fix, "notice")
+                "xla_gpu_memory_limit_slop_factor",
+            ),
+            severity="notice",
+        )
 
 
-def is_exposed_hop(context: LintContext, one: Collective) -> bool:
-    """Whether a collective is a stage's send to the next stage, in every tick, that no matmul
-    hides.
-    """
-    hop = (
-        one.kind == "collective-permute"
-        and context.vocabulary.pipeline_axis in one.axes
-        and bool(one.loops)
-    )
-    return hop and not one.conditional and one.payload >= SCALAR and not one.flops_hidden_behind
+def is_exposed_hop(context: LintContext, collective: Collective) -> bool:
+    """Whether it is a send to the next stage, in every tick, that no matmul hides."""
+    if not is_hop(context, collective):
+        return False
+    if not collective.loops or collective.conditional:
+        return False
+    return collective.payload >= SCALAR and not collective.flops_hidden_behind
+
+
+def is_hop(context: LintContext, collective: Collective) -> bool:
+    """Whether it is a send from stage to stage."""
+    along_stages = context.vocabulary.pipeline_axis in collective.axes
+    return collective.kind == "collective-permute" and along_stages
+
+
+def _in_words(collective: Collective) -> str:
+    shapes = " ".join(collective.shapes)
+    return f"{collective.kind} of {shapes} over {' and '.join(collective.axes)}"
 
 
 def whole_hops(context: LintContext) -> Iterator[Finding]:
-    """Sends of whole sequences from stage to stage, where the rules shard the residual stream along
-    the sequence.
-    """
-    ways = context.ways(context.gathers_residual) if context.rules else 1
-    sends = [
-        piece
-        for piece in context.pieces
-        if piece.one.kind == "collective-permute" and context.is_residual(piece.array)
-    ]
-    hops = [piece for piece in sends if context.vocabulary.pipeline_axis in piece.one.axes]
-    if ways > 1 and hops:
-        largest, along = (
-            max(hops, key=lambda piece: piece.bytes),
-            " and ".join(sorted(context.gathers_residual)),
-        )
-        text = (
-            f"collective-permute of {largest.array} over {largest.along}: stages send each other "
-            f"whole sequences, {ways} times what "
-        )
-        text += (
-            "rules.activations['seq_resid'] leaves of them on a device, which is sharded along "
-            f"{along}"
-        )
-        fix = "pin what a stage sends and receives: shard(x, 'batch', 'seq_resid', 'embed')"
-        names = tuple(dict.fromkeys(piece.one.name for piece in hops))
-        yield Finding(
-            "reshard",
-            int(sum(piece.bytes for piece in hops)),
-            largest.one.where,
-            text,
-            fix,
-            collectives=names,
-        )
+    """Sends of whole sequences from stage to stage, where the rules shard the residual stream."""
+    ways = context.ways(context.residual_gather_axes) if context.rules else 1
+    if ways <= 1:
+        return
+    hops = []
+    for piece in context.pieces:
+        if is_hop(context, piece.collective) and context.is_residual(piece.array):
+            hops.append(piece)
+    if not hops:
+        return
+    worst = largest(hops)
+    yield Finding(
+        check="reshard",
+        bytes=wire_bytes(hops),
+        where=worst.collective.where,
+        text=(
+            f"collective-permute of {worst.array} over {worst.along}: stages send each other "
+            f"whole sequences, {ways} times what rules.activations['seq_resid'] leaves of them on "
+            "a device, which is sharded along "
+            f"{' and '.join(sorted(context.residual_gather_axes))}"
+        ),
+        fix="pin what a stage sends and receives: shard(x, 'batch', 'seq_resid', 'embed')",
+        collectives=instructions(hops),
+    )
 
 
 def copies(context: LintContext) -> Iterator[Finding]:
-    """Arrays that the loop over ticks carries and XLA copies completely in each tick, such as those
-    that a conditional changes.
+    """Arrays that the loop over ticks carries and that XLA copies completely in each tick.
+
+    An example is an array that a conditional changes.
     """
     report = context.report
     if report.timeline is None or report.target not in TARGETS:
         return
-    hops = {
-        shape
-        for one in report.select("collective-permute", context.vocabulary.pipeline_axis)
-        for shape in one.shapes
-    }
-    found: dict[str, list[Copy]] = {}
-    for one in report.copies:
-        if one.shape not in hops:  # one microbatch between two stages
-            found.setdefault(one.shape, []).append(one)
-    for shape, each in found.items():
-        moved = sum(2 * one.bytes * one.times for one in each)
-        if (
-            1e6 * moved / (MEMORY * TARGETS[report.target].hbm_bandwidth)
-            >= _DEAR * report.timeline.step
-        ):
-            text = (
+    hop_shapes: set[str] = set()
+    for hop in report.select("collective-permute", context.vocabulary.pipeline_axis):
+        hop_shapes.update(hop.shapes)
+    copies_by_shape: dict[str, list[Copy]] = defaultdict(list)
+    for copy in report.copies:
+        # Arrays with the shape of a hop are one microbatch between two stages.
+        if copy.shape not in hop_shapes:
+            copies_by_shape[copy.shape].append(copy)
+
+    bandwidth = MEMORY * TARGETS[report.target].hbm_bandwidth
+    for shape, copies in copies_by_shape.items():
+        moved_bytes = sum(2 * copy.bytes * copy.times for copy in copies)  # read and written
+        if 1e6 * moved_bytes / bandwidth < _LONG_COPY * report.timeline.step:
+            continue
+        yield Finding(
+            check="whole-copy",
+            bytes=moved_bytes,
+            where=max(copies, key=lambda copy: copy.times).where,
+            text=(
                 f"{shape}, which the loop over ticks carries, is copied whole "
-                f"{sum(one.times for one in each)} times in a step"
-            )
-            fix = (
+                f"{sum(copy.times for copy in copies)} times in a step"
+            ),
+            fix=(
                 "read slots of it before the conditional and write them after it; add gradients up "
                 "outside of it"
-            )
-            yield Finding(
-                "whole-copy", moved, max(each, key=lambda one: one.times).where, text, fix, "notice"
-            )
+            ),
+            severity="notice",
+        )
 
 
 def useless_slots(context: LintContext) -> Iterator[Finding]:
     """A slot that does not count what it should."""
     for line in context.report.warnings:
         if line.startswith("slot "):
-            fix = (
-                "scope: that of jax.named_scope around the conditional; stages: a letter for each "
-                "trip of the loop"
+            yield Finding(
+                check="slot",
+                bytes=0,
+                where=Location(),
+                text=line,
+                fix=(
+                    "scope: that of jax.named_scope around the conditional; stages: a letter for "
+                    "each trip of the loop"
+                ),
+                severity="notice",
             )
-            yield Finding("slot", 0, Location(), line, fix, "notice")
 
 
 CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (

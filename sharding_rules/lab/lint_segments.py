@@ -1,5 +1,6 @@
-"""Lint of a model with several segments, one at a time: rules differ between them, and weights of
-several may have the same shape.
+"""Lint of a model with several segments, one at a time.
+
+Rules differ between segments, and weights of several segments may have the same shape.
 """
 
 from __future__ import annotations
@@ -11,31 +12,33 @@ from sharding_rules.lab.report import Report
 from sharding_rules.lab.segments import segment_of, segment_of_argument
 
 
-def parts(context: LintContext) -> list[LintContext]:
-    """A context for each segment and one for the rest; the whole one alone for a model of fewer
-    than two segments.
+def split(context: LintContext) -> list[LintContext]:
+    """Returns a context for each segment and one for what is outside of them.
 
-    A segment's has what is in its layers, its parameters, and those outside of segments. The rest's
-    has all parameters, because XLA merges what several segments send.
+    A segment's context has what is in its layers, its parameters, and those outside of segments.
+    The last one has all parameters, because XLA merges what several segments send. A model of fewer
+    than two segments is not split.
     """
     segments = context.report.segments
-    return (
-        [_within(context, segment) for segment in (*segments, "")]
-        if len(segments) > 1
-        else [context]
-    )
+    if len(segments) < 2:
+        return [context]
+    return [_restrict(context, segment) for segment in (*segments, "")]
 
 
-def _within(context: LintContext, segment: str) -> LintContext:
-    report, outside = context.report, ("", segment)
-    given = (
-        a for a in report.arguments if not segment or segment_of_argument(report, a) in outside
-    )
+def _restrict(context: LintContext, segment: str) -> LintContext:
+    """Returns the context of one segment; of what is in no segment for ""."""
+    report = context.report
+    arguments = report.arguments
+    if segment:
+        segments = ("", segment)
+        arguments = tuple(a for a in arguments if segment_of_argument(report, a) in segments)
     part = dataclasses.replace(
         report,
-        arguments=tuple(given),
+        arguments=arguments,
         collectives=tuple(
-            one for one in report.collectives if segment_of(report, one.where) == segment
+            collective
+            for collective in report.collectives
+            if segment_of(report, collective.where) == segment
         ),
         kernels=tuple(
             kernel for kernel in report.kernels if segment_of(report, kernel[2]) == segment
@@ -44,14 +47,17 @@ def _within(context: LintContext, segment: str) -> LintContext:
     return dataclasses.replace(context, report=part, segment=segment, step=report)
 
 
-def segments_of(report: Report, found: Finding) -> tuple[str, ...]:
-    """The segments that a finding is about, in model order; those of its place for one that is
-    about no collectives.
+def finding_segments(report: Report, finding: Finding) -> tuple[str, ...]:
+    """Returns the segments of a finding's collectives, in model order.
+
+    For a finding about no collectives, they are those of its location.
     """
     if len(report.segments) < 2:
         return ()
-    places = [one.where for one in report.collectives if one.name in found.collectives] or [
-        found.where
+    locations = [
+        collective.where
+        for collective in report.collectives
+        if collective.name in finding.collectives
     ]
-    named = {segment_of(report, where) for where in places}
-    return tuple(segment for segment in report.segments if segment in named)
+    segments = {segment_of(report, where) for where in locations or [finding.where]}
+    return tuple(segment for segment in report.segments if segment in segments)

@@ -1,5 +1,6 @@
-"""Arguments that take more memory than they must: parameters, moments and tables that a device
-holds more of than its share.
+"""Lint of arguments that take more memory than they must.
+
+Parameters, moments and tables of which a device holds more than its share.
 """
 
 from __future__ import annotations
@@ -7,53 +8,81 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from sharding_rules.lab.lint_context import (
     LARGE_MEMORY,
     Finding,
     LintContext,
-    customary,
-    names_of,
-    short,
+    MeshAxes,
+    name_list,
+    preset_rows,
+    short_name,
 )
 from sharding_rules.lab.report import Argument, Location
 from sharding_rules.rules import Kind, axes_of, row_of
 
+_STATE = ("params", "moments")
+
+# Elements of a dimension on each device: without names of dimensions, one is only worth sharding if
+# its shards are at least as wide.
+_WIDE_SHARD = 1024
+
+# Slots of an optimizer, and arguments, that a text names.
+_MAX_NAMES = 3
+
+
+class _Misplaced(NamedTuple):
+    argument: Argument
+    missing: set[str]
+    """The mesh axes along which it should be sharded and is not."""
+
 
 def misplaced(context: LintContext) -> Iterator[Finding]:
-    """Parameters and moments that the rules shard and the program does not; without rules, moments
-    not sharded as their parameters.
+    """Parameters and moments that the rules shard and the program does not.
+
+    Without rules: moments that are not sharded as their parameters are.
     """
-    found = {kind: each for kind in ("params", "moments") if (each := _misplaced(context, kind))}
+    params = _misplaced(context, "params")
+    moments = _misplaced(context, "moments")
+    arguments = [one.argument for one in params + moments]
     wasted = sum(
-        a.bytes - a.bytes // context.ways(missing) for each in found.values() for a, missing in each
+        argument.bytes - argument.bytes // context.ways(missing)
+        for argument, missing in params + moments
     )
-    if not found or wasted < LARGE_MEMORY * context.report.peak_bytes:
+    if not arguments or wasted < LARGE_MEMORY * context.report.peak_bytes:
         return
-    every = [one for each in found.values() for one in each]
-    axes = [axis for axis in context.report.mesh if any(axis in missing for _, missing in every)]
-    slots = {
-        "params": "parameters",
-        "moments": f"moments ({' and '.join(_slots(a for a, _ in found.get('moments', [])))})",
-    }
-    columns = [f"rules.{'optimizer' if kind == 'moments' else kind}" for kind in found]
-    says = (
-        f"{' and '.join(columns)} shard{'s' * (len(found) == 1)} them"
-        if context.rules
-        else "their parameters are sharded"
+
+    kinds = []
+    columns = []
+    if params:
+        kinds.append("parameters")
+        columns.append("rules.params")
+    if moments:
+        slots = _slots(one.argument for one in moments)
+        kinds.append(f"moments ({' and '.join(slots)})")
+        columns.append("rules.optimizer")
+    if context.rules:
+        verb = "shards" if len(columns) == 1 else "shard"
+        reason = f"{' and '.join(columns)} {verb} them"
+        fix = "place them where the rules say (Rules.sharding)"
+    else:
+        reason = "their parameters are sharded"
+        fix = "give each the sharding of its parameter"
+    missing_axes = set().union(*(one.missing for one in params + moments))
+    along = " and ".join(axis for axis in context.report.mesh if axis in missing_axes)
+    yield Finding(
+        check="replicated",
+        bytes=wasted,
+        where=Location(),
+        text=(
+            f"{' and '.join(kinds)} of {name_list(arguments)} are replicated along {along}, "
+            f"along which {reason}"
+        ),
+        fix=fix,
     )
-    text = (
-        f"{' and '.join(slots[kind] for kind in found)} of {names_of(a for a, _ in every)} are "
-        "replicated"
-    )
-    text += f" along {' and '.join(axes)}, along which "
-    fix = (
-        "place them where the rules say (Rules.sharding)"
-        if context.rules
-        else "give each the sharding of its parameter"
-    )
-    yield Finding("replicated", wasted, Location(), text + says, fix)
 
 
 def misplaced_moments(context: LintContext) -> bool:
@@ -61,136 +90,165 @@ def misplaced_moments(context: LintContext) -> bool:
     return bool(_misplaced(context, "moments"))
 
 
-def _misplaced(context: LintContext, kind: str) -> list[tuple[Argument, set[str]]]:
-    """Arguments and the mesh axes along which they should be sharded and are not."""
-    found = []
-    for a in context.report.arguments:
-        if a.kind == kind and (missing := (_expected(context, a, kind) or set()) - set(a.axes)):
-            found.append((a, missing))
-    return found
+def _misplaced(context: LintContext, kind: str) -> list[_Misplaced]:
+    misplaced = []
+    for argument in context.report.arguments:
+        if argument.kind != kind:
+            continue
+        missing = _expected_axes(context, argument) - set(argument.axes)
+        if missing:
+            misplaced.append(_Misplaced(argument, missing))
+    return misplaced
 
 
-def _expected(context: LintContext, argument: Argument, kind: str) -> set[str] | None:
-    """The mesh axes that it should be sharded along; None where nothing says so."""
-    if context.rules and context.logical(argument):
-        return context.promised(argument, "params" if kind == "params" else "optimizer")
-    if context.rules is None and kind == "moments":
-        own = [
-            a for a in context.params if short(a) == short(argument) and a.shape == argument.shape
-        ]
-        return set(own[0].axes) if len(own) == 1 else None
-    return None
+def _misplaced_names(context: LintContext) -> set[str]:
+    return {one.argument.name for kind in _STATE for one in _misplaced(context, kind)}
 
 
-def _slots(moments: Iterator[Argument]) -> list[str]:
-    """The names of an optimizer's slots, as they stand in the arguments' paths: mu, nu."""
-    keys = (
-        [next(filter(None, each)) for each in re.findall(r"^(\w+)|\['([^']*)'\]|\.(\w+)", a.name)]
-        for a in moments
-    )
-    return list(dict.fromkeys(words[-2] if len(words) > 1 else words[-1] for words in keys))[:3]
+def _expected_axes(context: LintContext, argument: Argument) -> set[str]:
+    """Returns the mesh axes that it should be sharded along; none where nothing says so."""
+    if context.rules is not None:
+        if not context.logical_axes(argument):
+            return set()
+        kind: Kind = "params" if argument.kind == "params" else "optimizer"
+        return context.promised_axes(argument, kind) or set()
+    if argument.kind != "moments":
+        return set()
+    name = short_name(argument)
+    params = [
+        param
+        for param in context.params
+        if short_name(param) == name and param.shape == argument.shape
+    ]
+    return set(params[0].axes) if len(params) == 1 else set()
+
+
+def _slots(moments: Iterable[Argument]) -> list[str]:
+    """Returns the names of an optimizer's slots in the arguments' paths, such as mu and nu.
+
+    The last word of a path is the parameter's name, and the word before it that of the slot.
+    """
+    slots = []
+    for moment in moments:
+        # A word of a path: state, ['mu'], .mu
+        matches = re.findall(r"^(\w+)|\['([^']*)'\]|\.(\w+)", moment.name)
+        words = [root or key or attribute for root, key, attribute in matches]
+        slots.append(words[-2] if len(words) > 1 else words[-1])
+    return list(dict.fromkeys(slots))[:_MAX_NAMES]
 
 
 def could_shard(context: LintContext) -> Iterator[Finding]:
-    """Parameters and moments that are replicated along an axis that shards others of their kind,
-    where no rule says otherwise.
+    """Parameters and moments that are replicated along an axis that shards others of their kind.
+
+    Those that the rules replicate on purpose are left out.
     """
-    groups: dict[tuple[str, str], list[Argument]] = {}
-    told = {a.name for kind in ("params", "moments") for a, _ in _misplaced(context, kind)}
-    for kind in ("params", "moments"):
-        held = [a for a in context.report.arguments if a.kind == kind]
-        for axis in sorted({axis for a in held for axis in a.axes}):
-            for a in held:
-                if (
-                    a.name not in told
-                    and axis not in a.axes
-                    and (row := _row_for(context, a, axis)) is not None
-                ):
-                    groups.setdefault((axis, row), []).append(a)
-    for (axis, row), held in groups.items():
-        n = context.report.mesh[axis]
-        wasted = sum(a.bytes for a in held) * (n - 1) // n
-        if wasted >= LARGE_MEMORY * context.report.peak_bytes:
-            table = (
-                f"rules.params[{row!r}] and rules.activations[{row!r}]"
-                if row
-                else "a row of rules.params"
-            )
-            is_or_are = "is" if len({short(a) for a in held}) == 1 else "are"
-            text = (
-                f"{names_of(held)} {is_or_are} replicated along {axis}, which shards others of "
-                f"their kind {n} ways"
-            )
-            yield Finding(
-                "replicated",
-                wasted,
-                Location(),
-                text,
-                f"put {axis!r} into {table}",
-                "error" if row else "notice",
-            )
+    in_other_findings = _misplaced_names(context)
+    groups: dict[tuple[str, str], list[Argument]] = defaultdict(list)
+    for kind in _STATE:
+        arguments = [a for a in context.report.arguments if a.kind == kind]
+        for axis in sorted({axis for argument in arguments for axis in argument.axes}):
+            for argument in arguments:
+                if argument.name in in_other_findings or axis in argument.axes:
+                    continue
+                row = _possible_row(context, argument, axis)
+                if row is not None:
+                    groups[axis, row].append(argument)
+
+    for (axis, row), arguments in groups.items():
+        ways = context.report.mesh[axis]
+        wasted = sum(argument.bytes for argument in arguments) * (ways - 1) // ways
+        if wasted < LARGE_MEMORY * context.report.peak_bytes:
+            continue
+        if row:
+            table = f"rules.params[{row!r}] and rules.activations[{row!r}]"
+        else:
+            table = "a row of rules.params"
+        verb = "is" if len({short_name(argument) for argument in arguments}) == 1 else "are"
+        yield Finding(
+            check="replicated",
+            bytes=wasted,
+            where=Location(),
+            text=(
+                f"{name_list(arguments)} {verb} replicated along {axis}, which shards others of "
+                f"their kind {ways} ways"
+            ),
+            fix=f"put {axis!r} into {table}",
+            severity="error" if row else "notice",
+        )
 
 
-def _row_for(context: LintContext, a: Argument, axis: str) -> str | None:
-    """The row that could shard it along `axis`; "" where dimensions have no names, and one is wide
-    enough; None: there is none.
+def _possible_row(context: LintContext, argument: Argument, axis: str) -> str | None:
+    """Returns the row that could shard an argument along a mesh axis, None if there is none.
+
+    "" where dimensions have no names, and one of them is wide enough.
     """
-    logical = context.logical(a)
-    n = context.report.mesh[axis]
+    logical = context.logical_axes(argument)
+    ways = context.report.mesh[axis]
     if not logical:
-        # What is outside of the layers (embedding, head) is replicated over the stages.
-        enough = any(d % n == 0 and d >= 1024 * n for d in a.shape)
-        return "" if axis != context.vocabulary.pipeline_axis and enough else None
-    kind: Kind = "params" if a.kind == "params" else "optimizer"
+        if axis == context.vocabulary.pipeline_axis:
+            # What is outside of the layers (embedding, head) is replicated over the stages.
+            return None
+        is_wide = any(size % ways == 0 and size >= _WIDE_SHARD * ways for size in argument.shape)
+        return "" if is_wide else None
+
+    kind: Kind = "params" if argument.kind == "params" else "optimizer"
     column = context.rules.column(kind) if context.rules else {}
-    usual = customary("params") | (customary("optimizer") if a.kind == "moments" else set())
-    for name, size in zip(logical, a.shape, strict=False):
-        entry = axes_of(column[row] if name and (row := row_of(column, name)) else None)
-        if name and (name, axis) in usual and size % (n * context.ways(set(entry) - {axis})) == 0:
+    usual_rows = preset_rows("params")
+    if argument.kind == "moments":
+        usual_rows |= preset_rows("optimizer")
+    for name, size in zip(logical, argument.shape, strict=False):
+        if not name or (name, axis) not in usual_rows:
+            continue
+        row = row_of(column, name)
+        other_axes = set(axes_of(column[row])) - {axis} if row else set()
+        if size % (ways * context.ways(other_axes)) == 0:
             return name
     return None
 
 
 def used_in_part(context: LintContext) -> Iterator[Finding]:
     """Arguments that every device holds whole, and of which each uses only its own slice."""
-    told = {a.name for kind in ("params", "moments") for a, _ in _misplaced(context, kind)}
-    found: dict[int, list[Argument]] = {}
-    for a in context.report.arguments:
-        if a.used_ways > 1 and a.name not in told:
-            found.setdefault(a.used_ways, []).append(a)
-    for ways, each in found.items():
-        wasted = sum(a.bytes for a in each) * (ways - 1) // ways
-        if wasted >= LARGE_MEMORY * context.report.peak_bytes:
-            like = " or ".join(" and ".join(axes) for axes in _axes_of_size(context, ways))
-            names, one = (
-                ", ".join(a.name for a in each[:3])
-                + f" and {len(each) - 3} more" * (len(each) > 3),
-                len(each) == 1,
-            )
-            text = (
-                f"{names} {'is' if one else 'are'} replicated on every device, and each uses "
-                f"1/{ways} of {'it' if one else 'them'}"
-            )
-            text += f", as {like} would shard it" if like else ""
-            yield Finding(
-                "replicated",
-                wasted,
-                Location(),
-                text,
-                "give the argument that sharding (jax.device_put, in_shardings)",
-            )
+    in_other_findings = _misplaced_names(context)
+    arguments_by_ways: dict[int, list[Argument]] = defaultdict(list)
+    for argument in context.report.arguments:
+        if argument.used_ways > 1 and argument.name not in in_other_findings:
+            arguments_by_ways[argument.used_ways].append(argument)
+
+    for ways, arguments in arguments_by_ways.items():
+        wasted = sum(argument.bytes for argument in arguments) * (ways - 1) // ways
+        if wasted < LARGE_MEMORY * context.report.peak_bytes:
+            continue
+        names = ", ".join(argument.name for argument in arguments[:_MAX_NAMES])
+        if len(arguments) > _MAX_NAMES:
+            names += f" and {len(arguments) - _MAX_NAMES} more"
+        verb = "is" if len(arguments) == 1 else "are"
+        pronoun = "it" if len(arguments) == 1 else "them"
+        choices = [" and ".join(axes) for axes in _smallest_axes(context, ways)]
+        comparison = f", as {' or '.join(choices)} would shard it" if choices else ""
+        yield Finding(
+            check="replicated",
+            bytes=wasted,
+            where=Location(),
+            text=(
+                f"{names} {verb} replicated on every device, and each uses 1/{ways} of {pronoun}"
+                f"{comparison}"
+            ),
+            fix="give the argument that sharding (jax.device_put, in_shardings)",
+        )
 
 
-def _axes_of_size(context: LintContext, ways: int) -> list[tuple[str, ...]]:
-    """Every choice of the fewest mesh axes that together have `ways` devices."""
-    axes = [axis for axis, n in context.report.mesh.items() if n > 1]
-    for count in range(1, len(axes) + 1):
-        if found := [
-            each
-            for each in itertools.combinations(axes, count)
-            if math.prod(context.report.mesh[a] for a in each) == ways
-        ]:
-            return found
+def _smallest_axes(context: LintContext, ways: int) -> list[MeshAxes]:
+    """Returns every choice of the fewest mesh axes that together have `ways` devices."""
+    mesh = context.report.mesh
+    axes = [axis for axis, n in mesh.items() if n > 1]
+    for n_axes in range(1, len(axes) + 1):
+        choices = [
+            choice
+            for choice in itertools.combinations(axes, n_axes)
+            if math.prod(mesh[axis] for axis in choice) == ways
+        ]
+        if choices:
+            return choices
     return []
 
 

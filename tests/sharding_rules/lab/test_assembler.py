@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from sharding_rules.lab.assembler import unassembled
-from sharding_rules.lab.compile import _unkept
+from sharding_rules.lab.compile import _uncached
 from sharding_rules.lab.targets import devices
 
 COMPILE_BUDGET = 2
@@ -39,7 +39,7 @@ def test_the_same_program_and_memory(tmp_path: Path) -> None:
     lowered = jax.jit(lambda x: (jax.nn.softmax(x @ x.T), x.sum())).lower(x)
     # A folder whose name is no word of the shell.
     option = unassembled(mesh.devices.flat[0], str(tmp_path / "it's here"))
-    with _unkept():
+    with _uncached():
         assembled, quick = lowered.compile(), lowered.compile(compiler_options=option)
     assert quick.as_text() == assembled.as_text()
     assert (

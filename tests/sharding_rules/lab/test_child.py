@@ -99,21 +99,7 @@ def test_a_child_compiles_what_this_process_would(monkeypatch: pytest.MonkeyPatc
             "compile_in_child",
             lambda *a, compiler=compiler: made.append(compiler(*a)) or made[-1],
         )
-        lab._compile(
-            program,
-            (),
-            mesh,
-            {
-                "name": "w",
-                "target": "h100",
-                "options": options,
-                "slots": (),
-                "vocabulary": NEUTRAL,
-                "versions": {},
-                "model_flops": 0.0,
-                "attention_flops": 0.0,
-            },
-        )
+        lab._compile(program, (), mesh, lab._Request("w", target="h100", options=options))
     (text, memory, _), (here, stats, _) = made
     assert text == here and "all-gather" in text
     assert (

@@ -1,6 +1,7 @@
 """Which programs share a kept report. Nothing is compiled for a GPU here."""
 
 import importlib.util
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ def key(
     leaf: str = "up",
     kind_of=lab.kind_of_argument,
     second: str = "norm",
-    **about: object,
+    **request: Any,
 ) -> str:
     def step(params):
         with jax.named_scope(scope):
@@ -41,7 +42,7 @@ def key(
     return lab._key(
         jax.jit(step).lower(*args),
         MESH,
-        {"name": "step", **about},
+        lab._Request("step", **request),
         lab._arguments(step, args, {}, kind_of),
     )
 
