@@ -317,6 +317,8 @@ def _serving(
     )
 
 
+# A Mosaic GPU kernel has no derivative rule: the gradient of x is the product with the transposed
+# matrix.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _product(x: Array, weights_RKN: Array, row: Array, transposed: bool, name: str) -> Array:
     if name == "xla":

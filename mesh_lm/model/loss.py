@@ -119,6 +119,7 @@ def label_scores(
             x_CD, label_C = row
             z, top, is_label = _logits(x_CD, label_C, head, vocab_size, softcap)
             exp = jnp.exp(z - top[:, None])
+            # Each device has some rows of the vocabulary: vectors [C] are reduced, never logits.
             lse = top + jnp.log(_over_vocabulary(head, lax.psum, exp.sum(-1)))
             no_id = jnp.iinfo(jnp.int32).max
             first_id = jnp.where(z == top[:, None], head.ids_V, no_id).min(-1)
@@ -231,6 +232,7 @@ def _on_device(
         x_CD, label_C, weight_C = row
         z, top, is_label = _logits(x_CD, label_C, head_rows, vocab_size, softcap)
         exp = jnp.exp(z - top[:, None])
+        # Each device has some rows of the vocabulary: vectors [C] are reduced, never logits.
         total = _over_vocabulary(head_rows, lax.psum, exp.sum(-1))
         lse = top + jnp.log(total)
         label_z = _over_vocabulary(head_rows, lax.psum, jnp.where(is_label, z, 0).sum(-1))

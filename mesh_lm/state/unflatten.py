@@ -171,7 +171,7 @@ def _insert_program(vector: FlatVector, matrix: Matrix, sharding: NamedSharding)
         body,
         in_shardings=(NamedSharding(mesh, target), sharding),
         out_shardings=vector.sharding,
-        donate_argnums=0,
+        donate_argnums=0,  # the vector is filled in place, one matrix after another
     )
 
 

@@ -118,6 +118,8 @@ class _Residuals(NamedTuple):
     lse: Array
 
 
+# The derivative that JAX would make of the scan stores the probabilities of every tile, S x T in
+# all. This one recomputes them from `lse` (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
     plan: TilePlan,
@@ -178,6 +180,7 @@ def _forward(
     out_chunks, lse_chunks = softmax.finish()
     out = from_rows(out_chunks, plan.S, N)
     lse = from_rows(lse_chunks, plan.S, N)
+    # Named, so that a policy of rematerialisation can save them.
     out = checkpoint_name(out.astype(q.dtype), "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
     residuals = _Residuals(q, k, v, sinks, segment_ids, kv_segment_ids, q_offset, out, lse)

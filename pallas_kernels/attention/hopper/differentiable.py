@@ -142,6 +142,7 @@ def _sides(
     return _Sides(sinks, q_ids, k_ids, jnp.asarray(q_offset, jnp.int32))
 
 
+# A Mosaic GPU kernel has no derivative rule: the backward pass has kernels of its own.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(
     spec: Spec, tiling: Tiling, q: Array, k: Array, v: Array, sides: _Sides
@@ -157,6 +158,8 @@ def _forward(
     pad_keys = partial(_padded, multiple=tiles.block)
     inputs = {"sinks": sides.sinks, **_side_inputs(spec, tiles, sides, pad_queries, pad_keys)}
     out, lse_BNS = forward(spec, tiles, pad_queries(q), pad_keys(k), pad_keys(v), inputs)
+    # Named, so that a policy of rematerialisation can save them: with both the backward pass needs
+    # no second forward kernel.
     out = checkpoint_name(out[:, : spec.S], "attention_out")
     lse = checkpoint_name(lse_BNS.swapaxes(1, 2)[:, : spec.S], "attention_lse")
     return (out, lse), _Residuals(q, k, v, sides, out, lse)
