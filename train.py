@@ -20,7 +20,7 @@ def train(config: TrainConfig) -> int:
     from sharding_rules import Shard, make_mesh
 
     with StopOnSignal() as stop:
-        config = start(config, stop.phases)  # connects the processes, then checks the config
+        config = start(config, stop.phases)  # checks disk and data, connects, checks the config
         shard = Shard(config.rules, make_mesh(config.mesh))
         layout = ModelLayout.of(config.model, shard, config.pipeline)
         optimizer = Optimizer(config.optimizer, config.train.steps)

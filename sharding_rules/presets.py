@@ -79,9 +79,10 @@ _STRATEGIES = (
     # padded vectors that are sharded over the replicas: gradients are reduce-scattered, and the
     # copy is all-gathered, once a step.
     Rules("distributed", params=_WEIGHTS, activations=_DATA, optimizer=_FLAT_OVER_DATA),
-    # zero3: ZeRO-3 of the layers on the same vectors. No device has a copy of a layer's matrices:
-    # in every microbatch they are all-gathered during the layer before, and their gradient is
-    # reduce-scattered during the next one.
+    # zero3: ZeRO-3 of the layers on the same vectors. Without a pipeline no device has a copy of a
+    # layer's matrices: in every microbatch they are all-gathered during the layer before, and their
+    # gradient is reduce-scattered during the next one. A pipeline stage does both once a step, and
+    # keeps what it has gathered until then.
     Rules(
         "zero3",
         params={**_WEIGHTS, "flat": "data"},

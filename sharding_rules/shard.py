@@ -230,7 +230,8 @@ class Shard:
     def axes_for(self, logical: str) -> tuple[str, ...]:
         """Returns the mesh axes that shard a logical axis of the activations here.
 
-        Code inside `shard_map` must reduce or gather over them.
+        Code inside `shard_map` must reduce or gather over them. In a region that is manual over an
+        axis, such as the engine's over data, that axis is not among them.
         """
         return axes_of(self.spec("activations", (logical,))[0])
 

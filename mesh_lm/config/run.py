@@ -164,6 +164,8 @@ class PipelineConfig:
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule, with global-norm clipping and decoupled weight
     decay.
+
+    A field that the chosen optimizer does not use has no effect.
     """
 
     name: str = "adamw"
@@ -189,7 +191,7 @@ class OptimizerConfig:
     eps: float = expert(1e-8)
     """Added to the denominator, for adamw and muon."""
     momentum: float = expert(0.95)
-    """Decay rate of muon's momentum for matrices."""
+    """Decay rate of the momentum of matrices, for muon alone."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices. Biases, norms and other per-layer vectors do not
     decay."""

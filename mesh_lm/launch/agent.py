@@ -19,7 +19,7 @@ from typing import Any
 
 from mesh_lm.launch import health
 from mesh_lm.launch.controller import PURPOSE
-from mesh_lm.launch.generation import AT_ONCE, UNKILLABLE, SignalPlan, log
+from mesh_lm.launch.generation import KILL_PLAN, UNKILLABLE, SignalPlan, log
 from mesh_lm.launch.job import VARIABLES as JOB_VARIABLES
 from mesh_lm.launch.job import Job
 from mesh_lm.launch.worker import Worker
@@ -134,7 +134,7 @@ class Agent:
                 self._tick()
                 time.sleep(_TICK)
         finally:
-            self._signal_workers(AT_ONCE)
+            self._signal_workers(KILL_PLAN)
             if self._peer:
                 self._peer.close()
             for number, handler in old_handlers.items():
@@ -174,7 +174,7 @@ class Agent:
             at_once = number == signal.SIGINT and self._interrupted
             self._interrupted |= number == signal.SIGINT
             if at_once:
-                self._begin_plan(AT_ONCE)
+                self._begin_plan(KILL_PLAN)
             if self._peer:
                 self._peer.send(stop=signal.Signals(number).name, at_once=at_once)
             self._stop_requested = True
@@ -260,7 +260,7 @@ class Agent:
                 f"{self._job.rejoin:g} s"
             )
             disconnected = Disconnected(time.monotonic(), self._job.rejoin)
-        self._begin_plan(AT_ONCE)
+        self._begin_plan(KILL_PLAN)
         time.sleep(_RETRY)
         return disconnected
 
@@ -297,7 +297,7 @@ class Agent:
         if "start" in message:
             self._start_workers(message)
         elif message.get("end") == self._generation:
-            plan = message.get("schedule", AT_ONCE)
+            plan = message.get("schedule", KILL_PLAN)
             self._begin_plan(tuple((seconds, number) for seconds, number in plan))
         elif "check" in message:
             connected.check = message["check"]

@@ -4,6 +4,12 @@ to restart.
 All workers of a *generation* start together, and when one of them is gone all others are ended,
 because JAX's processes cannot continue without each other. Nothing here touches a process: agents
 (`mesh_lm.launch.agent`) do, one on each node, this one included.
+
+When a node is lost, `_poll` notices it (a closed connection, or --heartbeat), `_lose` orders the
+end, agents end their workers and report that, and `_conclude` and `_restart` go back to `Waiting`.
+There `_start_if_ready` takes a spare, or the node when it returns, or after --rejoin what is left,
+at least --min-nodes, and `_start` begins the next generation, whose workers restore the newest
+checkpoint. When node 0 is lost there is no controller: see `Agent._disconnect`.
 """
 
 from __future__ import annotations
@@ -18,10 +24,10 @@ from typing import Any, NamedTuple
 from mesh_lm.errors import number_ranges
 from mesh_lm.launch import messages
 from mesh_lm.launch.generation import (
-    AT_ONCE,
-    CRASHED,
-    FEWER,
-    IDLE,
+    CRASH_PLAN,
+    FEWER_PLAN,
+    IDLE_PLAN,
+    KILL_PLAN,
     UNKILLABLE,
     EndReason,
     Generation,
@@ -359,8 +365,9 @@ class Controller:
             return
         generation.running.discard(number)
         if generation.failure is None:
+            # Without a culprit: the node is gone, so that there is none to leave out.
             generation.fail(EXIT_STALLED)
-            self._order_end(generation, EndReason.CRASH, CRASHED)
+            self._order_end(generation, EndReason.CRASH, CRASH_PLAN)
             generation.log_progress(*generation.processes_of(number))
 
     def _process_silent(
@@ -372,7 +379,7 @@ class Controller:
             log(f"process {process}{self._on_node(number)} {silence}")
             generation.fail(EXIT_STALLED, number)
             generation.log_progress(process)
-        self._order_end(generation, EndReason.CRASH, AT_ONCE)
+        self._order_end(generation, EndReason.CRASH, KILL_PLAN)
 
     def _process_died(
         self, generation: Generation, number: int, process: int, status: int, sent: int
@@ -428,7 +435,7 @@ class Controller:
         generation.cut_short = True
         if generation.nothing_to_save():
             assert generation.end_reason is not None  # it was asked to stop
-            self._order_end(generation, generation.end_reason, CRASHED)
+            self._order_end(generation, generation.end_reason, CRASH_PLAN)
 
     def _first_failure(self, generation: Generation, number: int, status: int) -> None:
         """Decides which node is to blame for the first failure, and ends the generation."""
@@ -444,7 +451,7 @@ class Controller:
             )
         generation.fail(status, culprit)
         generation.log_progress(*early, stalled=stalled)
-        self._order_end(generation, EndReason.CRASH, CRASHED)
+        self._order_end(generation, EndReason.CRASH, CRASH_PLAN)
 
     def _request_stop(self, cause: str, *, at_once: bool) -> None:
         """Ends the run because a launcher got a signal."""
@@ -459,10 +466,10 @@ class Controller:
         )
         if at_once:
             log(f"{cause}: the workers are killed")
-            plan = AT_ONCE
+            plan = KILL_PLAN
         elif idle:
             log(f"{cause}: the workers have nothing to save, and end at once")
-            plan = IDLE
+            plan = IDLE_PLAN
         else:
             log(f"{cause}: the workers save and exit, within {self._job.grace:g} s")
             plan = self._save_plan
@@ -484,7 +491,7 @@ class Controller:
     def _supervise(self, generation: Generation) -> State:
         """Ends a generation that hangs or could be larger. Returns the next state once it ended."""
         if generation.fewer and generation.end_reason is None:
-            self._order_end(generation, EndReason.FEWER, FEWER)
+            self._order_end(generation, EndReason.FEWER, FEWER_PLAN)
         if time.monotonic() > generation.deadline:
             for number in [*generation.running]:
                 self._lose(

@@ -21,11 +21,11 @@ SignalPlan = tuple[tuple[float, int], ...]
 """(seconds after the order, signal) of each signal that a worker gets while it lives."""
 # After a crash the others usually end by themselves with the same error, which is worth reading.
 # JAX swallows SIGTERM.
-CRASHED: SignalPlan = ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
-FEWER: SignalPlan = ((10.0, signal.SIGTERM), (12.0, signal.SIGKILL))
-AT_ONCE: SignalPlan = ((0.0, signal.SIGKILL),)
+CRASH_PLAN: SignalPlan = ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
+FEWER_PLAN: SignalPlan = ((10.0, signal.SIGTERM), (12.0, signal.SIGKILL))
+KILL_PLAN: SignalPlan = ((0.0, signal.SIGKILL),)
 # A process that compiles obeys only when XLA has finished.
-IDLE: SignalPlan = ((0.0, signal.SIGTERM), (2.0, signal.SIGKILL))
+IDLE_PLAN: SignalPlan = ((0.0, signal.SIGTERM), (2.0, signal.SIGKILL))
 UNKILLABLE = 60.0
 """Seconds after SIGKILL by which a worker must be gone. One that hangs in the kernel, on a dead
 disk or GPU, stays."""

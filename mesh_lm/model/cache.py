@@ -25,7 +25,8 @@ _AXES = (None, "batch", "seq", "kv_heads", "head_dim")
 def empty(config: DecoderConfig, shard: Shard, rows: int, length: int) -> Cache:
     """Returns an empty cache for `rows` texts of at most `length` tokens, padding included."""
     shape = (config.n_layers, rows, length, config.kv_heads, config.d_head)
-    widest_dtype = jnp.result_type(*(config.within(run).dtype for run in config.runs()))
+    dtypes = [config.within(segment).dtype for segment in config.segment_configs()]
+    widest_dtype = jnp.result_type(*dtypes)
     return {
         "k": shard(jnp.zeros(shape, widest_dtype), *_AXES),
         "v": shard(jnp.zeros(shape, widest_dtype), *_AXES),

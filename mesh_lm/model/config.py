@@ -177,7 +177,7 @@ class DecoderConfig(ModelConfig):
         """
         return tuple(w or None for w in self.window) or (None,)
 
-    def runs(self) -> tuple[SegmentConfig, ...]:
+    def segment_configs(self) -> tuple[SegmentConfig, ...]:
         """Returns the segments, with the default of one segment called blocks filled in."""
         return self.segments or (SegmentConfig("blocks", self.n_layers, self.block),)
 
@@ -257,7 +257,7 @@ class DecoderConfig(ModelConfig):
                     "choose another"
                 )
         field = "model.segments" if self.segments else "model.block"
-        for segment in self.runs():
+        for segment in self.segment_configs():
             try:
                 kind(segment.kind, field)
             except ConfigError as error:
@@ -268,7 +268,7 @@ class DecoderConfig(ModelConfig):
         """Returns the number of parameters, without the padding of the vocabulary."""
         in_layers = sum(
             segment.n_layers * kind(segment.kind).n_params(self.within(segment))
-            for segment in self.runs()
+            for segment in self.segment_configs()
         )
         # Vectors of width D: of the last norm, of the tables.
         vectors = 2 if self.norm == "layernorm" and self.biases else 1
@@ -282,7 +282,7 @@ class DecoderConfig(ModelConfig):
         segments = []
         first_layer = 0
         first_kept = self.n_layers - self.kept_layers
-        for part in self.runs():
+        for part in self.segment_configs():
             config = self.within(part)
             n_layers = part.n_layers
             end = first_layer + n_layers
@@ -318,7 +318,7 @@ class DecoderConfig(ModelConfig):
         """Returns attention's share of `flops_per_token`."""
         return sum(
             run.n_layers * attention_flops_per_token(run.kind, self.within(run))
-            for run in self.runs()
+            for run in self.segment_configs()
         )
 
     def make(self, shard: Shard, rngs: nnx.Rngs) -> nnx.Module:

@@ -39,7 +39,7 @@ class Decoder(nnx.Module):
             self.positions = weights(
                 (config.seq_len, config.d_model), ("position", "embed"), cast=True
             )
-        for segment in config.runs():
+        for segment in config.segment_configs():
             segment_config = config.within(segment)
             segment_weights = Weights(segment_config, rngs, layers=segment.n_layers)
             Layer = kind(segment.kind).Layer

@@ -22,8 +22,8 @@ def lookup(
     """Returns rows of the table for ids int32 [B, S] in [0, V), as `dtype` [B, S, D], sharded like
     the residual stream.
 
-    axes: the table's logical axes, such as ("vocab", "embed"). The gradient is summed over the
-    batch in fp32.
+    axes: the table's logical axes, such as ("vocab", "embed"). The gradient is summed in fp32 over
+    those axes of the batch that XLA handles (fsdp); over manual ones (data) the engine sums it.
     """
     table_sharding = shard.within(TABLES).table(*axes)
     seq_axes = shard.axes_for("seq_resid")

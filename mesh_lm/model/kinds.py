@@ -22,7 +22,13 @@ _COUNTS = ("n_params", "flops_per_token", "attention_flops_per_token")
 
 
 class Kind(Protocol):
-    """The names that a file about a kind of layer has."""
+    """The names that a file about a kind of layer has.
+
+    A layer that mixes tokens other than by `mesh_lm.model.attention.Attention` does by itself what
+    attention does there: it masks other documents (`segment_ids` of the batch), expects tokens in
+    the order of `sharding_rules.token_order` where rules shard sequences, and keeps what
+    generation needs of earlier tokens in `mesh_lm.model.cache`.
+    """
 
     @property
     def Layer(self) -> Any:
@@ -37,6 +43,12 @@ class Kind(Protocol):
 
     def flops_per_token(self, config: DecoderConfig, /) -> float:
         """Returns the matmul FLOPs of one token in one layer, forward and backward."""
+        ...
+
+    def attention_flops_per_token(self, config: DecoderConfig, /) -> float:
+        """Returns attention's share of them. Where a kind lacks this name, a dense layer's is
+        counted.
+        """
         ...
 
 

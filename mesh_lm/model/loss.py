@@ -3,7 +3,8 @@
 The logits of a long batch are its largest tensor: 32 GiB in fp32 for 64k tokens at vocabulary 128k.
 Here the logits of only `chunk` tokens exist at once. The gradient of a chunk is computed together
 with its logits, so nothing is recomputed (three matmuls in all). The head's weight is gathered
-once, and its gradient is reduced once, in fp32, after the last chunk. Chunks are slices of the
+once, and its gradient is reduced once, in fp32, after the last chunk, over those axes of the batch
+that XLA handles (fsdp); the engine sums it over the others (data). Chunks are slices of the
 tokens: with slices of the vocabulary, tensor parallelism would add an all-to-all and an all-reduce
 to each iteration.
 

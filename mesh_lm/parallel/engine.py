@@ -1,9 +1,12 @@
 """The microbatch engine: gradients of a global batch, by any schedule, on any mesh.
 
 It is manual over {pipeline, data, sequence, expert} and the axes that the rules declare as manual,
-and leaves {fsdp, tensor} to XLA. A gradient is reduced over each manual axis that does not shard it
-exactly once per step, in fp32, after the last microbatch (`mesh_lm.parallel.gradient_reduction`).
-XLA by itself would all-reduce data-parallel gradients in bf16 at every layer of every microbatch.
+and leaves {fsdp, tensor} to XLA. A gradient is summed over each manual axis that does not shard it:
+once a step, after the last microbatch, in the type of `Rules.reduction`
+(`mesh_lm.parallel.gradient_reduction`). XLA by itself would all-reduce data-parallel gradients in
+bf16 at every layer of every microbatch. The exception is the layers' matrices under zero3: without
+a pipeline each layer sums its own in every microbatch (`mesh_lm.parallel.zero3`), and in a pipeline
+once a step, one layer after another (`mesh_lm.parallel.stage_transfers`).
 
 With one stage, the program is a scan over microbatches, which is gradient accumulation. With more,
 it is a scan over the ticks of a schedule, a table of integers (`mesh_lm.schedules.table`), and the
@@ -411,8 +414,8 @@ def _stage_arrays(layout: ModelLayout, table: Table) -> tuple[Columns, Columns]:
         numbers[f"{name}/skip"] = stack.chunk_skipped_rows()
         numbers[f"{name}/count"] = stack.chunk_layers()
     for name, transfers in stage_transfers.plan(layout, table).items():
-        numbers[f"{name}/gathers"] = transfers.gathers
-        numbers[f"{name}/sums"] = transfers.sums
+        numbers[f"{name}/gathers"] = transfers.gather_order
+        numbers[f"{name}/sums"] = transfers.reduce_order
     return columns, numbers
 
 

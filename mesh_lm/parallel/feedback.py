@@ -90,12 +90,11 @@ def summed(
         return total, jnp.expand_dims(left_out, feedback.dim)
 
     grad_spec = layout.shard.spec("params", layout.axes[name])
-    feedback_spec = local_spec(layout, feedback)
-    specs = (grad_spec, feedback_spec)
+    specs = (grad_spec, feedback_spec(layout, feedback))
     return layout.shard.shard_map(on_device, specs, specs)(grad, left_out)
 
 
-def local_spec(layout: ModelLayout, feedback: Feedback) -> PartitionSpec:
+def feedback_spec(layout: ModelLayout, feedback: Feedback) -> PartitionSpec:
     """Returns the spec of such an array in the engine's region: sharded over the axes that XLA
     handles.
     """

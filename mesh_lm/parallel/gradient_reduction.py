@@ -1,7 +1,9 @@
-"""The sums over devices at the end of a step's region: each gradient is summed once.
+"""The sums of gradients over devices at the end of a step's region.
 
 Everything here runs inside the region (`mesh_lm.parallel.engine`), where each device has the sums
-over its own microbatches. A gradient is summed over the manual axes that do not shard it.
+over its own microbatches. A gradient is summed over the manual axes that do not shard it. Those of
+matrices that layers gather (zero3) are not among them: `mesh_lm.parallel.zero3` sums them in every
+microbatch, and in a pipeline `mesh_lm.parallel.stage_transfers` does once a step.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from mesh_lm.model import Sums
 from mesh_lm.optim.contract import is_matrix
 from mesh_lm.parallel import feedback
 from mesh_lm.parallel.flat import FlatLayout
-from mesh_lm.parallel.layer_collectives import local_spec
+from mesh_lm.parallel.layer_collectives import vector_spec
 from mesh_lm.parallel.layout import ModelLayout, Params
-from mesh_lm.parallel.reductions import two_level_sum
+from mesh_lm.parallel.reductions import sum_dtype, two_level_sum
 from sharding_rules import ISLAND, axes_of
 
 
@@ -139,17 +141,17 @@ def _reduce_scatter(
             specs[name] = layout.shard.restrict(sharding.spec, auto_axes)
             local_grads[name] = grads[name] if name in flat.names else reduced[name]
     feedback_specs = {
-        name: feedback.local_spec(layout, row)
+        name: feedback.feedback_spec(layout, row)
         for name, row in feedback.feedback_of(layout).items()
         if name in flat.names
     }
     vector_specs = {
-        vector.name: local_spec(layout, vector)
+        vector.name: vector_spec(layout, vector)
         for vector in flat.vectors
         if not vector.gathered_by_layer
     }
     run = layout.shard.shard_map(
-        partial(flat.reduce_scatter, dtype=_sum_dtype(layout)),
+        partial(flat.reduce_scatter, dtype=sum_dtype(layout.shard.rules)),
         (specs, PartitionSpec(), feedback_specs),
         (vector_specs, feedback_specs),
     )
@@ -174,7 +176,7 @@ def _summed(name: str, grad: jax.Array, axes: AbstractSet[str], layout: ModelLay
 
     def on_device(grad: jax.Array) -> jax.Array:
         # The type before the sum is that on the wire.
-        grad = grad.astype(_sum_dtype(layout))
+        grad = grad.astype(sum_dtype(layout.shard.rules))
         if in_two_levels:
             return two_level_sum(grad, rules.node_axis, axes_across_nodes)
         return psum(grad, axes, layout)
@@ -183,10 +185,6 @@ def _summed(name: str, grad: jax.Array, axes: AbstractSet[str], layout: ModelLay
     # itself.
     spec = layout.shard.spec("params", layout.axes[name])
     return layout.shard.shard_map(on_device, spec, spec)(grad)
-
-
-def _sum_dtype(layout: ModelLayout) -> Any:
-    return jnp.bfloat16 if layout.shard.rules.reduction == "bfloat16" else jnp.float32
 
 
 def _axes_in(spec: PartitionSpec) -> set[str]:

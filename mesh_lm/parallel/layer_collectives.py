@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from mesh_lm.parallel.flat import FlatVector
 from mesh_lm.parallel.layout import ModelLayout, Params
+from mesh_lm.parallel.reductions import sum_dtype
 
 
 class LayerCollectives:
@@ -46,7 +47,7 @@ class LayerCollectives:
                 after = self._finished(matrices[vector.matrices[0].name], after)
             return matrices, after
 
-        specs = {vector.name: local_spec(self.layout, vector) for vector in self.vectors}
+        specs = {vector.name: vector_spec(self.layout, vector) for vector in self.vectors}
         run = self.shard.shard_map(
             on_device, (specs, PartitionSpec(), PartitionSpec()), (self.specs, PartitionSpec())
         )
@@ -57,7 +58,7 @@ class LayerCollectives:
         """Returns (this replica's shards of a layer's gradients, summed over the replicas,
         `finished` of them).
         """
-        dtype = jnp.bfloat16 if self.shard.rules.reduction == "bfloat16" else jnp.float32
+        dtype = sum_dtype(self.shard.rules)
 
         def on_device(grads: Params, after: jax.Array) -> tuple[Params, jax.Array]:
             shards: Params = {}
@@ -69,7 +70,7 @@ class LayerCollectives:
             return shards, after
 
         row_specs = {
-            vector.name: PartitionSpec(*local_spec(self.layout, vector)[1:])
+            vector.name: PartitionSpec(*vector_spec(self.layout, vector)[1:])
             for vector in self.vectors
         }
         run = self.shard.shard_map(
@@ -145,7 +146,7 @@ class LayerCollectives:
         return matrices
 
 
-def local_spec(layout: ModelLayout, vector: FlatVector) -> PartitionSpec:
+def vector_spec(layout: ModelLayout, vector: FlatVector) -> PartitionSpec:
     """Returns the spec of a vector in the engine's region: sharded over the axes that XLA
     handles.
     """

@@ -8,10 +8,13 @@ of devices of a sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from sharding_rules import Rules
 
 BLOCK = 256
 """Elements with a scale in common: 1 + 4 / 256 bytes an element are sent."""
@@ -38,6 +41,13 @@ def ring_sum(x: jax.Array, axis: str) -> jax.Array:
         part = lax.ppermute(part, axis, to_next)
         parts = parts.at[(device + 1 - step) % n].set(part)
     return parts.reshape(-1)[: x.size].reshape(x.shape)
+
+
+def sum_dtype(rules: Rules) -> Any:
+    """Returns the type in which gradients of matrices are summed over manual axes, other than in
+    int8 (`mesh_lm.parallel.feedback`). Those of vectors are always summed in float32.
+    """
+    return jnp.bfloat16 if rules.reduction == "bfloat16" else jnp.float32
 
 
 def two_level_sum(x: jax.Array, inner: str, outer: Sequence[str]) -> jax.Array:

@@ -4,7 +4,8 @@ over the replicas (`zero3` in a pipeline).
 A stage gathers each of its layers once a step and keeps it, and sums the gradient of each layer
 once: the traffic of the distributed optimizer. But all except the first chunk is gathered while the
 pipeline fills, and all except the gradients of the first chunk are summed while it drains
-(`mesh_lm.schedules.transfers`).
+(`mesh_lm.schedules.transfers`). With pipeline.chunks=1 a stage has only a first chunk: all of it is
+gathered before the first tick and summed after the last, and nothing is hidden.
 """
 
 from __future__ import annotations
@@ -61,12 +62,14 @@ class StageTransfers:
         """Returns this stage's matrices [rows, ...], as the layers use them: the rows that are
         gathered before the first tick, and zeros.
         """
-        return self._gathered({segment: plan.before for segment, plan in self.plans.items()})
+        return self._gathered(
+            {segment: plan.n_gathered_first for segment, plan in self.plans.items()}
+        )
 
     def all_weights(self) -> Params:
         """Returns this stage's matrices, all gathered."""
         return self._gathered(
-            {segment: plan.gathers.shape[1] for segment, plan in self.plans.items()}
+            {segment: plan.gather_order.shape[1] for segment, plan in self.plans.items()}
         )
 
     def _gathered(self, n_rows: Mapping[str, int]) -> Params:
@@ -75,7 +78,7 @@ class StageTransfers:
         """
         weights: Params = {}
         for segment, collectives in self.collectives.items():
-            stack_height = self.plans[segment].gathers.shape[1]
+            stack_height = self.plans[segment].gather_order.shape[1]
             zeros = {
                 name: jnp.zeros((stack_height, *matrix.shape), matrix.dtype)
                 for name, matrix in collectives.abstract.items()
@@ -120,16 +123,16 @@ class StageTransfers:
         return jax.tree.map(jnp.zeros_like, self.vectors)
 
     def gradients(self, tick: jax.Array, stacked_grads: Params) -> dict[str, Params]:
-        """Returns the gradients of the layers, one of each segment, that `sum` moves in this
+        """Returns the gradients of the layers, one of each segment, that `reduce` moves in this
         tick.
         """
         row_grads = {}
         for segment, collectives in self.collectives.items():
             segment_grads = {name: stacked_grads[name] for name in collectives.specs}
-            row_grads[segment] = row_of(segment_grads, self._sum_row(segment, tick))
+            row_grads[segment] = row_of(segment_grads, self._reduce_row(segment, tick))
         return row_grads
 
-    def sum(self, grads: Mapping[str, Params], after: jax.Array) -> Params:
+    def reduce(self, grads: Mapping[str, Params], after: jax.Array) -> Params:
         """Returns a row of each vector: this replica's shards of the gradients, summed over the
         replicas.
         """
@@ -139,18 +142,18 @@ class StageTransfers:
             shards |= segment_shards
         return shards
 
-    def with_sums(self, vector_grads: Params, tick: jax.Array, shards: Params) -> Params:
-        """Returns the vectors' gradients with the rows that `sum` returned in this tick."""
+    def with_reduced(self, vector_grads: Params, tick: jax.Array, shards: Params) -> Params:
+        """Returns the vectors' gradients with the rows that `reduce` returned in this tick."""
         for segment, collectives in self.collectives.items():
             names = [vector.name for vector in collectives.vectors]
             vector_grads = vector_grads | with_row(
                 {name: vector_grads[name] for name in names},
-                self._sum_row(segment, tick),
+                self._reduce_row(segment, tick),
                 {name: shards[name] for name in names},
             )
         return vector_grads
 
-    def last_sums(self, vector_grads: Params, stacked_grads: Params) -> Params:
+    def reduce_last(self, vector_grads: Params, stacked_grads: Params) -> Params:
         """Returns the gradients of the vectors, with the rows that are summed after the last
         tick.
         """
@@ -167,7 +170,7 @@ class StageTransfers:
                 shards, _ = collectives.reduce(row_of(segment_grads, row), jnp.float32(0))
                 return with_row(totals, row, shards), None
 
-            last_rows = self._order(segment, "sums")[self.plans[segment].sum_ticks :]
+            last_rows = self._order(segment, "sums")[self.plans[segment].reduce_ticks :]
             totals = {name: vector_grads[name] for name in names}
             vector_grads = vector_grads | lax.scan(add, totals, last_rows)[0]
         return vector_grads
@@ -175,14 +178,14 @@ class StageTransfers:
     # The rows of a tick. Where one segment needs fewer ticks than another, it moves a row again.
 
     def _order(self, segment: str, direction: str) -> jax.Array:
-        """Returns the rows in the order of their "gathers" or "sums"."""
+        """Returns the rows in the order of their gathers or of the sums of their gradients."""
         return self.stage[f"{segment}/{direction}"]
 
     def _gather_row(self, segment: str, tick: jax.Array) -> jax.Array:
         order = self._order(segment, "gathers")
-        return order[jnp.minimum(self.plans[segment].before + tick, len(order) - 1)]
+        return order[jnp.minimum(self.plans[segment].n_gathered_first + tick, len(order) - 1)]
 
-    def _sum_row(self, segment: str, tick: jax.Array) -> jax.Array:
+    def _reduce_row(self, segment: str, tick: jax.Array) -> jax.Array:
         plan = self.plans[segment]
-        first_tick = plan.ticks - plan.sum_ticks
+        first_tick = plan.ticks - plan.reduce_ticks
         return self._order(segment, "sums")[jnp.maximum(tick - first_tick, 0)]

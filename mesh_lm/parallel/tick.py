@@ -111,19 +111,19 @@ def gradients(
         loop_columns = {name: column[loop.first : loop.end] for name, column in columns.items()}
         loop_tick = partial(tick or _tick, table, loop.slots, stacked_grads)
         numbered = jnp.arange(loop.first, loop.end), loop_columns
-        if loop.moves == "gathers":
+        if loop.moves == "gather":
             gathering_tick = partial(_gathering_tick, program, transfers, loop_tick)
             (carry, layers), _ = lax.scan(gathering_tick, (carry, program.layers), numbered)
             program = program.with_layers(layers)
-        elif loop.moves == "sums":
-            summing_tick = partial(_summing_tick, program, transfers, loop_tick, stacked_grads)
-            (carry, vector_grads), _ = lax.scan(summing_tick, (carry, vector_grads), numbered)
+        elif loop.moves == "reduce":
+            reducing_tick = partial(_reducing_tick, program, transfers, loop_tick, stacked_grads)
+            (carry, vector_grads), _ = lax.scan(reducing_tick, (carry, vector_grads), numbered)
         else:
             carry, _ = lax.scan(partial(loop_tick, program), carry, loop_columns)
     layer_grads = layout.constrain(
         {name: jax.freeze(ref) for name, ref in stacked_grads.items()}, "params"
     )
-    grads = {**carry.grads, **layer_grads, **transfers.last_sums(vector_grads, layer_grads)}
+    grads = {**carry.grads, **layer_grads, **transfers.reduce_last(vector_grads, layer_grads)}
     return {**carry.sums, **carry.arrays}, grads
 
 
@@ -164,7 +164,7 @@ def _gathering_tick(
     return (carry._replace(y=y), layers), None
 
 
-def _summing_tick(
+def _reducing_tick(
     program: StageProgram,
     transfers: StageTransfers,
     tick: Callable,
@@ -181,10 +181,10 @@ def _summing_tick(
     number, row = xs
     row_grads = transfers.gradients(number, {name: ref[...] for name, ref in stacked_grads.items()})
     carry, _ = tick(program, carry, row)
-    reduced = transfers.sum(row_grads, transfers.finished(carry.dx))
+    reduced = transfers.reduce(row_grads, transfers.finished(carry.dx))
     # The sum ends with the tick beside which it runs.
     dx, reduced = lax.optimization_barrier((carry.dx, reduced))
-    vector_grads = transfers.with_sums(vector_grads, number, reduced)
+    vector_grads = transfers.with_reduced(vector_grads, number, reduced)
     return (carry._replace(dx=dx), vector_grads), None
 
 

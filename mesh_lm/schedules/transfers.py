@@ -27,31 +27,32 @@ class Transfers:
     """The orders in which each stage gathers the rows of a segment's stacked parameters, and sums
     their gradients.
 
-    Rows are numbered within a stage. The first `before` rows of `gathers` are gathered before the
-    first tick, then one in each tick. The last `after` rows of `sums` are summed after the last
-    tick, and those before them one in each of the last ticks. A row that is gathered in a tick can
-    be used from the next tick on; one whose gradient is summed in a tick has received its last
-    gradient in an earlier one.
+    Rows are numbered within a stage. A row that is gathered in a tick can be used from the next
+    tick on; one whose gradient is summed in a tick has received its last gradient in an earlier
+    one.
     """
 
-    gathers: np.ndarray
+    gather_order: np.ndarray
     """int32 [P, rows]."""
-    sums: np.ndarray
+    reduce_order: np.ndarray
     """int32 [P, rows]."""
-    before: int
-    after: int
+    n_gathered_first: int
+    """The number of rows that are gathered before the first tick; then one in each tick."""
+    n_reduced_last: int
+    """The number of rows that are summed after the last tick; the others one in each tick before
+    that."""
     ticks: int
     """The number of ticks of the table."""
 
     @property
     def gather_ticks(self) -> int:
         """The number of first ticks that gather a row."""
-        return self.gathers.shape[1] - self.before
+        return self.gather_order.shape[1] - self.n_gathered_first
 
     @property
-    def sum_ticks(self) -> int:
+    def reduce_ticks(self) -> int:
         """The number of last ticks that sum a row's gradient."""
-        return self.sums.shape[1] - self.after
+        return self.reduce_order.shape[1] - self.n_reduced_last
 
 
 def plan_transfers(table: Table, stack: StackLayout) -> Transfers:
@@ -62,22 +63,28 @@ def plan_transfers(table: Table, stack: StackLayout) -> Transfers:
     wait for.
     """
     uses = _uses(table, stack)
-    gathers = np.argsort(uses.first_tick, 1, kind="stable")
-    sums = np.argsort(uses.last_tick, 1, kind="stable")
+    gather_order = np.argsort(uses.first_tick, 1, kind="stable")
+    reduce_order = np.argsort(uses.last_tick, 1, kind="stable")
     rows = stack.rows_per_stage
     k = np.arange(rows)
     loop_ticks = {slots: ticks.stop - ticks.start for slots, ticks in table.loops()}
 
-    # Row k is gathered in tick k - before, and must be there one tick later.
-    first_ticks = np.take_along_axis(uses.first_tick, gathers, 1)
-    before = int((k + 1 - first_ticks).max())
-    before = min(rows, max(before, rows - loop_ticks.get("F", 0), 0))
+    # Row k is gathered in tick k - n_gathered_first, and must be there one tick later.
+    first_ticks = np.take_along_axis(uses.first_tick, gather_order, 1)
+    n_gathered_first = int((k + 1 - first_ticks).max())
+    n_gathered_first = min(rows, max(n_gathered_first, rows - loop_ticks.get("F", 0), 0))
 
-    # Row k is summed in tick `ticks` - (rows - after) + k, which comes after its last use.
-    last_ticks = np.take_along_axis(uses.last_tick, sums, 1)
-    after = int((last_ticks + 1 - table.ticks + rows - k).max())
-    after = min(rows, max(after, rows - loop_ticks.get("B", 0), 0))
-    return Transfers(gathers.astype(np.int32), sums.astype(np.int32), before, after, table.ticks)
+    # Row k is summed in tick `ticks` - (rows - n_reduced_last) + k, which comes after its last use.
+    last_ticks = np.take_along_axis(uses.last_tick, reduce_order, 1)
+    n_reduced_last = int((last_ticks + 1 - table.ticks + rows - k).max())
+    n_reduced_last = min(rows, max(n_reduced_last, rows - loop_ticks.get("B", 0), 0))
+    return Transfers(
+        gather_order.astype(np.int32),
+        reduce_order.astype(np.int32),
+        n_gathered_first,
+        n_reduced_last,
+        table.ticks,
+    )
 
 
 class _Uses(NamedTuple):
@@ -115,26 +122,27 @@ class Loop:
     first: int
     end: int
     """The tick after the last one."""
-    moves: Literal["", "gathers", "sums"] = ""
+    moves: Literal["", "gather", "reduce"] = ""
     """The transfer of one row of each segment in each of the ticks."""
 
 
 def loops(table: Table, transfers: Sequence[Transfers] = ()) -> list[Loop]:
     """Returns the loops that run a table's ticks, in order.
 
-    They are those of `Table.loops`, cut where the ticks with gathers end and those with sums begin.
+    They are those of `Table.loops`, divided where the ticks that gather end, and where those that
+    reduce begin.
     """
     gather_end = max((plan.gather_ticks for plan in transfers), default=0)
-    sum_begin = table.ticks - max((plan.sum_ticks for plan in transfers), default=0)
+    reduce_begin = table.ticks - max((plan.reduce_ticks for plan in transfers), default=0)
     parts = []
     for slots, ticks in table.loops():
         first = int(ticks.start)
         end = int(ticks.stop)
         first_without = min(max(first, gather_end), end)
-        end_without = max(min(end, sum_begin), first)
+        end_without = max(min(end, reduce_begin), first)
         parts += [
-            Loop(slots, first, first_without, "gathers"),
+            Loop(slots, first, first_without, "gather"),
             Loop(slots, first_without, end_without),
-            Loop(slots, end_without, end, "sums"),
+            Loop(slots, end_without, end, "reduce"),
         ]
     return [loop for loop in parts if loop.end > loop.first]

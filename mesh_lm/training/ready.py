@@ -58,6 +58,10 @@ def require_ready(
 
     Raises StorageError if nothing but a full or failing disk is in the way.
 
+    A command calls it before JAX is imported, and `mesh_lm.training.session.start` calls it again,
+    thorough, before the processes are connected. Every process checks the output if it is the only
+    one or has a launcher; process 0 alone checks tokenizer, epochs and login.
+
     Args:
       data: the dataset that the run was given, instead of what the config names.
       rule: the optimizer's, as for `check`.
@@ -145,8 +149,10 @@ def _data_problems(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
 
 
 def _require_output(config: TrainConfig, *, with_room: bool) -> None:
-    """Raises ConfigError unless the output is, or can become, a directory that can be written,
-    with_room: and that has room.
+    """Raises ConfigError unless the output is, or can become, a directory that can be written.
+
+    with_room: also if its disk has less room than one checkpoint needs. An error of the disk has an
+    OSError as its cause, by which `storage_failed` knows it.
     """
     output = config.output
     if not output or "://" in output:

@@ -58,6 +58,12 @@ def train_step(
 ) -> jax.stages.Wrapped:
     """Returns the jitted `Step` (state, batch) -> (state, metrics). It donates the state.
 
+    It communicates in this order: the sum of the batch's weights; the weights of layers that are
+    gathered (`parallel.zero3`, or `parallel.stage_transfers` in a pipeline); activations between
+    stages (`parallel.tick.hop`); sums of gradients (by the same two, then
+    `parallel.gradient_reduction`); the norm; new weights (`FlatLayout.compute_params`). What the
+    rules shard over fsdp and tensor, XLA moves inside the layers.
+
     A step whose loss or gradient is not finite changes only the counters. So does one whose loss or
     log gradient norm is more than `outlier` standard deviations above its recent mean, unless
     `outlier` is 0. Raises ConfigError if the model has buffers and its config does not define how

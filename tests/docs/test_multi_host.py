@@ -80,7 +80,7 @@ def test_defaults_and_statuses() -> None:
         exit_status.EXIT_PREEMPTED, exit_status.EXIT_INTERRUPTED,
     )  # fmt: skip
     assert [int(status) for status in rows] == [0, *known]
-    assert generation.CRASHED == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
+    assert generation.CRASH_PLAN == ((2.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 
 
 def test_the_table_of_health_checks(tmp_path: Path) -> None:

@@ -66,8 +66,7 @@ def _int8_problems(config: TrainConfig) -> Iterator[str]:
         if name_of(row) == FLAT and axes_of(entry):
             yield (
                 f"rules.reduction='int8': rules.params[{row!r}]={entry!r} sums each layer's "
-                "gradient in every microbatch, without a place for what is left out; use "
-                "distributed"
+                "gradient by itself, without a place for what is left out; use distributed"
             )
             return
     for row, entry in rules.column("gradients").items():

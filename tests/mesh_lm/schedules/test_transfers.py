@@ -35,12 +35,12 @@ def test_rows_are_there_when_used_and_complete_when_summed(
     transfers = plan_transfers(table, stack)
     begin = stack.chunk_start_rows() + stack.chunk_skipped_rows()
     end = begin + stack.chunk_layers()
-    first_sum_tick = table.ticks - transfers.sum_ticks
+    first_sum_tick = table.ticks - transfers.reduce_ticks
     for stage in range(stages):
-        gathers = transfers.gathers[stage]
-        sums = transfers.sums[stage]
+        gathers = transfers.gather_order[stage]
+        sums = transfers.reduce_order[stage]
         assert sorted(gathers) == sorted(sums) == list(range(stack.rows_per_stage))
-        usable = {row: max(0, k - transfers.before + 1) for k, row in enumerate(gathers)}
+        usable = {row: max(0, k - transfers.n_gathered_first + 1) for k, row in enumerate(gathers)}
         summed = {row: first_sum_tick + k for k, row in enumerate(sums)}
         for slot in ("forward", "backward"):
             busy = table.columns[f"{slot}_microbatch"][:, stage] >= 0
@@ -55,19 +55,19 @@ def test_all_but_the_first_chunk_moves_beside_ticks() -> None:
     """gpt_175b's schedule: of 12 layers a stage waits for 2 before its first tick, and for 2 after
     its last."""
     transfers = plan_transfers(make_table(8, 24, 6), StackLayout(8, (2,) * 48))
-    assert (transfers.before, transfers.after) == (2, 2)
-    assert (transfers.gather_ticks, transfers.sum_ticks) == (10, 10)
+    assert (transfers.n_gathered_first, transfers.n_reduced_last) == (2, 2)
+    assert (transfers.gather_ticks, transfers.reduce_ticks) == (10, 10)
 
 
 def test_loops_cover_each_tick_once() -> None:
     table = make_table(4, 8, 3)
     parts = loops(table, [plan_transfers(table, StackLayout(4, (1,) * 12))])
     assert [(loop.slots, loop.moves) for loop in parts] == [
-        ("F", "gathers"),
+        ("F", "gather"),
         ("F", ""),
         ("FB", ""),
         ("B", ""),
-        ("B", "sums"),
+        ("B", "reduce"),
     ]
     ticks = [tick for loop in parts for tick in range(loop.first, loop.end)]
     assert ticks == list(range(table.ticks))
@@ -77,4 +77,4 @@ def test_loops_cover_each_tick_once() -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_one_chunk_has_nothing_to_hide(chunks: int) -> None:
     transfers = plan_transfers(make_table(2, 4, chunks), StackLayout(2, (4,) * (2 * chunks)))
-    assert (transfers.before == 4 * chunks) is (chunks == 1)
+    assert (transfers.n_gathered_first == 4 * chunks) is (chunks == 1)

@@ -49,8 +49,8 @@ def test_what_can_run(rules: str, mesh: dict) -> None:
         ),
         (
             "zero3+reduce_int8", {"data": 8},
-            "rules.reduction='int8': rules.params['flat']='data' sums each layer's gradient in "
-            "every microbatch, without a place for what is left out; use distributed",
+            "rules.reduction='int8': rules.params['flat']='data' sums each layer's gradient by "
+            "itself, without a place for what is left out; use distributed",
         ),
         (
             "fsdp+reduce_int8", {"fsdp": 8},
