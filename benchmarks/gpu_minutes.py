@@ -47,6 +47,7 @@ BLOCKS = (
     Block(gpu_training.training, 110, 220),
     Block(gpu_twins.steps_124m, 70, 130),
     Block(gpu_twins.steps_1_3b, 110, 240),
+    Block(gpu_twins.trace_124m, 45, 120),
     Block(gpu_twins.trace, 90, 180),
     Block(gpu_kernels.grouped_repaired, 35, 80),
     Block(gpu_attention.changed, 45, 120),

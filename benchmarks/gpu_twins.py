@@ -8,13 +8,12 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import gpu_trace
 from gpu_attention import TORCH, note_of, torch_there
 from gpu_lab import TINY, Lab, Table
-from gpu_predictions import predicted, traced, twin
+from gpu_predictions import predicted, programs, twin
 from gpu_training import TIMED, TINY_TIMED, batch_of
 from record import Row
 
@@ -264,22 +263,34 @@ def trace(lab: Lab) -> Iterator[Table]:
     jax.profiler: its kernels, summed by the kinds of the lab's timeline, beside the prediction for
     one GPU of this kind. step_ms: the median of five steps without the profiler; share: of that. no
     kernel: what is left of it."""
+    yield from _traced_step(lab, "trace", note_of(trace))
+
+
+def trace_124m(lab: Lab) -> Iterator[Table]:
+    """The same for the step of `steps_124m`, which took 1.05 times torch.compile's time on
+    2026-11-28."""
+    yield from _traced_step(lab, "steps_124m", note_of(trace_124m), " of gpt2_124m")
+
+
+def _traced_step(lab: Lab, program: str, note: str, model: str = "") -> Iterator[Table]:
+    """Yields the tables of one traced step. program: which of `gpu_predictions.programs`."""
     directory = lab.directory / "trace"
-    plan = predicted(lab, "trace")
-    options: Row = {"directory": str(lab.directory), "cache": "tuned", **traced(lab)}
+    plan = predicted(lab, program)
+    options: Row = {"directory": str(lab.directory), "cache": "tuned", **programs(lab)[program]}
     ran = lab.run("traced", **options, steps=0 if lab.dry_run else 5, trace=str(directory))
-    row = {name: value for each in ran for name, value in each.items()}
-    kept = {name: plan.get(name) for name in ("target", "predicted_step_s", "predicted_peak_gib")}
-    yield "Traced step", [row | kept], note_of(trace)
-    if "step_ms" in row:
-        yield from kinds(lab, directory, plan.get("kinds", {}), row["step_ms"])
-
-
-def kinds(lab: Lab, directory: Path, predicted: dict[str, Row], step_ms: float) -> Iterator[Table]:
-    """Yields the tables of a trace."""
+    row = {name: value for part in ran for name, value in part.items()}
+    about = {name: plan.get(name) for name in ("target", "predicted_step_s", "predicted_peak_gib")}
+    yield f"Traced step{model}", [row | about], note
+    if "step_ms" not in row:
+        return
     kernels = gpu_trace.kernels(directory)
     if not kernels:
         lab.problems.append("the trace has no kernels: may this user profile the GPU?")
         return
-    yield "One step by kind", [*gpu_trace.by_kind(kernels, predicted, step_ms)], note_of(trace)
-    yield "Longest kernels of a step", gpu_trace.longest(kernels), "In all calls of one step."
+    by_kind = gpu_trace.by_kind(kernels, plan.get("kinds", {}), row["step_ms"])
+    yield f"One step{model} by kind", [*by_kind], note
+    yield (
+        f"Longest kernels of a step{model}",
+        gpu_trace.longest(kernels),
+        "In all calls of one step.",
+    )
