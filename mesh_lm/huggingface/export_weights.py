@@ -159,7 +159,7 @@ def _gathered(x: jax.Array, stacked: bool) -> NamedSharding | None:
 def _begin(directory: Path) -> Path:
     """Creates a hidden directory next to `directory`, which must be missing or empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} exists and is not empty; name another directory")
+        raise ConfigError(f"{directory} exists and is not an empty directory; name another one")
     partial = sibling(directory)
     try:
         partial.mkdir(parents=True)

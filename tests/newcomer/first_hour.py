@@ -42,7 +42,11 @@ def everything_that_is_missing(reader: Newcomer) -> None:
     )  # fmt: skip
     assert "wandb login" in said or "pip install -e '.[wandb]'" in said, said
     said = reader.is_refused(
-        "no such script", "mesh-lm", "launch", "trian.py", says=["trian.py: no such script in"]
+        "no such script",
+        "mesh-lm",
+        "launch",
+        "trian.py",
+        says=["trian.py: there is no such script in"],
     )
     assert "restart" not in said, said
 
@@ -161,7 +165,7 @@ def names_of_other_tools(reader: Newcomer) -> None:
     says = ["did you mean --data.blend=0.7,data/web,0.3,data/code?"]
     blend = ("--data-path", "0.7", "data/web", "0.3", "data/code")
     reader.is_refused("Megatron's data path", "mesh-lm", "train", *blend, says=says, **NO_DEVICE)
-    says = ["--train.step: no such field; did you mean --train.steps?"]
+    says = ["--train.step: the config has no such field; did you mean --train.steps?"]
     reader.is_refused("a typo", "mesh-lm", "train", "--train.step=10", says=says, **NO_DEVICE)
 
 

@@ -213,7 +213,7 @@ MISTAKES = [
     (["--text=TMP/good", "--start=<s>"], "--start=<s>: the tokenizer has no such special token"),
     (
         ["--text=TMP/good", "--json=no/such/file"],
-        "--json=no/such/file: cannot be written (No such file or directory)",
+        "--json=no/such/file: the result cannot be written (No such file or directory)",
     ),
 ]
 

@@ -11,9 +11,9 @@ import pytest
 from mesh_lm.commands.main import main
 
 ANSWERS = {
-    "trian": "mesh-lm has no command 'trian'; did you mean mesh-lm train?",
-    "train gpt_tinny": "--config=gpt_tinny: no such file; did you mean gpt_tiny?",
-    "train my_config.py": "--config=my_config.py: no such file in ",
+    "trian": "mesh-lm has no command of the name 'trian'; did you mean mesh-lm train?",
+    "train gpt_tinny": "--config=gpt_tinny: there is no such config; did you mean gpt_tiny?",
+    "train my_config.py": "--config=my_config.py: there is no file of this name in ",
     "train --config=llama.yaml": (
         "a config is a .py file with get_config(), or the config.json of a run; `mesh-lm configs` "
         "lists"
@@ -23,28 +23,28 @@ ANSWERS = {
         "import"
     ),
     "train .": "--config=.: a directory; a run's config is ./config.json",
-    "train --lr=1e-3": "--lr: no such field; did you mean --optimizer.learning_rate=1e-3?",
+    "train --lr=1e-3": "--lr: the config has no such field; did you mean --optimizer.learning_rate=1e-3?",
     "train lr=1e-3": "lr=1e-3: belongs to no option; did you mean --optimizer.learning_rate=1e-3?",
-    "train --train.step=10": "--train.step: no such field; did you mean --train.steps?",
-    "train --steps 10": "--steps: no such field; did you mean --train.steps or --profile.steps?",
+    "train --train.step=10": "--train.step: the config has no such field; did you mean --train.steps?",
+    "train --steps 10": "--steps: the config has no such field; did you mean --train.steps or --profile.steps?",
     "train --train.steps=1e3": "--train.steps=1e3: expected int",
-    "train --train.steps": "--train.steps: needs a value; expected int",
+    "train --train.steps": "--train.steps: this option needs a value; expected int",
     "train --epochs=3": "train.steps: epochs x sequences of the training text / train.global_batch",
     "train --batch-size=8": "did you mean --train.global_batch?",
     "train --micro-batch-size=4 --mesh.data=2": "= 16 / (4 x 2 x 1); did you mean --train.microbatches=2?",
     "train --min-lr=8e-4": "did you mean --optimizer.final_fraction=0.1?",
     "train --eval-iters=10": "did you mean --train.eval_sequences=160?",
     "train --data-path 0.7 data/web 0.3 data/code": "did you mean --data.blend=0.7,data/web,0.3,data/code?",
-    "train --num-experts=8": "--num-experts: no such field; not built: mixture of experts",
-    "train --fp16": "--fp16: no such field; not built: model.dtype is bfloat16 or float32",
+    "train --num-experts=8": "--num-experts: the config has no such field; not built: mixture of experts",
+    "train --fp16": "--fp16: the config has no such field; not built: model.dtype is bfloat16 or float32",
     "train --dry-run": "mesh-lm plan shows memory, communication and time without starting the run",
     "train --rules=fspd": "--rules=fspd: no rules preset 'fspd'; did you mean 'fsdp'?",
-    "train --rules=tp": "--rules=tp: no such rules preset; did you mean megatron?",
-    "train --optimizer=muon": "--optimizer: a section, not a field; did you mean --optimizer.name=muon?",
+    "train --rules=tp": "--rules=tp: there is no such rules preset; did you mean megatron?",
+    "train --optimizer=muon": "--optimizer: this is a section, not a field; did you mean --optimizer.name=muon?",
     "train --rampup-batch-size 2 2 100": (
-        "--rampup-batch-size: no such field; not built: every step has train.global_batch sequences"
+        "--rampup-batch-size: the config has no such field; not built: every step has train.global_batch sequences"
     ),
-    "train --hidden-size 64": "--hidden-size: no such field; did you mean --model.d_model=64?",
+    "train --hidden-size 64": "--hidden-size: the config has no such field; did you mean --model.d_model=64?",
     "train --optimizer.schedule=cosin": "expected one of cosine, wsd, linear, constant; did you mean cosine?",
     "train --model.window=None": "expected int, with commas between several and nothing for none",
     "train llama3_8b": (
@@ -56,25 +56,25 @@ ANSWERS = {
     "train --data.tokenizer=nope.json": "tokenizer nope.json: no such file or directory",
     "train --data.path=nope.txt --data.tokenizer=nope.json": "\n  - tokenizer nope.json: no such file or directory",
     "train --output=/proc/run": "output=/proc/run cannot be written",
-    "generate runs/x --cpu_device=2": "--cpu_device: no such option; did you mean --cpu-devices?",
+    "generate runs/x --cpu_device=2": "--cpu_device: there is no such option; did you mean --cpu-devices?",
     "evaluate runs/x --text=x text_field=body": "text_field=body: belongs to no option; did you mean --text-field=body?",
     "launch --per_node=x train": "--per_node=x: expected int",
     "launch --node=x train": "--node=x: expected int",
     "plan gpt_175b --max_microbatch=7": "--max_microbatch=7: expected true or false",
-    "plan gpt_175b --target=h1000": "--target=h1000: expected one of h100, h200, a100, b200",
+    "plan gpt_175b --target=h1000": "--target=h1000: expected one of the targets h100, h200, a100, b200",
     "plan gpt_175b --output=report.pdf": "report.pdf: the report is a file that ends in .html or .json",
-    "plan gpt_175b --against=gpt_nope --devices=1024": "--config=gpt_nope: no such file",
+    "plan gpt_175b --against=gpt_nope --devices=1024": "--config=gpt_nope: there is no such config",
     "generate": "--checkpoint: missing",
     "generate --checkpoint=nope": "nope",
     "evaluate --checkpoint=nope --text=notes.txt": "--text=notes.txt: no such file or directory",
     "export nope --output=there": "nope",
     "prepare --input=nope --output=data/web": "--tokenizer: missing; A tokenizer.json, a directory that has one",
     "prepare --input=nope --output=data/web --tokenizer=bytes": "nope",
-    "prepare --output-prefix=data/web": "--output-prefix: no such option; did you mean --output=data/web, without",
+    "prepare --output-prefix=data/web": "--output-prefix: there is no such option; did you mean --output=data/web, without",
     "checkpoint verify nope": "nope",
-    "launch --nproc-per-node=8 train": "--nproc-per-node: no such option; did you mean --per-node=8?",
-    "launch trian.py": "trian.py: no such script in",
-    "configs --all": "--all: no such option",
+    "launch --nproc-per-node=8 train": "--nproc-per-node: there is no such option; did you mean --per-node=8?",
+    "launch trian.py": "trian.py: there is no such script in",
+    "configs --all": "--all: there is no such option",
 }
 
 

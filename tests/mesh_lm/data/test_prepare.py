@@ -362,7 +362,7 @@ def test_command_line_mistakes(capsys: pytest.CaptureFixture[str]):
     head, *problems = result.stderr.splitlines()
     assert (
         head == "error: bad command line"
-        and problems[0] == "  - --inptu: no such option; did you mean --input?"
+        and problems[0] == "  - --inptu: there is no such option; did you mean --input?"
     )
     assert [problem[:43] for problem in problems[1:]] == [
         "  - --input: missing; Files (.txt, .jsonl, ",

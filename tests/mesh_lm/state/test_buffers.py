@@ -307,7 +307,7 @@ def test_a_checkpoint_with_another_buffer_is_another_model(tmp_path: Path) -> No
         f"{tmp_path}/checkpoints/1 is a checkpoint of another model\n"
         "  - moe.bias: [4, 4, 'float32'] in the checkpoint, absent in this config\n"
         "  - seen: [2, 'float32'] in the checkpoint, absent in this config\n"
-        "use a new output directory, or that model's config"
+        "use the config of that model, or a new output directory"
     )
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before == ["1"]
     saved = find(tmp_path)

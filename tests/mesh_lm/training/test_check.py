@@ -259,7 +259,7 @@ def test_a_single_device_may_be_a_cpu() -> None:
         (
             ["optimizer.name=no_such_file:Sgd"],
             (
-                "optimizer.name=no_such_file:Sgd: 'no_such_file' cannot be imported "
+                "optimizer.name=no_such_file:Sgd: cannot import the module 'no_such_file' "
                 "(ModuleNotFoundError: No module named 'no_such_file')"
             ),
         ),
