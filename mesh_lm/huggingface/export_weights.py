@@ -64,7 +64,7 @@ def save(
     family = family_for(config)
     assert isinstance(config, DecoderConfig)
     if dtype not in get_args(DType):
-        raise ConfigError(f"dtype={dtype}: expected one of {', '.join(get_args(DType))}")
+        raise ConfigError(f"dtype={dtype}: expected one of the types {', '.join(get_args(DType))}")
     directory = Path(directory).expanduser().absolute()
     mappings = [mapping for mapping in family.mappings if mapping.param in params]
     sizes = {mapping.param: _sizes(mapping, config, params) for mapping in mappings}
@@ -96,7 +96,9 @@ def save(
         os.replace(partial, directory)
         _sync(directory.parent)
     except OSError as error:
-        raise ConfigError(f"cannot write {directory}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot write the export to {directory}: {error.strerror or error}"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -164,7 +166,9 @@ def _begin(directory: Path) -> Path:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"cannot write {directory}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot create a directory beside {directory}: {error.strerror or error}"
+        ) from error
     return partial
 
 

@@ -158,7 +158,7 @@ def test_the_field_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Each command names the option that it has."""
     monkeypatch.chdir(tmp_path)
     Path("x.jsonl").write_text('{"body": "a text"}\n', encoding="utf-8")
-    has = r'line 1: has no "text"; it has "body": choose one with --'
+    has = r'line 1: this JSON object has no "text"; it has "body": choose one with --'
     with pytest.raises(ConfigError, match=has + "text-field$"):
         evaluate.main(["nowhere", "--text=x.jsonl"])
     with pytest.raises(ConfigError, match="nowhere"):

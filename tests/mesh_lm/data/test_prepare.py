@@ -307,7 +307,10 @@ def test_errors(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyP
         ]
 
     good = b'{"text": "a"}\n'
-    fails(tmp_path / "no.txt", r"--input=.*no\.txt: no such file or directory; give \.txt, \.jsonl")
+    fails(
+        tmp_path / "no.txt",
+        r"--input=.*no\.txt: no such input file or directory; give \.txt, \.jsonl",
+    )
     fails(tmp_path / "a.txt", r"a\.txt is empty", b"")
     fails(tmp_path / "a.csv", r"a\.csv: files of type \.csv are not read; give \.txt", b"a")
     (tmp_path / "folder").mkdir()
