@@ -84,7 +84,8 @@ UNSEEN = (
     (
         "sh",
         "mesh-lm train docs/custom_model.py --model.d_state=250 --mesh.tensor=4",
-        "error: this config cannot run\n  - model.d_state=250 is not divisible by mesh.tensor=4 "
+        "error: this config cannot run\n  - model.d_state=250 is not divisible by its number of "
+        "shards, mesh.tensor=4 "
         "(rules.params: state -> tensor); mesh.tensor can be 1, 2, 5, 10, 25, 50, 125, 250\n",
     ),
 )

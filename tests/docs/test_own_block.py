@@ -113,7 +113,10 @@ def test_the_shipped_config_names_its_own_class() -> None:
     [
         ("dnse", "model.block: no kind of layer 'dnse'; did you mean 'dense'?"),
         ("mamba", "model.block: no kind of layer 'mamba'; known: "),
-        ("json:Layer", "model.block: no kind of layer 'json:Layer': 'json' has no class 'Layer'"),
+        (
+            "json:Layer",
+            "model.block: no kind of layer 'json:Layer': 'Layer' is not a class of the module 'json'",
+        ),
         (
             "no_such:Layer",
             "cannot import the module 'no_such' (ModuleNotFoundError: No module named 'no_such')",

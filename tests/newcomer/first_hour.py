@@ -208,7 +208,7 @@ def all_problems_at_once(reader: Newcomer) -> None:
         "this run cannot start",
         "data.path=nope.txt",
         "nope.json: no such file",
-        "model.n_heads=4 is not divisible by mesh.tensor=3",
+        "model.n_heads=4 is not divisible by its number of shards, mesh.tensor=3",
     ]
     mistakes = (
         "--data.path=nope.txt",

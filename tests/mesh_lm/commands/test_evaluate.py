@@ -203,8 +203,8 @@ MISTAKES = [
         ["--text=a", "--batch=0"],
         "--batch=0 must be at least 1, --stride=0 and --limit=0 at least 0",
     ),
-    (["--text=no/such"], "--text=no/such: no such file or directory"),
-    (["--text=TMP/binary"], "--text=TMP/binary is not UTF-8 (byte 2); convert it first"),
+    (["--text=no/such"], "--text=no/such: no such text file or directory"),
+    (["--text=TMP/binary"], "--text=TMP/binary is not UTF-8 (byte 2); convert it to UTF-8 first"),
     (["--text=TMP/empty"], "there is no text to evaluate: every text is empty"),
     (
         ["--text=TMP/good", "--stride=49"],

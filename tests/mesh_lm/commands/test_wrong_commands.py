@@ -66,7 +66,7 @@ ANSWERS = {
     "plan gpt_175b --against=gpt_nope --devices=1024": "--config=gpt_nope: there is no such config",
     "generate": "--checkpoint: missing",
     "generate --checkpoint=nope": "nope",
-    "evaluate --checkpoint=nope --text=notes.txt": "--text=notes.txt: no such file or directory",
+    "evaluate --checkpoint=nope --text=notes.txt": "--text=notes.txt: no such text file or directory",
     "export nope --output=there": "nope",
     "prepare --input=nope --output=data/web": "--tokenizer: missing; A tokenizer.json, a directory that has one",
     "prepare --input=nope --output=data/web --tokenizer=bytes": "nope",

@@ -256,7 +256,7 @@ def test_a_model_that_does_not_say_how_its_buffers_change() -> None:
     [
         (
             lambda buffers: {"seen": buffers["seen"]},
-            "Odd.updated returns no 'moe.bias', a buffer of the model",
+            "Odd.updated returns no 'moe.bias', which is a buffer of the model",
         ),
         (
             lambda buffers: buffers | {"bias": buffers["seen"]},
@@ -264,11 +264,11 @@ def test_a_model_that_does_not_say_how_its_buffers_change() -> None:
         ),
         (
             lambda buffers: buffers | {"seen": buffers["seen"].sum()},
-            "Odd.updated returns 'seen' as float32 (), but the buffer is float32 (2,)",
+            "Odd.updated returns 'seen' as float32 (), but the model has it as float32 (2,)",
         ),
         (
             lambda buffers: buffers | {"seen": buffers["seen"].astype("bfloat16")},
-            "Odd.updated returns 'seen' as bfloat16 (2,), but the buffer is float32 (2,)",
+            "Odd.updated returns 'seen' as bfloat16 (2,), but the model has it as float32 (2,)",
         ),
     ],
     ids=["one less", "one more", "another shape", "another dtype"],
