@@ -196,7 +196,7 @@ def test_every_problem_at_once(config: str) -> None:
         "--config.model.window=1,b: expected int, with commas between several and nothing for none",
         "--config.model.depth=x: expected int | None",
         "--config.model.act=f: expected collections.abc.Callable[[int], int]",
-        "--config.rules=fspd+megatron: no rules preset 'fspd'; did you mean 'fsdp'?",
+        "--config.rules=fspd+megatron: there is no rules preset 'fspd'; did you mean 'fsdp'?",
         "--confg: the config has no such field; did you mean --config?",
         "--foo: the config has no such field; see --help",
         "mine.py: belongs to no option; did you mean --config=mine.py?",
@@ -208,7 +208,7 @@ def test_an_extra_mesh_axis_that_cannot_be(config: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse([f"--config={config}", "--config.mesh.extra=tensor=2"])
     assert str(caught.value) == (
-        f"{config}: mesh.extra='tensor=2': the mesh has an axis 'tensor' already; set mesh.tensor=2"
+        f"{config}: mesh.extra='tensor=2': the mesh already has an axis 'tensor'; set mesh.tensor=2"
     )
 
 
@@ -235,7 +235,7 @@ def test_config_twice_or_without_a_file(config: str) -> None:
         ),
         (
             "import sharding_rules as s\n\nR = s.preset('dpd')\n",
-            "mine.py:3: ShardingRuleError: no rules preset 'dpd'; did you mean 'ddp'?",
+            "mine.py:3: ShardingRuleError: there is no rules preset 'dpd'; did you mean 'ddp'?",
         ),
         ("def get_config(:\n", "mine.py:1: SyntaxError: invalid syntax"),
         ("import nonesuch\n", "mine.py:1: ModuleNotFoundError: No module named 'nonesuch'"),

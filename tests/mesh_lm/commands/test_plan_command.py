@@ -83,7 +83,9 @@ def test_mistakes_are_told(words: list[str], message: str) -> None:
 
 
 def test_a_config_that_cannot_run_is_refused_before_anything_is_compiled() -> None:
-    with pytest.raises(ConfigError, match=r"mesh has 64 x \? devices .* but 96 are visible"):
+    with pytest.raises(
+        ConfigError, match=r"mesh has 64 x \? devices .* but the number of visible devices is 96"
+    ):
         train.main(["--config=configs/gpt_175b.py", "--plan", "--devices=96"])
 
 

@@ -38,7 +38,7 @@ ANSWERS = {
     "train --num-experts=8": "--num-experts: the config has no such field; not built: mixture of experts",
     "train --fp16": "--fp16: the config has no such field; not built: model.dtype is bfloat16 or float32",
     "train --dry-run": "mesh-lm plan shows memory, communication and time without starting the run",
-    "train --rules=fspd": "--rules=fspd: no rules preset 'fspd'; did you mean 'fsdp'?",
+    "train --rules=fspd": "--rules=fspd: there is no rules preset 'fspd'; did you mean 'fsdp'?",
     "train --rules=tp": "--rules=tp: there is no such rules preset; did you mean megatron?",
     "train --optimizer=muon": "--optimizer: this is a section, not a field; did you mean --optimizer.name=muon?",
     "train --rampup-batch-size 2 2 100": (

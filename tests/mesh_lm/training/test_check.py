@@ -83,7 +83,7 @@ def test_only_meshes_that_run_are_said_to_fit(tensor: int, sizes: tuple[int, int
     first = problems(f"mesh.tensor={tensor}", "rules=megatron", "model.n_heads=4")[0]
     choices = " or ".join(f"mesh.tensor={size}" for size in sizes)
     assert first == (
-        f"mesh has {tensor} x ? devices (data=-1 x tensor={tensor}) but 8 are visible; {choices} "
+        f"mesh has {tensor} x ? devices (data=-1 x tensor={tensor}) but the number of visible devices is 8; {choices} "
         "would fit"
     )
 
@@ -101,12 +101,12 @@ def test_a_single_device_may_be_a_cpu() -> None:
     open_mesh = problems("mesh.tensor=4", "rules=megatron", devices=1)
     assert open_mesh == [
         (
-            "mesh has 4 x ? devices (data=-1 x tensor=4) but 1 is visible; mesh.tensor=1 would "
+            "mesh has 4 x ? devices (data=-1 x tensor=4) but the number of visible devices is 1; mesh.tensor=1 would "
             f"fit; {simulated}"
         )
     ]
     assert problems("mesh.data=4", devices=1) == [
-        f"mesh has 4 devices (data=4) but 1 is visible; mesh.data=1 would fit; {simulated}"
+        f"mesh has 4 devices (data=4) but the number of visible devices is 1; mesh.data=1 would fit; {simulated}"
     ]
     assert not any(
         "simulates" in problem
@@ -117,7 +117,10 @@ def test_a_single_device_may_be_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["mesh.data=4"], "mesh has 4 devices (data=4) but 8 are visible; mesh.data=8 would fit"),
+        (
+            ["mesh.data=4"],
+            "mesh has 4 devices (data=4) but the number of visible devices is 8; mesh.data=8 would fit",
+        ),
         (
             ["mesh.data=2", "mesh.tensor=4"],
             "mesh.tensor=4, but rules 'ddp' shard no activation over tensor; set mesh.tensor=1 or "
@@ -281,8 +284,7 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
         (
             "params",
             {"embed": "data"},
-            "weights are replicated over data; to shard them over replicas use the mesh axis "
-            "'fsdp'",
+            "weights are replicated over data; to shard them over replicas use the mesh axis 'fsdp'",
         ),
         (
             "activations",
@@ -462,8 +464,10 @@ def test_rules_of_a_part_are_checked_as_all_others() -> None:
             "rules.params['blocks/mlp']='data': weights are replicated over data; to shard them "
             "over replicas use the mesh axis 'fsdp'"
         ),
-        "rules.activations['blocks/mlp']='data': only the batch is sharded over the mesh axis "
-        "data; remove 'data'",
+        (
+            "rules.activations['blocks/mlp']='data': only the batch is sharded over the mesh axis "
+            "data; remove 'data'"
+        ),
         (
             "rules.activations['blocks/embed']='tensor': all layers have one residual stream; set "
             "it to None, as 'embed'"

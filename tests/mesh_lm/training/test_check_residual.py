@@ -92,9 +92,8 @@ def test_a_mesh_without_the_axis_and_sizes_that_do_not_divide() -> None:
     )
     (few,) = said(TWO, {"n_kv_heads": 2})
     assert few == (
-        "model.n_kv_heads=2 is not divisible by its number of shards, mesh.tensor=2 x "
-        "mesh.extra=tensor_y=2 "
-        "(rules.activations: kv_heads -> tensor+tensor_y); their product must divide 2; or set "
+        "model.n_kv_heads=2 is not divisible by its number of shards, "
+        "mesh.tensor=2 x mesh.extra=tensor_y=2 (rules.activations: kv_heads -> tensor+tensor_y); their product must divide 2; or set "
         "rules.activations['kv_heads'] to 'tensor': 1 on each device"
     )
     assert not said(TWO.replace("mine", activations={"kv_heads": "tensor"}), {"n_kv_heads": 2}), (
