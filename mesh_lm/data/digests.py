@@ -103,7 +103,7 @@ def read(prefix: Path | str, cure: str) -> Digests | None:
     except OSError as error:
         raise ConfigError(f"cannot read the digests in {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, ArithmeticError) as error:
-        raise ConfigError(f"{path}, a file of digests, is damaged ({error}); {cure}") from error
+        raise ConfigError(f"{path} is damaged and gives no digests ({error}); {cure}") from error
 
 
 def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:

@@ -72,7 +72,7 @@ class Channel:
         body = json.dumps(message).encode()
         if len(body) > strict_json.MESSAGE:
             raise ValueError(
-                f"a message cannot be sent: it has {len(body)} bytes, and the most is "
+                f"a message cannot be sent: it has {len(body)} bytes, and may have at most "
                 f"{strict_json.MESSAGE}"
             )
         self._unsent.append(body)

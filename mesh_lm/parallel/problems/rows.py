@@ -140,5 +140,5 @@ def _activation_row_problems(rules: Rules, row: str) -> Iterator[str]:
         sharded = "no activation" if axis == "pipeline" else "only the batch"
         yield (
             f"rules.activations[{row!r}]={entry!r}: "
-            f"{sharded} is sharded over the mesh axis {axis}; remove {axis!r}"
+            f"{sharded} is sharded over the axis {axis}; remove {axis!r}"
         )

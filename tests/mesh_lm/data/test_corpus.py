@@ -311,7 +311,7 @@ def test_errors(tmp_path: Path):
     fails(tmp_path / "missing", "no such data file or directory")
     fails("stdlib", "data.tokenizer_vocab=256.*257", vocab=256)
     for name, contents, message in [
-        ("a.txt", b"", "is empty"),
+        ("a.txt", b"", "is a file of 0 bytes"),
         ("b.txt", b"one line", "single line"),
         ("c.txt", b"ok\n\xff\n", r"not UTF-8 \(byte 3\)"),
         ("d.parquet", b"PAR1", r"d\.parquet is damaged or not a \.parquet"),

@@ -311,7 +311,7 @@ def test_errors(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyP
         tmp_path / "no.txt",
         r"--input=.*no\.txt: no such input file or directory; give \.txt, \.jsonl",
     )
-    fails(tmp_path / "a.txt", r"a\.txt is empty", b"")
+    fails(tmp_path / "a.txt", r"a\.txt is an empty file", b"")
     fails(tmp_path / "a.csv", r"a\.csv: files of type \.csv are not read; give \.txt", b"a")
     (tmp_path / "folder").mkdir()
     fails(tmp_path / "folder", "folder has no files, or only hidden or empty ones")

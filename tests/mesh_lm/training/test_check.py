@@ -465,7 +465,7 @@ def test_rules_of_a_part_are_checked_as_all_others() -> None:
             "over replicas use the mesh axis 'fsdp'"
         ),
         (
-            "rules.activations['blocks/mlp']='data': only the batch is sharded over the mesh axis "
+            "rules.activations['blocks/mlp']='data': only the batch is sharded over the axis "
             "data; remove 'data'"
         ),
         (

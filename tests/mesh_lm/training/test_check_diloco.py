@@ -142,7 +142,7 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
         (
             {"activations": {"mlp": "island"}},
             (
-                "rules.activations['mlp']='island': only the batch is sharded over the mesh axis "
+                "rules.activations['mlp']='island': only the batch is sharded over the axis "
                 "island; remove 'island'"
             ),
         ),
