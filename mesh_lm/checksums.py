@@ -57,9 +57,14 @@ def require(directory: Path, *names: str) -> None:
     try:
         damage = problems(directory, names)
     except OSError as error:
-        raise ConfigError(f"cannot read {error.filename or directory}: {error.strerror}") from error
+        path = error.filename or directory
+        raise ConfigError(
+            f"cannot read {path} to compare its digest with {NAME}: {error.strerror}"
+        ) from error
     if damage:
-        raise ConfigError("\n  - ".join([f"{directory} is damaged", *damage]))
+        raise ConfigError(
+            "\n  - ".join([f"{directory} is damaged or incomplete, as {NAME} shows", *damage])
+        )
 
 
 def file_digest(path: Path) -> str:

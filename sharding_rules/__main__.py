@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     try:
         if arguments.devices < 0:
-            raise LabError(f"--devices={arguments.devices} must be at least 1")
+            raise LabError(f"--devices={arguments.devices}: a report is for at least 1 device")
         if arguments.command == "report":
             return _report(arguments, unknown)
         return _diff(arguments, unknown)
@@ -121,7 +121,7 @@ def _report(arguments: argparse.Namespace, unknown: list[str]) -> int:
             f"unknown option {unknown[0]}; the options are --target, --devices and --out"
         )
     if arguments.out and not arguments.out.endswith((".html", ".json")):
-        raise LabError(f"--out={arguments.out}: expected a file that ends in {ENDINGS}")
+        raise LabError(f"--out={arguments.out}: expected a report file that ends in {ENDINGS}")
 
     make_program = _load_function(arguments.program)
     program = make_program(devices(arguments.target, arguments.devices))
@@ -143,9 +143,9 @@ def _load_function(program: str) -> Callable[..., Any]:
     """
     file, _, name = program.rpartition(":")
     if not (file.endswith(".py") and name):
-        raise LabError(f"{program!r} is not FILE.py:FUNCTION")
+        raise LabError(f"{program!r} is not a program of the form FILE.py:FUNCTION")
     if not Path(file).is_file():
-        raise LabError(f"the file {file} does not exist")
+        raise LabError(f"the file {file} does not exist; name an existing one")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -154,7 +154,7 @@ def _load_function(program: str) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise LabError(f"{file} has no function {name}")
+        raise LabError(f"{file} has no function of the name {name}")
     return function
 
 

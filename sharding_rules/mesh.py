@@ -84,7 +84,7 @@ class MeshConfig:
             if axis in AXES or axis in extra_axes:
                 fix = f"set mesh.{word}" if axis in AXES else "give it one size"
                 raise MeshError(
-                    f"mesh.extra={word!r}: the mesh has an axis {axis!r} already; {fix}"
+                    f"mesh.extra={word!r}: the mesh already has an axis {axis!r}; {fix}"
                 )
             extra_axes.add(axis)
 
@@ -130,9 +130,9 @@ class MeshConfig:
             return MeshConfig.of(sizes | {open_axes[0]: n_devices // n_fixed})
         if n_fixed == n_devices and not open_axes:
             return self
-        visible = f"{n_devices} {'is' if n_devices == 1 else 'are'} visible"
         raise MeshError(
-            f"mesh has {n_fixed}{' x ?' if open_axes else ''} devices ({self}) but {visible}",
+            f"mesh has {n_fixed}{' x ?' if open_axes else ''} devices ({self}) "
+            f"but the number of visible devices is {n_devices}",
             self._choices(n_devices),
         )
 

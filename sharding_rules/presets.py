@@ -195,7 +195,7 @@ def preset(name: str) -> Rules:
     for word in words:
         if word not in PRESETS and word not in REDUCTIONS:
             raise ShardingRuleError(
-                f"no rules preset {word!r}{did_you_mean(word, [*PRESETS, *REDUCTIONS])}"
+                f"there is no rules preset {word!r}{did_you_mean(word, [*PRESETS, *REDUCTIONS])}"
             )
     strategies = [PRESETS[word] for word in words if word in PRESETS]
     reductions = list(dict.fromkeys(word for word in words if word in REDUCTIONS))
@@ -292,13 +292,13 @@ def _require_compatible(a: Rules, b: Rules) -> None:
     for axis, axis_type in a.axes.items():
         if b.axes.get(axis, axis_type) != axis_type:
             raise ShardingRuleError(
-                f"{a.name} and {b.name} declare the mesh axis {axis!r} as {axis_type} and as "
+                f"{a.name} and {b.name} both declare the mesh axis {axis!r} as {axis_type} and as "
                 f"{b.axes[axis]}; rename one of them"
             )
     for axis, exchange in a.context.items():
         if b.context.get(axis, exchange) != exchange:
             raise ShardingRuleError(
-                f"{a.name} and {b.name} exchange keys over {axis!r} by {exchange} and by "
+                f"{a.name} and {b.name} both exchange keys over {axis!r} by {exchange} and by "
                 f"{b.context[axis]}; keep one of them"
             )
     for rules, other in ((a, b), (b, a)):

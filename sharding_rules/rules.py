@@ -142,7 +142,7 @@ class Rules:
                 )
             if axis_type not in get_args(AxisType):
                 raise ShardingRuleError(
-                    f"rules.axes[{axis!r}]={axis_type!r}: a mesh axis is one of "
+                    f"rules.axes[{axis!r}]={axis_type!r}: a mesh axis is one of the types "
                     f"{', '.join(get_args(AxisType))}"
                 )
         for axis, exchange in self.context.items():
@@ -259,7 +259,9 @@ class Rules:
                 hint = f"; did you mean {near[0]!r}?"
             else:
                 hint = f"; columns are {', '.join(get_args(Kind))}"
-            raise ShardingRuleError(f"rules have no column {' or '.join(map(repr, unknown))}{hint}")
+            raise ShardingRuleError(
+                f"the rules have no column {' or '.join(map(repr, unknown))}{hint}"
+            )
         changes: dict[str, Any] = {
             kind: {**self.own_rows(kind), **rows}  # pyright: ignore[reportArgumentType]
             for kind, rows in columns.items()
@@ -295,7 +297,7 @@ class Rules:
         if shape and len(shape) != len(axes):
             raise ShardingRuleError(
                 f"{name}{tuple(axes)}: {len(axes)} logical axes for {len(shape)} dimensions "
-                f"{tuple(shape)}"
+                f"{tuple(shape)}; give one axis, or None, for each"
             )
         row_by_axis: dict[str, str] = {}
         entries: list[MeshAxes] = []
@@ -306,8 +308,8 @@ class Rules:
             row = row_of(column, logical)
             if row is None:
                 raise ShardingRuleError(
-                    f"{name}{tuple(axes)}: no {kind} rule for logical axis "
-                    f"{logical!r}{did_you_mean(logical, column)}"
+                    f"{name}{tuple(axes)}: no {kind} rule for the logical axis {logical!r}"
+                    f"{did_you_mean(logical, column)}"
                 )
             n_shards = 1
             for axis in axes_of(column[row]):
@@ -322,14 +324,14 @@ class Rules:
                     continue
                 if axis not in mesh.shape:
                     raise ShardingRuleError(
-                        f"rules.{kind}[{row!r}]: mesh axis {axis!r} is not in mesh "
+                        f"rules.{kind}[{row!r}]: mesh axis {axis!r} is not an axis of the mesh "
                         f"{dict(mesh.shape)}"
                     )
                 n_shards *= mesh.shape[axis]
             if shape and shape[dim] % n_shards:
                 raise ShardingRuleError(
-                    f"{name}: dimension {dim} ({logical!r}, size {shape[dim]}) does not divide "
-                    f"over {column[row]!r} ({n_shards} ways)"
+                    f"{name}: dimension {dim} ({logical!r}, size {shape[dim]}) "
+                    f"does not divide evenly over {column[row]!r} ({n_shards} ways)"
                 )
             entries.append(column[row])
         return PartitionSpec(*entries)
@@ -438,4 +440,6 @@ def _require_valid_row(row: str) -> None:
             f"rules have a row {row!r}: a row is a logical axis or scope/axis, as in 'moe/mlp'"
         )
     if scope and name in _UNSCOPED:
-        raise ShardingRuleError(f"rules have a row {row!r}: {_UNSCOPED[name]}; leave the scope out")
+        raise ShardingRuleError(
+            f"rules have a row {row!r}: {_UNSCOPED[name]}; leave the scope out of this row"
+        )

@@ -135,14 +135,14 @@ class Shard:
         if len(axes) != x.ndim:
             raise ShardingRuleError(
                 f"{_NOUN[kind]}{tuple(axes)}: {len(axes)} logical axes for {x.ndim} dimensions "
-                f"{x.shape}"
+                f"{x.shape}; name an axis, or None, for each"
             )
         for dim, (logical, entry) in enumerate(zip(axes, spec, strict=True)):
             n_shards = self.n_shards(axes_of(entry))
             if x.shape[dim] % n_shards:
                 raise ShardingRuleError(
                     f"{_NOUN[kind]}{tuple(axes)}: dimension {dim} ({logical!r}, size "
-                    f"{x.shape[dim]}) does not divide over {entry!r} ({n_shards} ways)"
+                    f"{x.shape[dim]}) cannot be divided evenly over {entry!r} ({n_shards} ways)"
                 )
         return lax.with_sharding_constraint(x, self._constraint(spec))
 

@@ -226,7 +226,7 @@ class Lease:
             if holder is None:
                 holder = _decode(self.path.read_bytes())
             if holder is None:
-                raise OSError(f"{self.path} cannot be read")
+                raise OSError(f"{self.path} does not name the run that writes here")
             self._lost = ReplacedError(
                 f"{self.path.parent} was taken over by {holder} while this run was suspended; this "
                 "run writes no more"
@@ -253,7 +253,7 @@ def acquire_on_process0(output: Path) -> Lease | None:
                 lease = Lease.acquire(output, _RESTART_PATIENCE if restarted else 0.0)
             except OSError as error:
                 raise ConfigError(
-                    f"cannot write checkpoints to {output}: {error.strerror}"
+                    f"cannot take {output} as the output of this run: {error.strerror}"
                 ) from error
     return lease
 

@@ -120,7 +120,7 @@ def at(path: Path | str) -> list[CheckpointEntry]:
     """
     path = Path(path).expanduser().absolute()
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory")
+        raise ConfigError(f"{path}: no such directory; give the output of a run")
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if _NAME.fullmatch(directory.name) and (
         directory.parent.name == "checkpoints" or (directory / "metadata").is_dir()
@@ -141,7 +141,7 @@ def at(path: Path | str) -> list[CheckpointEntry]:
         if child.is_dir() and _NAME.fullmatch(child.name)
     ]
     if not entries:
-        raise ConfigError(f"no checkpoint in {directory}")
+        raise ConfigError(f"no checkpoint in {directory}; give the output of a run that has one")
     return sorted(entries, key=lambda entry: (entry.step, entry.path.name))
 
 
@@ -155,7 +155,7 @@ def chosen(path: Path | str, name: str) -> list[CheckpointEntry]:
     if name:
         named = [entry for entry in entries if entry.path.name == name]
         if not named:
-            raise ConfigError(f"no --step={name}; there are {names}")
+            raise ConfigError(f"--step={name}: there is no such checkpoint; there are {names}")
         return named
     if [entry.path for entry in entries] == [Path(path).expanduser().absolute()]:
         return entries

@@ -377,7 +377,8 @@ class Checkpoints:
             else f"the newest checkpoint is step {self._saved}"
         )
         raise StorageError(
-            f"step {step} could not be saved in {self.directory}: {self._failure_reason}; {newest}"
+            f"step {step} could not be saved in {self.directory}: {self._failure_reason}; "
+            f"all attempts to save this last step failed, and {newest}"
         )
 
     def _begin(
@@ -556,8 +557,8 @@ def _require_storable(config: TrainConfig) -> None:
         ) from error
     if "://" in config.output:
         raise ConfigError(
-            f"output={config.output} must be a directory; mount a bucket as one (gcsfuse, "
-            "mountpoint-s3)"
+            f"output={config.output}: checkpoints cannot be written to a URL; mount a bucket as a "
+            "directory (gcsfuse, mountpoint-s3)"
         )
 
 

@@ -333,7 +333,7 @@ class NodeLocalCheckpoints:
         saved, state = restored
         leaf = _first_difference(digests(state), saved.digests)
         if leaf:
-            raise _Unusable(f"step {step}: {leaf} differs from what was saved")
+            raise _Unusable(f"step {step}: {leaf} is not as it was when it was saved")
         return restored
 
     def _read_or_fetch(self, step: int, context: _RestoreContext) -> tuple[SavedCheckpoint, State]:
@@ -380,7 +380,7 @@ class NodeLocalCheckpoints:
         expected = _layout(context.abstract, context.layout)
         if description["layout"] != expected:
             key = _first_difference(expected, description["layout"])
-            raise _Unusable(f"it has different {key}")
+            raise _Unusable(f"it was saved by a run with different {key}")
         durable = description["metadata"].get("durable")
         if durable is not None and durable > context.newest:
             raise _Unusable(
@@ -492,13 +492,13 @@ def _read_leaf(
 
     def shard(index: str) -> np.ndarray:
         if index not in parts:
-            raise _Unusable(f"{name} is sharded differently")
+            raise _Unusable(f"{name} was sharded differently when it was saved")
         offset, *shape, digest = parts[index]
         size = math.prod(shape)
         file.seek(offset)
         x = np.fromfile(file, jnp.dtype(abstract.dtype), size)
         if x.size != size or host_digest(x.reshape(shape)) != digest:
-            raise _Damaged(f"{name} is damaged in {_ARRAYS}")
+            raise _Damaged(f"{name} is damaged in {_ARRAYS}: its digest is not the saved one")
         return x.reshape(shape)
 
     return assembled(abstract, shard)

@@ -271,7 +271,7 @@ class SavedCheckpoint:
             )
             problems.insert(0, hint)
         message = listed(f"{self.path} is a checkpoint of another model", problems)
-        raise ConfigError(f"{message}\nuse a new output directory, or that model's config")
+        raise ConfigError(f"{message}\nuse the config of that model, or a new output directory")
 
     def _require_islands(self, saved: StateShapes, expected: StateShapes) -> None:
         n_saved = _n_islands(saved)
@@ -280,8 +280,9 @@ class SavedCheckpoint:
             return
         outer_steps = self.metadata["config"].get("optimizer", {}).get("outer_steps", 0)
         raise ConfigError(
-            f"{self.path} is a checkpoint of {_islands_text(n_saved)}, and this config is of "
-            f"{_islands_text(n_expected)}; set optimizer.outer_steps={outer_steps} and "
+            f"{self.path} is a checkpoint of {_islands_text(n_saved)}, "
+            f"and this config belongs to {_islands_text(n_expected)}; "
+            f"set optimizer.outer_steps={outer_steps} and "
             f"mesh.island={max(1, n_saved)}, or use a new output directory with "
             f"init_from={self.path} to start from its weights"
         )

@@ -126,7 +126,7 @@ class Conversation:
         """Reads some bytes that are not part of a message, and returns how many, at least one."""
         n = self._guarded(SILENCE, lambda: self._socket.recv_into(buffer))
         if not n:
-            raise TransferFailed("the other end hung up")
+            raise TransferFailed("the other end hung up in the middle of a file")
         return n
 
     def hang_up(self) -> None:
@@ -136,7 +136,7 @@ class Conversation:
     def _read(self, seconds: float) -> None:
         data = self._guarded(seconds, lambda: self._socket.recv(2**16))
         if not data:
-            raise TransferFailed("the other end hung up")
+            raise TransferFailed("the other end hung up before its next message")
         self._messages += self._channel.feed(data)
 
     def _flush(self, seconds: float) -> None:
@@ -147,7 +147,7 @@ class Conversation:
     def _guarded(self, seconds: float, action: Callable[[], Any]) -> Any:
         """Returns what the action does within this time. Raises TransferFailed otherwise."""
         if seconds <= 0:
-            raise TransferFailed("the other end was silent")
+            raise TransferFailed("the other end was silent until the time was over")
         self._socket.settimeout(seconds)
         try:
             return action()
@@ -174,7 +174,7 @@ def send_step(receiver: Conversation, directory: Path, fields: dict[str, int]) -
             while remaining:
                 n = file.readinto(buffer[: min(remaining, _PIECE)])
                 if not n:
-                    raise TransferFailed(f"{file.name} became shorter")
+                    raise TransferFailed(f"{file.name} became shorter while it was sent")
                 digest.update(buffer[:n])
                 receiver.send_bytes(buffer[:n])
                 remaining -= n

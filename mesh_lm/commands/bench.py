@@ -32,7 +32,9 @@ def parse(argv: Sequence[str], prog: str = "mesh-lm bench") -> Request:
     known = scripts()
     if name and name not in known:
         similar = difflib.get_close_matches(name, known, n=1)
-        raise ConfigError(f"{prog} {name}: no such benchmark{did_you_mean(similar)}; see {prog}")
+        raise ConfigError(
+            f"{prog} {name}: there is no such benchmark{did_you_mean(similar)}; see {prog}"
+        )
     return name, list(argv[1:])
 
 

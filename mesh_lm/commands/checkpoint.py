@@ -94,7 +94,7 @@ def parse(argv: Sequence[str], prog: str = "mesh-lm checkpoint") -> Ls | Verify 
     if name not in COMMANDS:
         similar = difflib.get_close_matches(name, COMMANDS, n=1)
         raise ConfigError(
-            f"{prog} needs one of {', '.join(COMMANDS)}, not {name or 'nothing'}"
+            f"{prog} needs one of its commands: {', '.join(COMMANDS)}, not {name or 'nothing'}"
             f"{did_you_mean(similar)}"
         )
     cls = COMMANDS[name]

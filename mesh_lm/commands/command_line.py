@@ -62,7 +62,7 @@ def _read_rules(text: str) -> Rules:
         guess = other_names.RULES.get(name)
         if guess is None:
             guess = "+".join(other_names.RULES.get(part, part) for part in parts)
-        raise ValueError(f"no such rules preset{did_you_mean([guess])}") from None
+        raise ValueError(f"there is no such rules preset{did_you_mean([guess])}") from None
 
 
 SPELLINGS: Mapping[type, Spelling] = {
@@ -321,7 +321,7 @@ def _field_value(
             hint = answer(meaning, text, context(), prefix)
         else:
             hint = f"; set its fields, as in {prefix}{section[0]}"
-        raise ValueError(f"{name}: a section, not a field{hint}")
+        raise ValueError(f"{name}: this is a section, not a field{hint}")
 
     same_leaf = [field for field in known.fields if field.rpartition(".")[2] == leaf]
     if meaning and (meaning.field in known.fields or not meaning.field) and not same_leaf:
@@ -332,7 +332,7 @@ def _field_value(
         names = [f"{prefix}{field}" for field in known.fields]
         names += ["--config", "--help", *map(spelled, known.extra)]
         hint = suggestion(name, names)
-    raise ValueError(f"{name}: no such field{hint}")
+    raise ValueError(f"{name}: the config has no such field{hint}")
 
 
 def _stray_problem(word: str, known: _KnownOptions, context: Callable[[], Context]) -> str:

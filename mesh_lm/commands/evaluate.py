@@ -95,7 +95,9 @@ def run(arguments: Arguments) -> int:
             with atomic_write(path) as (file,):
                 file.write(json.dumps(result, indent=1, default=str).encode() + b"\n")
         except OSError as error:
-            raise ConfigError(f"--json={path}: cannot be written ({error.strerror})") from error
+            raise ConfigError(
+                f"--json={path}: the result cannot be written ({error.strerror})"
+            ) from error
     return 0
 
 

@@ -164,7 +164,9 @@ def _save(path: Path, prompts: list[str], completions: list[Completion]) -> None
                 record = {"prompt": prompt, **dataclasses.asdict(completion)}
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
-        raise ConfigError(f"--output={path}: cannot be written ({error.strerror})") from error
+        raise ConfigError(
+            f"--output={path}: the completions cannot be written ({error.strerror})"
+        ) from error
 
 
 def _print_piece(text: str) -> None:

@@ -141,7 +141,9 @@ def _require_program(program: Sequence[str]) -> None:
     if not script.exists():
         names = [*map(str, script.parent.glob("*.py")), *_COMMANDS]
         similar = difflib.get_close_matches(program[0], names, n=1, cutoff=0.7)
-        raise ConfigError(f"{program[0]}: no such script in {Path.cwd()}{did_you_mean(similar)}")
+        raise ConfigError(
+            f"{program[0]}: there is no such script in {Path.cwd()}{did_you_mean(similar)}"
+        )
 
 
 def _require_module(name: str) -> None:
@@ -156,5 +158,5 @@ def _require_module(name: str) -> None:
             # package it would import the package.
             spec = find_spec(part)
         if spec is None:
-            raise ConfigError(f"-m {name}: no module named {prefix}")
+            raise ConfigError(f"-m {name}: Python finds no module named {prefix}")
         path = spec.submodule_search_locations or []

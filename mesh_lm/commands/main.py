@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_completion(value or "".join(words[:1])))
             return 0
         if name not in COMMANDS:
-            raise ConfigError(f"{PROG} has no command {name!r}{_suggestion(name)}")
+            raise ConfigError(f"{PROG} has no command of the name {name!r}{_suggestion(name)}")
     except ConfigError as error:
         return _refuse(error, EXIT_CANNOT)
     return run(name, words)
@@ -232,7 +232,9 @@ def _suggestion(name: str) -> str:
 
 def _completion(shell: str) -> str:
     if shell not in SHELLS:
-        raise ConfigError(f"--print-completion={shell}: expected one of {', '.join(SHELLS)}")
+        raise ConfigError(
+            f"--print-completion={shell}: expected one of the shells {', '.join(SHELLS)}"
+        )
     from mesh_lm.commands.completion import shell_script
 
     return shell_script(shell)

@@ -120,7 +120,8 @@ def command(
             known = foreign_options(key, texts[key], texts)
             if known:
                 supplied.add(f"--{known.field}")
-                problems.append(as_typed(f"{name}: no such option{known.hint}", name, typed_names))
+                problem = _no_such_option(name, known.hint)
+                problems.append(as_typed(problem, name, typed_names))
 
     values: dict[str, Any] = {}
     for name, text in options:
@@ -184,8 +185,12 @@ def _joined_texts(options: Sequence[Option]) -> dict[str, str]:
 def _convert_option(name: str, text: str | None, types: Mapping[str, Any]) -> Any:
     if name not in types:
         similar = suggestion(spelled(name), map(spelled, types))
-        raise ValueError(f"{spelled(name)}: no such option{similar}")
+        raise ValueError(_no_such_option(spelled(name), similar))
     return convert(spelled(name), text, _optional_type(types[name]) or types[name], {})
+
+
+def _no_such_option(name: str, hint: str) -> str:
+    return f"{name}: there is no such option{hint}"
 
 
 def _stray_problem(word: str, known: Collection[str]) -> str:
@@ -304,7 +309,7 @@ def convert(name: str, text: str | None, hint: Any, spellings: Spellings) -> Any
     """
     if text is None:
         if hint is not bool:
-            raise ValueError(f"{name}: needs a value; {expected(hint, '', spellings)}")
+            raise ValueError(f"{name}: this option needs a value; {expected(hint, '', spellings)}")
         text = "true"
     try:
         if hint in spellings:

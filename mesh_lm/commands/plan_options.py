@@ -46,11 +46,15 @@ class Plan:
     def __post_init__(self) -> None:
         flag_sets = ("auto", *FLAG_SETS)
         if self.target not in TARGETS:
-            raise ConfigError(f"--target={self.target}: expected one of {', '.join(TARGETS)}")
+            raise ConfigError(
+                f"--target={self.target}: expected one of the targets {', '.join(TARGETS)}"
+            )
         if self.flags not in flag_sets:
-            raise ConfigError(f"--flags={self.flags}: expected one of {', '.join(flag_sets)}")
+            raise ConfigError(
+                f"--flags={self.flags}: expected one of the sets of flags {', '.join(flag_sets)}"
+            )
         if self.devices < 0:
-            raise ConfigError(f"--devices={self.devices} must be at least 1")
+            raise ConfigError(f"--devices={self.devices}: a plan is for at least 1 device")
         if self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):
             raise ConfigError(
                 f"{self.plan}: the report is a file that ends in .html or .json; without a file it "

@@ -50,7 +50,8 @@ def load(file: str) -> TrainConfig:
         config = module.get_config()
     if not isinstance(config, TrainConfig):
         raise ConfigError(
-            f"{file}: get_config() returned {type(config).__name__}; expected TrainConfig"
+            f"{file}: get_config() returned a value of type {type(config).__name__}; "
+            "expected TrainConfig"
         )
     return config
 
@@ -72,8 +73,8 @@ def _require_config(file: str) -> None:
         hint = hub_hint(file)
         if hint:
             raise ConfigError(
-                f"--config={file}: no such file{hint}, then mesh-lm import {file} "
-                f"--output=runs/{name}"
+                f"--config={file}: no such file{hint}, "
+                f"then import it: mesh-lm import {file} --output=runs/{name}"
             )
     raise ConfigError(
         f"--config={file}: a config is a .py file with get_config(), or the config.json of a run; "
@@ -112,7 +113,7 @@ def imported(name: str, where: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and Path(file).is_file():
             hint = f"; a file is named by its path: {file}"
         raise ConfigError(
-            f"{where}: {name!r} cannot be imported ({type(error).__name__}: {error}){hint}"
+            f"{where}: cannot import the module {name!r} ({type(error).__name__}: {error}){hint}"
         ) from error
 
 
@@ -126,7 +127,7 @@ def _executed(path: Path) -> ModuleType:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(str(path), path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path}: expected a .py file")
+        raise ConfigError(f"{path}: expected a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -150,7 +151,7 @@ def _find(file: str, where: str = "") -> Path:
         hint = did_you_mean(difflib.get_close_matches(file, names, n=1, cutoff=0.6))
         if not hint:
             hint = f"; give the path of a .py file, or one of {', '.join(names)}"
-        raise ConfigError(f"--config={file}: no such file{hint}")
+        raise ConfigError(f"--config={file}: there is no such config{hint}")
 
     neighbours = [
         str(Path(file).with_name(neighbour.name))
@@ -162,7 +163,8 @@ def _find(file: str, where: str = "") -> Path:
         checkout = dict.fromkeys([Path.cwd(), _PACKAGE.parent])
         searched = f" in {' or '.join(map(str, checkout))}"
     hint = did_you_mean(difflib.get_close_matches(file, neighbours, n=1, cutoff=0.8))
-    raise ConfigError(f"{where or f'--config={file}'}: no such file{searched}{hint}")
+    option = where or f"--config={file}"
+    raise ConfigError(f"{option}: there is no file of this name{searched}{hint}")
 
 
 @contextlib.contextmanager

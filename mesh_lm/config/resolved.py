@@ -66,7 +66,7 @@ def read(path: Path, shown: str, imported: Callable[[str, str], types.ModuleType
         model = _section(cls, described, "model.")
         return _section(TrainConfig, plain | {"model": model}, "")
     except OSError as error:
-        raise ConfigError(f"--config={shown}: {error.strerror}") from error
+        raise ConfigError(f"--config={shown}: the file cannot be read: {error.strerror}") from error
     except ConfigError:
         raise
     except (ValueError, TypeError, LookupError) as error:  # also what a __post_init__ raises
@@ -91,12 +91,12 @@ def _section(cls: type, plain: Mapping[str, Any], where: str) -> Any:
     of another type.
     """
     if not isinstance(plain, Mapping):
-        raise ValueError(f"{where.removesuffix('.')}: expected an object")
+        raise ValueError(f"{where.removesuffix('.')}: expected an object with its fields")
     name = plain.get("class")
     if name != cls.__qualname__:
         raise ValueError(
-            f"{where.removesuffix('.')} is a {name}, not a {cls.__qualname__}; set it in Python "
-            "again"
+            f"{where.removesuffix('.')} is a {name}, not a {cls.__qualname__}; "
+            "set it in the Python config again"
         )
     fields = {field.name for field in dataclasses.fields(cls) if field.init}
     hints = get_type_hints(cls)
@@ -142,6 +142,5 @@ def _value(hint: Any, plain: Any, where: str) -> Any:
             return plain
     elif kind is not tuple:
         return plain
-    raise ValueError(
-        f"{where}={plain!r}: expected {getattr(hint, '__name__', hint) if kind is None else hint}"
-    )
+    type_name = getattr(hint, "__name__", hint) if kind is None else hint
+    raise ValueError(f"{where}={plain!r}: expected a value of type {type_name}")

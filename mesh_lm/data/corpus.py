@@ -286,9 +286,9 @@ def _require_ids(
         return
     if tokenizer and tokenizer.vocab_size > model_vocab:
         raise ConfigError(
-            f"{name} has ids up to {tokenizer.vocab_size - 1}, which "
-            f"model.vocab_size={model_vocab} does not have; set "
-            f"model.vocab_size={tokenizer.vocab_size} or more"
+            f"{name} has ids up to {tokenizer.vocab_size - 1}, "
+            f"which model.vocab_size={model_vocab} "
+            f"does not have; set model.vocab_size={tokenizer.vocab_size} or more"
         )
     if not tokenizer and eod is not None and eod >= model_vocab:
         raise ConfigError(
@@ -368,7 +368,7 @@ def _load(directory: Path) -> TextCorpus:
         sealed = facts.pop("sealed", {})  # earlier versions sealed nothing
         for name, digest in sealed.items():
             if digest != _digest(directory / name, facts):
-                raise ValueError(f"{name} is not as it was written (SHA-256)")
+                raise ValueError(f"{name} has another SHA-256 than when it was written")
 
         lost = facts.get("lost_bytes")
         # A vocabulary that was trained on the text loses nothing; its setting is its size.

@@ -72,7 +72,9 @@ class Digests:
                 f"{path} is missing: it was there when {self.path} was written; {cure}"
             ) from None
         except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot read {path} to compare its SHA-256 digest: {error.strerror}"
+            ) from error
         raise ConfigError(
             f"{path} is damaged: it is not as it was when {self.path} was written; {cure}"
         )
@@ -92,16 +94,16 @@ def read(prefix: Path | str, cure: str) -> Digests | None:
             raise ValueError("its own SHA-256 is another")
         header = strict_json.loads(head)
         if header.pop("format") != _FORMAT:
-            raise ValueError("it is of another format")
+            raise ValueError("its format is another than that of this version")
         n_blocks = -(-header["bytes"] // header["block"])
         table = np.frombuffer(content, "<u8", n_blocks, len(head) + 1)
         return Digests(path=path, table=table, seal=seal.hex(), **header)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the digests in {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, ArithmeticError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); {cure}") from error
+        raise ConfigError(f"{path} is damaged and gives no digests ({error}); {cure}") from error
 
 
 def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:
@@ -146,7 +148,7 @@ class Blocks:
         """
         if len(data) != digests.bytes:
             raise ConfigError(
-                f"{path} is damaged: it has {len(data)} bytes, not the {digests.bytes} of "
+                f"{path} is damaged: its size is {len(data)} bytes, not the {digests.bytes} of "
                 f"{digests.path}; {cure}"
             )
         self._path = path
@@ -197,7 +199,7 @@ class Blocks:
             part = self._data[start : start + self._digests.block]
             if xxhash.xxh3_64_intdigest(part) != digest:
                 raise ConfigError(
-                    f"{self._path} is damaged: bytes {start:,} to {start + len(part) - 1:,} are "
-                    f"not as they were when {self._digests.path} was written (XXH3-64); "
+                    f"{self._path} is damaged: bytes {start:,} to {start + len(part) - 1:,} "
+                    f"are not as they were when {self._digests.path} was written (XXH3-64); "
                     f"{self._cure}"
                 )

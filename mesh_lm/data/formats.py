@@ -166,8 +166,8 @@ class JsonList(Items):
             data = file.read(strict_json.LARGE_FILE + 1)
         if len(data) > strict_json.LARGE_FILE:
             raise ConfigError(
-                f"{path} is a list of more than {strict_json.LARGE_FILE // 2**20} MiB; convert it: "
-                f"jq -c '.[]' {path} > lines.jsonl"
+                f"{path} is a list of more than {strict_json.LARGE_FILE // 2**20} "
+                f"MiB; convert it: jq -c '.[]' {path} > lines.jsonl"
             )
         try:
             return strict_json.loads(data.decode("utf-8-sig"), list, size=strict_json.LARGE_FILE)
@@ -404,7 +404,8 @@ def _text_in(parsed: Any, field: str, location: str, line: bytes = b"") -> str:
             if others:
                 names = ", ".join(f'"{name}"' for name in others[:_SHOWN])
                 raise ConfigError(
-                    f'{location}: has no "{field}"; it has {names}: choose one with {FIELD_OPTION}'
+                    f'{location}: this JSON object has no "{field}"; it has {names}: choose one '
+                    f"with {FIELD_OPTION}"
                 ) from error
         quoted = line[:_SHOWN_CHARACTERS] or json.dumps(parsed)[:_SHOWN_CHARACTERS]
         raise _no_text(quoted, field, location, error) from error
@@ -432,7 +433,7 @@ def _parquet_file(path: Path, field: str) -> Iterator[Any]:
             if field not in schema.names:
                 names = ", ".join(schema.names[:_SHOWN])
                 raise ConfigError(
-                    f'{path} has no column "{field}"; it has {names}: choose one with '
+                    f'{path}: the table has no column "{field}"; it has {names}: choose one with '
                     f"{FIELD_OPTION}"
                 )
             type_name = str(schema.field(field).type)

@@ -376,8 +376,8 @@ def write_documents(
         for ids in documents:
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocab:
                 raise ValueError(
-                    f"document {len(lengths)} has ids {ids.min()} to {ids.max()}, outside 0 to "
-                    f"{vocab - 1}"
+                    f"document {len(lengths)} has ids {ids.min()} to {ids.max()}, "
+                    f"outside of the vocabulary 0 to {vocab - 1}"
                 )
             if len(ids) >= 2**31:
                 raise ConfigError(
@@ -408,7 +408,9 @@ def seal(prefix: str) -> str:
     try:
         documents.seal()
     except OSError as error:
-        raise ConfigError(f"cannot seal {prefix}: {error.strerror} ({error.filename})") from error
+        raise ConfigError(
+            f"cannot write the digests that seal {prefix}: {error.strerror} ({error.filename})"
+        ) from error
     return f"{prefix}: sealed ({size})"
 
 

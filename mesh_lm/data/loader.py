@@ -156,8 +156,8 @@ class _Layout:
     ) -> _Layout:
         if global_batch % microbatches:
             raise ConfigError(
-                f"train.global_batch={global_batch} must be a multiple of "
-                f"train.microbatches={microbatches}"
+                f"train.global_batch={global_batch} "
+                f"must be a multiple of train.microbatches={microbatches}"
             )
         shape = (microbatches, global_batch // microbatches, seq_len)
         try:

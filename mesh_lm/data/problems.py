@@ -47,7 +47,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     for name in ("fim_rate", "fim_spm_rate", "max_lost_bytes"):
         value = getattr(data, name)
         if not 0 <= value <= 1:
-            yield f"data.{name}={value} must be in [0, 1]"
+            yield f"data.{name}={value} must be a fraction in [0, 1]"
     if data.fim_rate and data.documents == "packed":
         yield (
             f"data.fim_rate={data.fim_rate} makes documents longer, but packed ones have no room; "

@@ -133,17 +133,18 @@ def find(path: str, field: str = "text", outputs: Collection[str] = ()) -> Sourc
         raise ConfigError(f"data.path is empty; give {kinds}")
     if not location.is_file():
         raise ConfigError(
-            f"data.path={path}: no such file or directory; give {kinds}{hub_hint(path, 'dataset')}"
+            f"data.path={path}: no such data file or directory; give {kinds}"
+            f"{hub_hint(path, 'dataset')}"
         )
     size = location.stat().st_size
     if size == 0:
-        raise ConfigError(f"data.path={path} is empty; give {kinds}")
+        raise ConfigError(f"data.path={path} is a file of 0 bytes; give {kinds}")
     formats.require_readable(location)
     format = formats.detect(location)
     if format is None:
         raise ConfigError(
-            f"data.path={path}: files of type {location.suffix or '(none)'} are not read; give "
-            f"{kinds}"
+            f"data.path={path}: files of type {location.suffix or '(none)'} "
+            f"are not read as data; give {kinds}"
         )
     return Source(name, format.name, location.parent, (location.name,), size, field)
 
@@ -262,8 +263,8 @@ def _directory(
     size = sum((root / file).stat().st_size for file in files)
     if not size:
         raise ConfigError(
-            f"data.path={name if suffix else root}: {root} has no files, or only hidden or empty "
-            "ones; give one with text"
+            f"data.path={name if suffix else root}: {root} "
+            "has no files, or all are hidden or empty; give a directory with text"
         )
     return Source(name, _DIRECTORY, root, tuple(files), size, field)
 
@@ -291,7 +292,9 @@ def _split_text(path: Path) -> Iterator[Document]:
         with formats.opened(path) as (file, _):
             text = formats.text(file.read())
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); convert it first") from error
+        raise ConfigError(
+            f"{path} is not text in UTF-8 (byte {error.start}); convert it first"
+        ) from error
     split = text.find("\n", len(text) - len(text) // HELDOUT - 1) + 1
     # No line ends in the last twentieth but at its end: the last line is held out.
     if split in (0, len(text)):

@@ -53,7 +53,9 @@ def set_flags(
     """
     names = ("auto", "none", *flags.FLAG_SETS)
     if flag_set not in names:
-        raise ConfigError(f"launch.xla_flags={flag_set!r} must be one of {', '.join(names)}")
+        raise ConfigError(
+            f"launch.xla_flags={flag_set!r} must be one of the sets {', '.join(names)}"
+        )
     gpu = visible(environment, driver)
     if not gpu:
         return ""

@@ -77,7 +77,7 @@ def config_of(directory: Path | str, **changes: Any) -> DecoderConfig:
         if not problems:
             return config
     raise ConfigError(
-        "\n  - ".join([f"{path} ({family.architecture}) cannot be imported", *problems])
+        "\n  - ".join([f"{path} ({family.architecture}) cannot be imported as a model", *problems])
     )
 
 
@@ -213,7 +213,7 @@ def _read(directory: Path | str) -> tuple[Family, dict[str, Any], Path]:
         architecture = (hf_config.get("architectures") or [None])[0]
         model_type = hf_config.get("model_type")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the model config {path}: {error.strerror}") from error
     except (ValueError, AttributeError, LookupError) as error:
         raise ConfigError(f"{path} is not a config of transformers: {error}") from error
     for family in FAMILIES:
@@ -226,7 +226,8 @@ def _read(directory: Path | str) -> tuple[Family, dict[str, Any], Path]:
             return family, hf_config, path
     names = ", ".join(family.architecture for family in FAMILIES)
     raise ConfigError(
-        f"{path}: the model class is {architecture or model_type}; mesh_lm supports {names}"
+        f"{path}: the model class is {architecture or model_type}; "
+        f"mesh_lm supports the classes {names}"
     )
 
 

@@ -64,7 +64,7 @@ def save(
     family = family_for(config)
     assert isinstance(config, DecoderConfig)
     if dtype not in get_args(DType):
-        raise ConfigError(f"dtype={dtype}: expected one of {', '.join(get_args(DType))}")
+        raise ConfigError(f"dtype={dtype}: expected one of the types {', '.join(get_args(DType))}")
     directory = Path(directory).expanduser().absolute()
     mappings = [mapping for mapping in family.mappings if mapping.param in params]
     sizes = {mapping.param: _sizes(mapping, config, params) for mapping in mappings}
@@ -96,7 +96,9 @@ def save(
         os.replace(partial, directory)
         _sync(directory.parent)
     except OSError as error:
-        raise ConfigError(f"cannot write {directory}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot write the export to {directory}: {error.strerror or error}"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -159,12 +161,14 @@ def _gathered(x: jax.Array, stacked: bool) -> NamedSharding | None:
 def _begin(directory: Path) -> Path:
     """Creates a hidden directory next to `directory`, which must be missing or empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} exists and is not empty; name another directory")
+        raise ConfigError(f"{directory} exists and is not an empty directory; name another one")
     partial = sibling(directory)
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"cannot write {directory}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot create a directory beside {directory}: {error.strerror or error}"
+        ) from error
     return partial
 
 

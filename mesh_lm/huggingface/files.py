@@ -46,7 +46,7 @@ class StoredTensor:
                 array = file.get_slice(self.name)[part]
         except Exception as error:  # safetensors raises its own class, or OSError
             raise ConfigError(
-                f"{self.file}: {self.name} cannot be read: {error}; fetch the file again"
+                f"{self.file}: cannot read the tensor {self.name}: {error}; fetch the file again"
             ) from error
         n_bad = array.size - int(np.isfinite(array).sum())
         if n_bad:

@@ -91,7 +91,7 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
         problems += _missing_or_different(sources, tensors)
         problems += _unexpected(sources, tensors, config)
     if problems:
-        raise _refusal(f"{directory} cannot be read", problems)
+        raise _refusal(f"{directory} cannot be read as this model", problems)
     if not config.tied and declares_tied(directory):
         distributed.print_on_process0(
             f"warning: {directory}/config.json ties the head to the embedding, but the files have "

@@ -142,11 +142,11 @@ class Engine:
         """Raises ConfigError as `start` does, before anything is compiled."""
         vocab_size = self.layout.config.vocab_size
         if not 0 <= seed < 2**32:
-            raise ConfigError(f"seed={seed} must be at least 0 and below 2^32")
+            raise ConfigError(f"seed={seed}: a seed of generation is at least 0 and below 2^32")
         if max_new_tokens < 1:
             raise ConfigError(f"{max_new_tokens} new tokens: ask for at least 1")
         if not prompts:
-            raise ConfigError("no prompts")
+            raise ConfigError("there are no prompts to continue; give at least one")
         for row, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ConfigError(
@@ -155,8 +155,8 @@ class Engine:
                 )
             if min(prompt) < 0 or max(prompt) >= vocab_size:
                 raise ConfigError(
-                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; the model "
-                    f"has ids 0 to {vocab_size - 1}"
+                    f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}"
+                    f"; the model has ids 0 to {vocab_size - 1}"
                 )
             if len(prompt) >= self.seq_len:
                 raise ConfigError(

@@ -269,7 +269,7 @@ def find_tasks(names: Sequence[str], include_path: str = "") -> Any:
             continue
         near = difflib.get_close_matches(name, all_names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {_first_names(all_names)}"
-        raise ConfigError(f"--tasks: no task {name!r}; {hint}")
+        raise ConfigError(f"--tasks: there is no task {name!r}; {hint}")
     return manager
 
 
@@ -370,7 +370,7 @@ def _requests(checkpoint: str, batch_size: Any, start: str, options: dict[str, A
     # The harness also takes "auto".
     batch = int(batch_size) if str(batch_size).isdigit() else _DEFAULT_BATCH
     if batch < 1:
-        raise ConfigError(f"batch_size={batch_size} must be at least 1")
+        raise ConfigError(f"batch_size={batch_size} must be at least 1 request")
     trained = load(checkpoint, **options)
     start_id = document_start(trained.tokenizer, start)
     return Requests(trained, batch, start_id, starts_context=bool(start))

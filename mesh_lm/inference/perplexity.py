@@ -79,7 +79,7 @@ def read_texts(path: str, field: str = "text") -> Iterator[str]:
     """
     file = Path(path).expanduser()
     if path != "stdlib" and not file.exists():
-        raise ConfigError(f"--text={path}: no such file or directory")
+        raise ConfigError(f"--text={path}: no such text file or directory")
     if not file.is_file() or formats.has_records(file):
         yield from (document.text for document in sources.find(path, field).documents())
         return
@@ -89,7 +89,7 @@ def read_texts(path: str, field: str = "text") -> Iterator[str]:
             text = formats.text(opened.read())
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"--text={path} is not UTF-8 (byte {error.start}); convert it first"
+            f"--text={path} is not UTF-8 (byte {error.start}); convert it to UTF-8 first"
         ) from error
     if text:
         yield text

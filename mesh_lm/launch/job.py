@@ -143,7 +143,8 @@ class Job:
             node = int(place.node or 0)
         except ValueError:
             raise ConfigError(
-                f"nodes={place.nodes} and node={place.node} must be integers"
+                f"nodes={place.nodes} and node={place.node} "
+                "must both be integers, as nodes=2 and node=0"
             ) from None
         _require_valid_place(place, nodes, node)
         _require_valid(options, nodes, environment)
@@ -315,12 +316,14 @@ def _require_valid(options: Options, nodes: int, environment: Mapping[str, str])
         )
     if options.spares >= nodes:
         raise ConfigError(
-            f"spares={options.spares} are among the nodes={nodes}, and at least one must "
-            "compute; use more nodes"
+            f"spares={options.spares} are among the nodes={nodes}, "
+            "and at least one must compute; use more nodes"
         )
     if options.min_nodes > nodes - options.spares:
         spares = f" - spares={options.spares}" if options.spares else ""
-        raise ConfigError(f"min-nodes={options.min_nodes} must be at most nodes={nodes}{spares}")
+        raise ConfigError(
+            f"min-nodes={options.min_nodes} must not be more than nodes={nodes}{spares}"
+        )
     try:
         words = shlex.split(options.health_command)
     except ValueError as error:

@@ -140,8 +140,8 @@ def require_model(module: Any) -> None:
     missing = [name for name in _MEMBERS if not hasattr(module, name)]
     if missing:
         raise ConfigError(
-            f"{type(module).__name__} has no {', '.join(missing)}; a model has "
-            f"{', '.join(_MEMBERS)} ({_PAGE})"
+            f"{type(module).__name__} has no {', '.join(missing)}; "
+            f"a model needs the members {', '.join(_MEMBERS)} ({_PAGE})"
         )
 
 
@@ -151,16 +151,20 @@ def require_sums(model: Any, sums: Any) -> None:
     """
     loss = f"{type(model).__name__}.loss"
     if not isinstance(sums, Mapping):
-        raise ConfigError(f"{loss} returns {_described(sums)}, not a dict of sums ({_PAGE})")
+        raise ConfigError(
+            f"{loss} returns {_described(sums)}, but must return a dict of sums ({_PAGE})"
+        )
     missing = [name for name in _SUMS if name not in sums]
     if missing:
         raise ConfigError(
-            f"{loss} returns no {', '.join(missing)}; its sums are {', '.join(_SUMS)}, and metrics "
-            f"of your own ({_PAGE})"
+            f"{loss} returns no {', '.join(missing)}; its sums are {', '.join(_SUMS)}"
+            f", and metrics of your own ({_PAGE})"
         )
     for name, value in cast("Sums", sums).items():
         if jnp.ndim(value):
-            raise ConfigError(f"{loss} returns {name!r} {jnp.shape(value)}; its sums are scalars")
+            raise ConfigError(
+                f"{loss} returns {name!r} {jnp.shape(value)}; each sum of a loss is a scalar"
+            )
 
 
 def layer_output(layer: Any, x: jax.Array, output: Any) -> tuple[jax.Array, Any, Sums]:
@@ -175,8 +179,8 @@ def layer_output(layer: Any, x: jax.Array, output: Any) -> tuple[jax.Array, Any,
     y = output[0]
     if (jnp.shape(y), jnp.result_type(y)) != (x.shape, x.dtype):
         raise ConfigError(
-            f"{name} returns x as {_described(y)}, and got it as {_described(x)}: a layer keeps "
-            f"the shape and the type ({_PAGE})"
+            f"{name} returns x as {_described(y)}, and got it as {_described(x)}"
+            f": a layer keeps the shape and the type ({_PAGE})"
         )
     return output
 

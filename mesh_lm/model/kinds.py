@@ -81,7 +81,7 @@ def kind(name: str, where: str = "model.segments") -> Kind:
         raise ConfigError(problem + suggestion)
     layer = getattr(files.imported(path, problem), class_name, None)
     if not isinstance(layer, type):
-        raise ConfigError(f"{problem}: {path!r} has no class {class_name!r}")
+        raise ConfigError(f"{problem}: {class_name!r} is not a class of the module {path!r}")
     dense = importlib.import_module(KINDS["dense"])
     counts = {count: getattr(layer, count, getattr(dense, count)) for count in _COUNTS}
     return OwnKind(layer, **counts)

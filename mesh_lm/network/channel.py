@@ -72,7 +72,8 @@ class Channel:
         body = json.dumps(message).encode()
         if len(body) > strict_json.MESSAGE:
             raise ValueError(
-                f"a message of {len(body)} bytes; at most {strict_json.MESSAGE} can be sent"
+                f"a message cannot be sent: it has {len(body)} bytes, and may have at most "
+                f"{strict_json.MESSAGE}"
             )
         self._unsent.append(body)
         self._flush()
@@ -141,7 +142,7 @@ class Channel:
         if not hmac.compare_digest(tag, self._tag(sender, self._n_received, body)):
             if self.proven:
                 raise Refused("it sent a line without a valid signature")
-            raise Refused("it has another secret")
+            raise Refused("it has another secret than this end")
         self._n_received += 1
         return body
 

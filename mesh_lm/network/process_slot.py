@@ -179,11 +179,13 @@ class ProcessSlot:
         except ValueError:
             raise ConfigError(
                 f"{names['processes']}={values['processes']} and "
-                f"{names['index']}={values['index']} must be integers"
+                f"{names['index']}={values['index']} "
+                "must be integers, as in 2 processes and index 0"
             ) from None
         if not 0 <= index < count:
             raise ConfigError(
-                f"{names['index']}={index} must be 0 to {names['processes']} - 1 = {count - 1}"
+                f"{names['index']}={index} must be an index from 0 to "
+                f"{names['processes']} - 1 = {count - 1}"
             )
         coordinator = values["coordinator"]
         if not re.fullmatch(r".+:\d+", coordinator):
@@ -202,7 +204,7 @@ class ProcessSlot:
             return None
         if not 0 <= rank < count:
             raise ConfigError(
-                f"{starter.rank}={rank} must be 0 to {starter.size} - 1 = {count - 1}"
+                f"{starter.rank}={rank} must be a rank from 0 to {starter.size} - 1 = {count - 1}"
             )
 
         n_local = _number(environment, starter.local_size, starter, default=0)

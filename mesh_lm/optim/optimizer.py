@@ -123,7 +123,7 @@ def make_rule(config: OptimizerConfig) -> Rule:
         hint = did_you_mean(name, list(RULES))
         if not hint.endswith("?"):
             hint += ", or module:class for a custom one"
-        raise ConfigError(f"{setting}: no such optimizer{hint}")
+        raise ConfigError(f"{setting}: there is no such optimizer{hint}")
     module = files.imported(path, setting)
     if not hasattr(module, name):
         rules = [
@@ -132,7 +132,7 @@ def make_rule(config: OptimizerConfig) -> Rule:
             if getattr(value, "__module__", "") == path and hasattr(value, "direction")
         ]
         hint = did_you_mean(name, rules) if rules else ""
-        raise ConfigError(f"{setting}: {path!r} has no {name!r}{hint}")
+        raise ConfigError(f"{setting}: {path!r} has no optimizer of the name {name!r}{hint}")
     return _checked_rule(getattr(module, name), config, setting)
 
 

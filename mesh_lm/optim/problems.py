@@ -20,18 +20,18 @@ def optimizer_problems(config: TrainConfig, rule: Rule | None) -> Iterator[str]:
     for name in ("beta1", "beta2", "momentum"):
         value = getattr(optimizer, name)
         if not 0 <= value < 1:
-            yield f"optimizer.{name}={value} must be in [0, 1)"
+            yield f"optimizer.{name}={value} must be at least 0 and below 1"
     for name in ("final_fraction", "decay_fraction"):
         value = getattr(optimizer, name)
         if not 0 <= value <= 1:
-            yield f"optimizer.{name}={value} must be in [0, 1]"
+            yield f"optimizer.{name}={value} must be a number in [0, 1]"
     for name in ("learning_rate", "weight_decay", "clip_norm"):
         value = getattr(optimizer, name)
         if not 0 <= value < math.inf:
             yield f"optimizer.{name}={value} must be a number of at least 0"
     # eps=0 gives 0 / 0 for zero gradients, such as those of padded rows.
     if not 0 < optimizer.eps < math.inf:
-        yield f"optimizer.eps={optimizer.eps} must be a number above 0"
+        yield f"optimizer.eps={optimizer.eps} must be above 0 and finite"
     try:
         is_elementwise = (rule or make_rule(optimizer)).elementwise
     except ConfigError as error:

@@ -255,7 +255,9 @@ def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[
     problems = stack.problems()
     if problems:
         raise ConfigError(
-            "\n  - ".join([f"the stack of {type(config).__name__} is wrong", *problems])
+            "\n  - ".join(
+                [f"{type(config).__name__}.stack() returns a stack with mistakes", *problems]
+            )
         )
     if stages == 1:
         return {segment.name: StackLayout(1, (segment.n_layers,)) for segment in stack.segments}

@@ -186,6 +186,6 @@ def flags_of(config: TrainConfig, target: str) -> str:
     if config.launch.xla_flags != "auto":
         return config.launch.xla_flags
     if target not in TARGETS:
-        raise LabError(f"no target {target!r}; expected one of {', '.join(TARGETS)}")
+        raise LabError(f"the target {target!r} is unknown; expected one of {', '.join(TARGETS)}")
     has_pipeline = config.mesh.pipeline != 1
     return auto(TARGETS[target].capability, has_pipeline, config.pipeline.pair_layers)

@@ -21,9 +21,7 @@ def require_login(project: str) -> None:
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError(
-            f"wandb={project} needs the package wandb: pip install -e '.[wandb]'"
-        ) from error
+        raise _package_missing(project) from error
     try:
         is_online = wandb.setup().settings.mode == "online"
         logged_in = not is_online or wandb.login(prompt=False, verify=False)
@@ -37,6 +35,10 @@ def require_login(project: str) -> None:
         )
 
 
+def _package_missing(project: str) -> ConfigError:
+    return ConfigError(f"wandb={project} needs the package wandb: pip install -e '.[wandb]'")
+
+
 class WeightsAndBiases:
     """One run of a project. Its id is kept in the output directory, so that a resumed run has the
     same one.
@@ -48,9 +50,7 @@ class WeightsAndBiases:
             import wandb  # pyright: ignore[reportMissingImports]
             from wandb.errors import Error  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ConfigError(
-                f"wandb={project} needs the package wandb: pip install -e '.[wandb]'"
-            ) from error
+            raise _package_missing(project) from error
         id_file = directory / "wandb_run"
         if not id_file.exists():
             directory.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class Durations:
         for field in ("forward", "backward"):
             time = getattr(self, field)
             if not 0 < time < math.inf:
-                raise ConfigError(f"{field}={time:g} must be above 0")
+                raise ConfigError(f"{field}={time:g} must be a finite time above 0")
         if not 0 <= self.weight_share <= 1:
             raise ConfigError(
                 f"weight_share={self.weight_share:g} must be at least 0 and at most 1"
@@ -61,7 +61,7 @@ class Durations:
         for field in ("embed", "head"):
             time = getattr(self, field)
             if not 0 <= time < math.inf:
-                raise ConfigError(f"{field}={time:g} must be at least 0")
+                raise ConfigError(f"{field}={time:g} must be a finite time of at least 0")
 
     def of(self, op: Op, schedule: Schedule) -> float:
         """Returns the time that an op takes."""

@@ -56,7 +56,8 @@ def find_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
         file_sizes = [f"{field}={getattr(schedule, field)}" for field in different]
         run_sizes = [f"{field}={size}" for field, size in different.items()]
         raise ConfigError(
-            f"{name} is a schedule for {' and '.join(file_sizes)}; here: {' and '.join(run_sizes)}"
+            f"{name} is a schedule for {' and '.join(file_sizes)}; "
+            f"the sizes of this run are {' and '.join(run_sizes)}"
         )
     return schedule
 
@@ -74,14 +75,15 @@ def load(file: str) -> Schedule:
         with open(path, "rb") as stream:
             text = stream.read(strict_json.FILE).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from error
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise ConfigError(f"{file}: cannot read the schedule: {reason}") from error
     text = _SPLIT_INPUT.sub("B", text)
     try:
         if path.suffix == ".csv":
             return _parse_csv(path.stem, text)
         return _parse_json(path.stem, text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{file}:{error.lineno}: not JSON: {error.msg}") from error
+        raise ConfigError(f"{file}:{error.lineno}: this line is not JSON: {error.msg}") from error
     except ScheduleError as error:
         raise ConfigError(f"{file}{_line_suffix(text, error.word)}: {error}") from error
 
@@ -109,7 +111,7 @@ def write_csv(schedule: Schedule, file: str) -> None:
     try:
         Path(file).expanduser().write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{file}: cannot write: {error.strerror}") from error
+        raise ConfigError(f"{file}: cannot write the schedule: {error.strerror}") from error
 
 
 def _parse_csv(name: str, text: str) -> Schedule:
@@ -124,14 +126,16 @@ def _parse_json(name: str, text: str) -> Schedule:
     except json.JSONDecodeError:
         raise  # it is a ValueError, too, and `load` reports its line
     except ValueError as error:
-        raise ScheduleError(f"expected {_JSON}") from error
+        raise ScheduleError(f"this is not the JSON of a schedule; expected {_JSON}") from error
     forms = [form for form in ("ticks", "order") if form in data]
     rows = data[forms[0]] if len(forms) == 1 else None
     if not _is_table(rows):
-        raise ScheduleError(f"expected {_JSON}")
+        raise ScheduleError(f"the JSON has no rows of a schedule; expected {_JSON}")
     unknown = sorted(data.keys() - {*forms, "packed"})
     if unknown:
-        raise ScheduleError(f"unknown key {unknown[0]!r}; expected {_JSON}", f'"{unknown[0]}"')
+        raise ScheduleError(
+            f"the schedule has an unknown key {unknown[0]!r}; expected {_JSON}", f'"{unknown[0]}"'
+        )
     unit = "tick" if forms == ["ticks"] else "position"
     return _parse_rows(name, rows, unit, packed=bool(data.get("packed", True)))
 
@@ -200,7 +204,7 @@ def _parse_ops(rows: Sequence[Sequence[str]], unit: Unit) -> dict[Op, int]:
                     )
                 if op in ops:
                     raise ScheduleError(
-                        f"{location}: {op} occurs twice, first at {unit} {ops[op]}", op
+                        f"{location}: {op} occurs twice; the first is at {unit} {ops[op]}", op
                     )
                 ops[op] = index
     return ops

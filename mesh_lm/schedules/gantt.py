@@ -248,7 +248,7 @@ def draw(timelines: Sequence[Timeline], png: str) -> None:
     try:
         FigureCanvasAgg(figure).print_png(str(Path(png).expanduser()))
     except OSError as error:
-        raise ConfigError(f"{png}: cannot write: {error.strerror}") from error
+        raise ConfigError(f"{png}: cannot write the Gantt chart: {error.strerror}") from error
 
 
 def _draw_panel(axes: Axes, timeline: Timeline, points: float) -> None:

@@ -129,7 +129,8 @@ class Schedule:
                 if tick < self.ticks[needed] + gap:
                     reason = "; a stage's output arrives one tick later" if gap else ""
                     raise ScheduleError(
-                        f"{location} needs {needed}, which is at tick {self.ticks[needed]}{reason}",
+                        f"{location} needs {needed}, "
+                        f"which comes only at tick {self.ticks[needed]}{reason}",
                         op,
                     )
         self._check_complete()
@@ -153,7 +154,8 @@ class Schedule:
         first = next(op for op in every_op if op not in self.ticks)
         others = f" and {n_missing - 1} more ops are" if n_missing > 1 else " is"
         raise ScheduleError(
-            f"{first} ({WORDS[first.kind]} on stage {first.virtual % self.stages}){others} missing",
+            f"{first} ({WORDS[first.kind]} on stage {first.virtual % self.stages})"
+            f"{others} missing from the schedule",
             first,
         )
 
@@ -237,11 +239,13 @@ def make_schedule(
     Raises ConfigError for an unknown name and for sizes that the schedule does not support.
     """
     if name not in NAMES:
-        raise ConfigError(f"no pipeline schedule {name!r}; {_name_hint(name)}")
+        raise ConfigError(f"there is no pipeline schedule {name!r}; {_name_hint(name)}")
     named = NAMES[name]
     for field, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if size < 1:
-            raise ConfigError(f"pipeline schedule {name}: {field}={size} must be at least 1")
+            raise ConfigError(
+                f"pipeline schedule {name}: {field}={size} is too small; it must be at least 1"
+            )
     if chunks > 1 and not named.chunked:
         chunked = ", ".join(other for other, schedule in NAMES.items() if schedule.chunked)
         raise ConfigError(
@@ -252,8 +256,8 @@ def make_schedule(
         below = microbatches // stages * stages
         multiples = f"{below} or {below + stages}" if below else f"{stages}"
         raise ConfigError(
-            f"pipeline schedule {name}: with chunks={chunks}, microbatches={microbatches} must be "
-            f"a multiple of stages={stages}, as {multiples} is"
+            f"pipeline schedule {name}: with chunks={chunks}, microbatches={microbatches} "
+            f"must be a multiple of stages={stages}, as {multiples} is"
         )
 
     orders = [_order(named, stage, stages, microbatches, chunks) for stage in range(stages)]

@@ -37,7 +37,7 @@ def write(timelines: Sequence[Timeline], file: str, seconds: float = 1.0) -> Non
     try:
         Path(file).expanduser().write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{file}: cannot write: {error.strerror}") from error
+        raise ConfigError(f"{file}: cannot write the Chrome trace: {error.strerror}") from error
 
 
 def _events(timeline: Timeline, process: int, scale: float) -> Iterator[dict[str, Any]]:

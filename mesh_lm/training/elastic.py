@@ -43,7 +43,9 @@ def fit(
     try:
         on_nodes(config, full, least, per_node, rule)
     except ConfigError as error:
-        raise ConfigError(f"--min-nodes={least} is too few: {error}") from error
+        raise ConfigError(
+            f"--min-nodes={least} is too few nodes for this config: {error}"
+        ) from error
     fitting, n_filled = on_nodes(config, full, n_nodes, per_node, rule)
     if n_filled < n_nodes:
         Heartbeat(Phases(), environment).send({"nodes": n_filled})
@@ -109,7 +111,7 @@ def fitted(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> Tra
     if n_devices < least:
         reason = f"it needs at least {least}"
     raise ConfigError(
-        f"no mesh that {config.mesh} can shrink to fits on {n_devices} devices: {reason}"
+        f"no mesh that {config.mesh} can shrink to fits on the {n_devices} devices: {reason}"
     )
 
 

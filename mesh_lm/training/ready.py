@@ -178,8 +178,8 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
         remedy = _REMEDIES.get(error.errno or 0, "")
         alternative = f", or {remedy}" if remedy else ""
         raise ConfigError(
-            f"output={output} cannot be written: {error.strerror}{place}; set another output"
-            f"{alternative}"
+            f"output={output} cannot be written: {error.strerror}{place}; "
+            f"set another output directory{alternative}"
         ) from error
     if not with_room or not disk.total:  # some network file systems say 0 of 0
         return

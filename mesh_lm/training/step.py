@@ -177,11 +177,13 @@ def _updated_buffers(config: ModelConfig, buffers: Params, sums: Params) -> Para
     function = f"{type(config).__name__}.updated"
     for name in sorted({*buffers, *updated}):
         if name not in updated:
-            raise ConfigError(f"{function} returns no {name!r}, a buffer of the model")
+            raise ConfigError(f"{function} returns no {name!r}, which is a buffer of the model")
         if name not in buffers:
             raise ConfigError(f"{function} returns {name!r}, which is not a buffer of the model")
         old = f"{buffers[name].dtype} {buffers[name].shape}"
         new = f"{updated[name].dtype} {updated[name].shape}"
         if new != old:
-            raise ConfigError(f"{function} returns {name!r} as {new}, but the buffer is {old}")
+            raise ConfigError(
+                f"{function} returns {name!r} as {new}, but the model has it as {old}"
+            )
     return updated

@@ -171,4 +171,4 @@ def _require_at_least(minimum: int, **values: int) -> None:
     """Raises ValueError for a value less than `minimum`."""
     for name, value in values.items():
         if value < minimum:
-            raise ValueError(f"BlockMask: {name} must be at least {minimum}, got {value}")
+            raise ValueError(f"BlockMask: got {name}={value}, which must be at least {minimum}")

@@ -30,7 +30,9 @@ def policy() -> Policy:
     """
     value = os.environ.get(VARIABLE) or "test"
     if value not in get_args(Policy):
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(get_args(Policy))}, got {value!r}")
+        raise ValueError(
+            f"{VARIABLE} must be unset or one of {', '.join(get_args(Policy))}, got {value!r}"
+        )
     return cast(Policy, value)
 
 

@@ -64,14 +64,14 @@ UNSEEN = (
     (
         "diff",
         f"""-        rules=preset("fsdp+megatron"){RULES}+        rules=preset("zero1+fsdp+megatron"){RULES}""",
-        f"{DO_NOT_FIT}  - {GATES}: no optimizer rule for logical axis 'gate'; {KNOWN}\n"
-        f"  - {OUT}: no optimizer rule for logical axis 'state'; {KNOWN}\n",
+        f"{DO_NOT_FIT}  - {GATES}: no optimizer rule for the logical axis 'gate'; {KNOWN}\n"
+        f"  - {OUT}: no optimizer rule for the logical axis 'state'; {KNOWN}\n",
     ),
     (
         "sh",
         "mesh-lm train docs/custom_model.py --rules=fsdp+megatron",
-        f"{DO_NOT_FIT}  - {GATES}: no params rule for logical axis 'gate'; {KNOWN}\n"
-        f"  - {OUT}: no params rule for logical axis 'state'; {KNOWN}\n",
+        f"{DO_NOT_FIT}  - {GATES}: no params rule for the logical axis 'gate'; {KNOWN}\n"
+        f"  - {OUT}: no params rule for the logical axis 'state'; {KNOWN}\n",
     ),
     (
         "diff",
@@ -84,7 +84,8 @@ UNSEEN = (
     (
         "sh",
         "mesh-lm train docs/custom_model.py --model.d_state=250 --mesh.tensor=4",
-        "error: this config cannot run\n  - model.d_state=250 is not divisible by mesh.tensor=4 "
+        "error: this config cannot run\n  - model.d_state=250 is not divisible by its number of "
+        "shards, mesh.tensor=4 "
         "(rules.params: state -> tensor); mesh.tensor can be 1, 2, 5, 10, 25, 50, 125, 250\n",
     ),
 )

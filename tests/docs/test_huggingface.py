@@ -152,7 +152,10 @@ def test_the_table() -> None:
     [
         ([], "nothing given; expected export or import"),
         (["exprt"], "exprt given; expected export or import"),
-        (["export", "--chekpoint=a"], "--chekpoint: no such option; did you mean --checkpoint?"),
+        (
+            ["export", "--chekpoint=a"],
+            "--chekpoint: there is no such option; did you mean --checkpoint?",
+        ),
         (["import", "--input=nowhere", "--output=a"], "nowhere"),
     ],
 )

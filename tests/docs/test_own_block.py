@@ -113,12 +113,18 @@ def test_the_shipped_config_names_its_own_class() -> None:
     [
         ("dnse", "model.block: no kind of layer 'dnse'; did you mean 'dense'?"),
         ("mamba", "model.block: no kind of layer 'mamba'; known: "),
-        ("json:Layer", "model.block: no kind of layer 'json:Layer': 'json' has no class 'Layer'"),
+        (
+            "json:Layer",
+            "model.block: no kind of layer 'json:Layer': 'Layer' is not a class of the module 'json'",
+        ),
         (
             "no_such:Layer",
-            "'no_such' cannot be imported (ModuleNotFoundError: No module named 'no_such')",
+            "cannot import the module 'no_such' (ModuleNotFoundError: No module named 'no_such')",
         ),
-        ("no/such.py:Layer", "model.block: no kind of layer 'no/such.py:Layer': no such file in "),
+        (
+            "no/such.py:Layer",
+            "model.block: no kind of layer 'no/such.py:Layer': there is no file of this name in ",
+        ),
     ],
 )
 def test_a_name_that_leads_nowhere_is_said(name: str, problem: str) -> None:

@@ -100,8 +100,8 @@ def test_f7_a_disk_that_is_full_at_the_end(data: Path, small_disk: Path, tmp_pat
         assert job.ended() == 75, job.log
     assert re.search(
         (
-            r"error: step 20 could not be saved in .*: \[Errno 28\] No space left on device; the "
-            r"newest checkpoint is step 15"
+            r"error: step 20 could not be saved in .*: \[Errno 28\] No space left on device; all "
+            r"attempts to save this last step failed, and the newest checkpoint is step 15"
         ),
         job.log,
     ), job.log

@@ -392,6 +392,6 @@ def test_a_plan(config: TrainConfig) -> None:
         == report.collectives
     )  # pyright: ignore
     with pytest.raises(
-        LabError, match=r"^no target 'h1000'; expected one of h100, h200, a100, b200$"
+        LabError, match=r"^the target 'h1000' is unknown; expected one of h100, h200, a100, b200$"
     ):
         mesh_lm.plan(config, "h1000", 8)

@@ -42,7 +42,11 @@ def everything_that_is_missing(reader: Newcomer) -> None:
     )  # fmt: skip
     assert "wandb login" in said or "pip install -e '.[wandb]'" in said, said
     said = reader.is_refused(
-        "no such script", "mesh-lm", "launch", "trian.py", says=["trian.py: no such script in"]
+        "no such script",
+        "mesh-lm",
+        "launch",
+        "trian.py",
+        says=["trian.py: there is no such script in"],
     )
     assert "restart" not in said, said
 
@@ -161,7 +165,7 @@ def names_of_other_tools(reader: Newcomer) -> None:
     says = ["did you mean --data.blend=0.7,data/web,0.3,data/code?"]
     blend = ("--data-path", "0.7", "data/web", "0.3", "data/code")
     reader.is_refused("Megatron's data path", "mesh-lm", "train", *blend, says=says, **NO_DEVICE)
-    says = ["--train.step: no such field; did you mean --train.steps?"]
+    says = ["--train.step: the config has no such field; did you mean --train.steps?"]
     reader.is_refused("a typo", "mesh-lm", "train", "--train.step=10", says=says, **NO_DEVICE)
 
 
@@ -204,7 +208,7 @@ def all_problems_at_once(reader: Newcomer) -> None:
         "this run cannot start",
         "data.path=nope.txt",
         "nope.json: no such file",
-        "model.n_heads=4 is not divisible by mesh.tensor=3",
+        "model.n_heads=4 is not divisible by its number of shards, mesh.tensor=3",
     ]
     mistakes = (
         "--data.path=nope.txt",

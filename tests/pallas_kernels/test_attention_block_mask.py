@@ -263,12 +263,12 @@ def test_what_is_hidden_is_not_computed() -> None:
             lambda: BlockMask.fixed(256, stride=2, summary=3),
             "summary must be 1 to stride=2 blocks, got 3",
         ),
-        (lambda: BlockMask.strided(256, stride=0), "stride must be at least 1, got 0"),
-        (lambda: BlockMask.sliding(256, blocks=0), "blocks must be at least 1, got 0"),
+        (lambda: BlockMask.strided(256, stride=0), "got stride=0, which must be at least 1"),
+        (lambda: BlockMask.sliding(256, blocks=0), "got blocks=0, which must be at least 1"),
         (lambda: BlockMask.bigbird(256, window_blocks=2), "window_blocks must be odd, got 2"),
         (
             lambda: BlockMask.bigbird(256, random_blocks=-1),
-            "random_blocks must be at least 0, got -1",
+            "got random_blocks=-1, which must be at least 0",
         ),
     ],
 )

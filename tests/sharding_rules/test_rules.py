@@ -47,7 +47,7 @@ def test_an_experiment_is_a_changed_row() -> None:
             ("embd", "mlp"),
             (),
             (
-                "layers.mlp.w_up('embd', 'mlp'): no params rule for logical axis 'embd'; did you "
+                "layers.mlp.w_up('embd', 'mlp'): no params rule for the logical axis 'embd'; did you "
                 "mean 'embed'?"
             ),
         ),
@@ -62,12 +62,12 @@ def test_an_experiment_is_a_changed_row() -> None:
         (
             ("embed", "mlp"),
             (8, 6),
-            "layers.mlp.w_up: dimension 1 ('mlp', size 6) does not divide over 'tensor' (4 ways)",
+            "layers.mlp.w_up: dimension 1 ('mlp', size 6) does not divide evenly over 'tensor' (4 ways)",
         ),
         (
             ("embed", "mlp"),
             (8,),
-            "layers.mlp.w_up('embed', 'mlp'): 2 logical axes for 1 dimensions (8,)",
+            "layers.mlp.w_up('embed', 'mlp'): 2 logical axes for 1 dimensions (8,); give one axis, or None, for each",
         ),
     ],
 )
@@ -80,14 +80,15 @@ def test_errors_say_what_would_work(axes, shape, message: str) -> None:
 def test_a_mesh_axis_that_is_not_there() -> None:
     rules = PRESETS["megatron"].replace(params={"mlp": "tensr"})
     with pytest.raises(
-        ShardingRuleError, match=r"rules.params\['mlp'\]: mesh axis 'tensr' is not in mesh"
+        ShardingRuleError,
+        match=r"rules.params\['mlp'\]: mesh axis 'tensr' is not an axis of the mesh",
     ):
         rules.spec("params", ("mlp",), mesh=MESH)
 
 
 def test_columns_and_entries_that_cannot_be() -> None:
     with pytest.raises(
-        ShardingRuleError, match=r"^rules have no column 'param'; did you mean 'params'\?$"
+        ShardingRuleError, match=r"^the rules have no column 'param'; did you mean 'params'\?$"
     ):
         PRESETS["ddp"].replace(param={"mlp": None})
     with pytest.raises(
@@ -178,7 +179,7 @@ def test_moments_have_one_form(name: str) -> None:
 def test_contradictions_have_the_names_of_presets(name: str) -> None:
     with pytest.raises(
         ShardingRuleError,
-        match=r"^ulysses and usp exchange keys over 'sequence' by ulysses and by ring; keep",
+        match=r"^ulysses and usp both exchange keys over 'sequence' by ulysses and by ring; keep",
     ):
         preset(name)
 
@@ -236,7 +237,7 @@ def test_a_mesh_resolves_or_says_what_would(sizes: dict[str, int], n_devices: in
     [
         (
             MeshConfig(data=3, tensor=2),
-            "mesh has 6 devices (data=3 x tensor=2) but 8 are visible; mesh.data=4 would fit",
+            "mesh has 6 devices (data=3 x tensor=2) but the number of visible devices is 8; mesh.data=4 would fit",
         ),
         (
             MeshConfig(data=-1, tensor=-1),
@@ -256,7 +257,7 @@ def test_a_mesh_resolves_or_says_what_would(sizes: dict[str, int], n_devices: in
         (
             MeshConfig(data=-1, tensor=3),
             (
-                "mesh has 3 x ? devices (data=-1 x tensor=3) but 8 are visible; mesh.tensor=2 or "
+                "mesh has 3 x ? devices (data=-1 x tensor=3) but the number of visible devices is 8; mesh.tensor=2 or "
                 "mesh.tensor=4 would fit"
             ),
         ),
@@ -373,12 +374,12 @@ def test_a_product_of_scoped_rules() -> None:
         ({"params": {"moe/": None}}, "rules have a row 'moe/': a row is a logical axis or scope/axis, as in 'moe/mlp'"),
         ({"optimizer": {"/mlp": None}}, "rules have a row '/mlp': a row is a logical axis or scope/axis, as in 'moe/mlp'"),
         ({"activations": {"moe/batch": None}},
-         "rules have a row 'moe/batch': the whole model has one batch; leave the scope out"),
+         "rules have a row 'moe/batch': the whole model has one batch; leave the scope out of this row"),
         ({"params": {"moe/layers": None}},
          ("rules have a row 'moe/layers': all segments are divided into the same stages; leave the "
          "scope out")),
         ({"axes": {"tensor": "auto"}}, "rules.axes['tensor']: every mesh has an axis of that name; choose another"),
-        ({"axes": {"y": "both"}}, "rules.axes['y']='both': a mesh axis is one of auto, manual"),
+        ({"axes": {"y": "both"}}, "rules.axes['y']='both': a mesh axis is one of the types auto, manual"),
         ({"reduction": "flaot32"}, ("rules.reduction='flaot32': gradients cannot be summed in this type; did you mean "
             "'float32'?")),
         ({"reduction": "f8"}, ("rules.reduction='f8': gradients cannot be summed in this type; known: auto, bfloat16, "
@@ -401,7 +402,7 @@ def test_errors_name_the_scoped_axis() -> None:
     cases = {
         (
             "moe/embd",
-        ): "w('moe/embd',): no params rule for logical axis 'moe/embd'; did you mean 'embed'?",
+        ): "w('moe/embd',): no params rule for the logical axis 'moe/embd'; did you mean 'embed'?",
         (
             "moe/heads",
             "moe/mlp",
@@ -417,7 +418,7 @@ def test_errors_name_the_scoped_axis() -> None:
         rules.spec("params", ("moe/mlp",), (6,), MESH, "w")
     assert (
         str(caught.value)
-        == "w: dimension 0 ('moe/mlp', size 6) does not divide over ('tensor', 'fsdp') (4 ways)"
+        == "w: dimension 0 ('moe/mlp', size 6) does not divide evenly over ('tensor', 'fsdp') (4 ways)"
     )
 
 
@@ -468,7 +469,7 @@ def test_declared_mesh_axes() -> None:
     with pytest.raises(ShardingRuleError) as caught:
         product(rules, PRESETS["ddp"].replace("other", axes={"y": "manual"}))
     assert str(caught.value) == (
-        "megatron (changed) (changed) and other declare the mesh axis 'y' as auto and as manual; "
+        "megatron (changed) (changed) and other both declare the mesh axis 'y' as auto and as manual; "
         "rename one of them"
     )
 
@@ -518,7 +519,10 @@ def test_the_type_of_sums_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fsdp+reduce_flaot32", "no rules preset 'reduce_flaot32'; did you mean 'reduce_float32'?"),
+        (
+            "fsdp+reduce_flaot32",
+            "there is no rules preset 'reduce_flaot32'; did you mean 'reduce_float32'?",
+        ),
         (
             "reduce_float32",
             "rules 'reduce_float32' have no strategy; add one, as in fsdp+reduce_float32",
@@ -561,11 +565,14 @@ def test_a_declared_axis_is_the_innermost() -> None:
         (("2=2",), "mesh.extra='2=2' is not an axis and its size, as in tensor_y=2"),
         (
             ("tensor=2",),
-            "mesh.extra='tensor=2': the mesh has an axis 'tensor' already; set mesh.tensor=2",
+            "mesh.extra='tensor=2': the mesh already has an axis 'tensor'; set mesh.tensor=2",
         ),
-        (("y=2", "y=4"), "mesh.extra='y=4': the mesh has an axis 'y' already; give it one size"),
+        (("y=2", "y=4"), "mesh.extra='y=4': the mesh already has an axis 'y'; give it one size"),
         (("y=0",), "mesh.extra=y=0: sizes are 1 or more, or -1 on one axis for whatever is left"),
-        (("y=3",), "mesh has 3 devices (y=3) but 8 are visible; mesh.extra=y=8 would fit"),
+        (
+            ("y=3",),
+            "mesh has 3 devices (y=3) but the number of visible devices is 8; mesh.extra=y=8 would fit",
+        ),
     ],
 )
 def test_extra_axes_that_cannot_be(extra: tuple[str, ...], message: str) -> None:

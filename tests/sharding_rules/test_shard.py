@@ -23,20 +23,20 @@ SHARD = Shard(preset("fsdp+megatron"), make_mesh(MeshConfig(fsdp=2, tensor=4)))
             (4, 8, 6),
             ("batch", "seq", "mlp"),
             (
-                "activation('batch', 'seq', 'mlp'): dimension 2 ('mlp', size 6) does not divide "
+                "activation('batch', 'seq', 'mlp'): dimension 2 ('mlp', size 6) cannot be divided evenly "
                 "over 'tensor' (4 ways)"
             ),
         ),
         (
             (4, 8, 8),
             ("batch", "seq"),
-            "activation('batch', 'seq'): 2 logical axes for 3 dimensions (4, 8, 8)",
+            "activation('batch', 'seq'): 2 logical axes for 3 dimensions (4, 8, 8); name an axis, or None, for each",
         ),
         (
             (4, 8, 8),
             ("batch", "seq", "mpl"),
             (
-                "activation('batch', 'seq', 'mpl'): no activations rule for logical axis 'mpl'; "
+                "activation('batch', 'seq', 'mpl'): no activations rule for the logical axis 'mpl'; "
                 "did you mean 'mlp'?"
             ),
         ),
@@ -108,10 +108,14 @@ def test_errors_of_a_part_name_it() -> None:
             4,
             6,
         ): (
-            "activation('moe/batch', 'moe/mlp'): dimension 1 ('moe/mlp', size 6) does not divide "
+            "activation('moe/batch', 'moe/mlp'): dimension 1 ('moe/mlp', size 6) cannot be divided evenly "
             "over 'tensor' (4 ways)"
         ),
-        (4, 6, 1): "activation('moe/batch', 'moe/mlp'): 2 logical axes for 3 dimensions (4, 6, 1)",
+        (
+            4,
+            6,
+            1,
+        ): "activation('moe/batch', 'moe/mlp'): 2 logical axes for 3 dimensions (4, 6, 1); name an axis, or None, for each",
     }
     for shape, message in cases.items():
         with pytest.raises(ShardingRuleError) as caught:
@@ -120,7 +124,7 @@ def test_errors_of_a_part_name_it() -> None:
     with pytest.raises(ShardingRuleError) as caught:
         moe.spec("activations", ("mpl",))
     assert str(caught.value) == (
-        "activation('moe/mpl',): no activations rule for logical axis 'moe/mpl'; did you mean "
+        "activation('moe/mpl',): no activations rule for the logical axis 'moe/mpl'; did you mean "
         "'mlp'?"
     )
     with pytest.raises(ShardingRuleError) as caught:

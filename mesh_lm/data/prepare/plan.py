@@ -157,11 +157,11 @@ def _require_file(path: Path, argument: str) -> None:
     """Raises ConfigError unless an input is a file of a known type that has text."""
     if not path.is_file():
         raise ConfigError(
-            f"--input={argument}: no such file or directory; give {formats.SUFFIXES} files, or "
-            "directories"
+            f"--input={argument}: no such input file or directory; give {formats.SUFFIXES} "
+            "files, or directories"
         )
     if path.stat().st_size == 0:
-        raise ConfigError(f"--input={argument} is empty; leave it out")
+        raise ConfigError(f"--input={argument} is an empty file; leave it out")
     if formats.detect(path) is None:
         formats.require_readable(path)
         raise ConfigError(

@@ -112,7 +112,8 @@ class Unfinished:
             recorded = strict_json.read(self._plan, size=strict_json.LARGE_FILE)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"cannot read {self._plan} ({error}); remove {self.directory} to start from scratch"
+                f"cannot read the recipe in {self._plan} ({error}); "
+                f"remove {self.directory} to start from scratch"
             ) from error
         differences = list(_differences(recorded, recipe))
         if differences:
@@ -151,8 +152,8 @@ class Unfinished:
             return Totals()
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"cannot read {self._journal} ({error}); remove {self.directory} to start from "
-                "scratch"
+                f"cannot read the journal in {self._journal} ({error}); "
+                f"remove {self.directory} to start from scratch"
             ) from error
 
     @contextlib.contextmanager

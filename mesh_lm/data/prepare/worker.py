@@ -205,7 +205,7 @@ class Encoder:
             offset = lines[0].offset
             position = "" if offset is None else f" (byte {offset + error.start})"
             raise ConfigError(
-                f"{segment.path} is not UTF-8{position}; convert it, or leave it out"
+                f"{segment.path} is not UTF-8{position}; convert it, or leave it out of --input"
             ) from error
 
 

@@ -160,9 +160,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read {path}, which describes the tokenizer beside it: {error}"
-        ) from error
+        raise _unreadable(path, error) from error
 
 
 def _read_text(path: Path) -> str:
@@ -171,9 +169,11 @@ def _read_text(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read {path}, which describes the tokenizer beside it: {error}"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"cannot read {path}, which describes the tokenizer beside it: {error}")
 
 
 def _encoded(content: dict[str, Any]) -> bytes:

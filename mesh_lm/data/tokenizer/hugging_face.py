@@ -72,7 +72,9 @@ class HuggingFace(Tokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._data))
         except Exception as error:  # `tokenizers` raises bare Exception
-            raise ConfigError(f"cannot load the tokenizer {path}: {error}") from error
+            raise ConfigError(
+                f"cannot load the tokenizer {path}: the package tokenizers refuses it: {error}"
+            ) from error
         # <|endoftext|> spelled in a document must not end it
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
@@ -203,7 +205,9 @@ def load(path: Path) -> HuggingFace:
         text = path.read_text(encoding="utf-8")
         return HuggingFace(text, path, companions.token("eos_token"), companions)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot load the tokenizer {path}: {error}") from error
+        raise ConfigError(
+            f"cannot load the tokenizer {path}: its file is unreadable: {error}"
+        ) from error
 
 
 def _find_eod(added: list[str], eod: str | None, path: Path) -> str:

@@ -42,7 +42,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         path = _file_in_directory(path)
     if not path.is_file():
         raise ConfigError(
-            f"tokenizer {spec}: no such file or directory; give {KINDS}{hub_hint(str(spec))}"
+            f"tokenizer {spec}: no such tokenizer file or directory; give {KINDS}"
+            f"{hub_hint(str(spec))}"
         )
     if path.suffix == ".json":
         from mesh_lm.data.tokenizer import hugging_face  # imports `tokenizers`
@@ -59,7 +60,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if path.suffix == ".model":
         return sentence_piece.SentencePiece(data, path, companions.read(path.parent))
     raise ConfigError(
-        f"tokenizer {spec}: files of type {path.suffix or '(none)'} are not read; give {KINDS}"
+        f"tokenizer {spec}: files of type {path.suffix or '(none)'} "
+        f"are not read as tokenizers; give {KINDS}"
     )
 
 

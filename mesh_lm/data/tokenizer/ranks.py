@@ -182,8 +182,8 @@ def _parse(data: bytes, path: Path) -> dict[bytes, int]:
         )
     if len(set(ranks.values())) < len(ranks):
         raise ConfigError(
-            f"{path} has {len(ranks)} tokens but only {len(set(ranks.values()))} ranks; fetch it "
-            "again"
+            f"{path} has {len(ranks)} tokens, but only {len(set(ranks.values()))} "
+            "of their ranks are different; fetch it again"
         )
     return ranks
 

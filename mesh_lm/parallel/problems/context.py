@@ -46,8 +46,8 @@ def _row_problems(config: TrainConfig) -> Iterator[str]:
             if axis not in AXES:
                 fix += f", or declare it: rules.axes[{axis!r}]='manual'"
             yield (
-                f"rules.context[{axis!r}]={exchange!r}: the mesh axis {axis!r} cannot shard "
-                f"sequences; {fix}"
+                f"rules.context[{axis!r}]={exchange!r}: the mesh axis {axis!r}"
+                f" cannot shard sequences; {fix}"
             )
         elif axis not in axes_of(entry):
             yield (
@@ -85,8 +85,8 @@ def _length_problems(
     if seq_len % n_shards == 0 and seq_len % unit:
         product = " x ".join(setting(axis, mesh[axis]) for axis in axes)
         yield (
-            f"model.seq_len={seq_len} is not divisible by {unit}: shards over {product} have two "
-            f"chunks each; it can be {nearest_multiples(seq_len, unit)}"
+            f"model.seq_len={seq_len} is not divisible by {unit}: shards over {product}"
+            f" have two chunks each; it can be {nearest_multiples(seq_len, unit)}"
         )
 
 

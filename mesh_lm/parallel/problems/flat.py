@@ -43,7 +43,7 @@ def _axis_problems(rules: Rules, setting: str, axes: tuple[str, ...]) -> Iterato
     auto_axes = [axis for axis in axes if axis in rules.order() and axis not in replica_axes]
     layers = rules.params.get("layers")
     if repeated:
-        yield f"{setting}: has {repeated[0]!r} twice"
+        yield f"{setting}: has {repeated[0]!r} twice; name each mesh axis once"
     elif auto_axes:
         known = ", ".join(axis for axis in rules.order() if axis in replica_axes)
         yield (

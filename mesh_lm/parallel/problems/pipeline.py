@@ -40,8 +40,8 @@ def pipeline_problems(config: TrainConfig) -> Iterator[str]:
         entry = config.rules.column(kind).get("layers")
         if axes_of(entry) != ("pipeline",):
             yield (
-                f"mesh.pipeline={n_stages}, but rules.{kind}['layers']={entry!r}; set it to "
-                "'pipeline'"
+                f"mesh.pipeline={n_stages}, but rules.{kind}['layers']={entry!r}; "
+                "set this row to 'pipeline'"
             )
     try:
         divided(config.model, pipeline, n_stages)
@@ -97,8 +97,8 @@ def permute_problems(config: TrainConfig) -> Iterator[str]:
             )
         elif activations[: len(used)] != used[: len(activations)]:
             yield deadlock(
-                f"rules.activations[{row!r}]={activations} and rules.gathered[{row!r}]={used} do "
-                "not start with the same axes"
+                f"rules.activations[{row!r}]={activations} and rules.gathered[{row!r}]={used} "
+                "differ in the axes that they start with"
             )
     default = sharding_axes("activations", "seq_resid")
     for row in rules.activations:

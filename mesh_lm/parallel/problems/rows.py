@@ -139,6 +139,6 @@ def _activation_row_problems(rules: Rules, row: str) -> Iterator[str]:
         axis = refused[0]
         sharded = "no activation" if axis == "pipeline" else "only the batch"
         yield (
-            f"rules.activations[{row!r}]={entry!r}: {sharded} is sharded over {axis}; remove "
-            f"{axis!r}"
+            f"rules.activations[{row!r}]={entry!r}: "
+            f"{sharded} is sharded over the axis {axis}; remove {axis!r}"
         )

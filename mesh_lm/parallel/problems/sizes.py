@@ -34,8 +34,9 @@ def size_problems(config: TrainConfig) -> Iterator[str]:
             if len(axes) == 1:
                 fix = f"{field_of(axes[0])} can be {_first_few(_divisors(size))}"
             yield (
-                f"model.{field}={size} is not divisible by {product} (rules.{kind}: {row} -> "
-                f"{'+'.join(axes)}); {fix}{_kv_head_fix(config, kind, row, n_shards)}"
+                f"model.{field}={size} is not divisible by its number of shards, {product} "
+                f"(rules.{kind}: {row} -> {'+'.join(axes)}); {fix}"
+                f"{_kv_head_fix(config, kind, row, n_shards)}"
             )
 
 
@@ -95,8 +96,8 @@ def batch_problems(config: TrainConfig) -> Iterator[str]:
     words = [f"train.microbatches={train.microbatches}"]
     words += [setting(axis, size) for axis, size in factors.items()]
     yield (
-        f"train.global_batch={train.global_batch} is not divisible by {' x '.join(words)}; it can "
-        f"be {nearest_multiples(train.global_batch, unit)}"
+        f"train.global_batch={train.global_batch} is not divisible by {' x '.join(words)}"
+        f"; the global batch can be {nearest_multiples(train.global_batch, unit)}"
     )
 
 

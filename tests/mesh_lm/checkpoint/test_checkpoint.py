@@ -185,8 +185,8 @@ def test_a_failed_save_is_retried_when_it_says(
         with pytest.raises(
             ConfigError,
             match=(
-                r"^step 101 could not be saved in .*: \[Errno 28\] No space left on device; there "
-                r"is no"
+                r"^step 101 could not be saved in .*: \[Errno 28\] No space left on device; all "
+                r"attempts to save this last step failed, and there is no older checkpoint"
             ),
         ) as last:
             checkpoints.save(101, state, {"position": 101}, layout, fixture.OPTIMIZER, last=True)

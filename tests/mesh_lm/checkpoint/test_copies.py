@@ -293,7 +293,8 @@ def test_a_process_without_the_secret_is_refused(
         time.sleep(0.01)
         output += capsys.readouterr().out
     refusal = (
-        "refused a connection for local checkpoints, the last from 127.0.0.1: it has another secret"
+        "refused a connection for local checkpoints, the last from 127.0.0.1: it has another "
+        "secret than this end"
     )
     assert output.count(refusal) == 1
     for _ in range(20):

@@ -228,8 +228,8 @@ def test_a_damaged_part_means_the_step_before_it_or_the_durable_one(
     output = capsys.readouterr().out
     if (name, damage) == ("state.raw", "flip"):
         reasons = (
-            r"local checkpoints are not used: step 14 on process 0: \S+ is damaged in state.raw; "
-            r"step 12 on"
+            r"local checkpoints are not used: step 14 on process 0: \S+ is damaged in state.raw: "
+            r"its digest is not the saved one; step 12 on"
         )
         assert re.search(reasons, output), output
     run.require(10)
@@ -245,12 +245,14 @@ def test_another_layout_means_the_durable_step(
     copy = shutil.copytree(directory, tmp_path / "copy")
     dataclasses.replace(run, shard=shard_on("hsdp+megatron", data=4, tensor=2)).require(10)
     assert (
-        "not used: step 12 on process 0: it has different mesh sizes\n" in capsys.readouterr().out
+        "not used: step 12 on process 0: it was saved by a run with different mesh sizes\n"
+        in capsys.readouterr().out
     )
     shutil.copytree(copy, directory)
     dataclasses.replace(run, shard=shard_on("fsdp", data=2, fsdp=2, tensor=2)).require(10)
     assert re.search(
-        r"not used: step 12 on process 0: \S+ is sharded differently\n", capsys.readouterr().out
+        r"not used: step 12 on process 0: \S+ was sharded differently when it was saved\n",
+        capsys.readouterr().out,
     )
     shutil.copytree(copy, directory.with_name("0-of-2"))
     run.require(10)
@@ -324,7 +326,7 @@ def test_files_that_are_lost_here_come_from_the_other_node(
     was_lost = (
         "newer than the output's checkpoints; fetched from other nodes: process 0\n" in output
     )
-    was_replaced = "is damaged in state.raw; fetched from another node\n" in output
+    was_replaced = "its digest is not the saved one; fetched from another node\n" in output
     assert was_lost == (not damaged), output
     assert was_replaced == (damaged == "original"), output
     assert ("is damaged in state.raw" in output) == bool(damaged)

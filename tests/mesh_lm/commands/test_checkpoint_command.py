@@ -361,9 +361,9 @@ def test_mistakes_are_one_line(
         (["ls", tmp_path / "gpt2"], "gpt2 is a Hugging Face model, not a run"),
         (["diff", run, tmp_path / "empty"], "no checkpoint in .*/empty/checkpoints"),
         (["ls", tmp_path], "holds no checkpoints; name a run's output"),
-        (["verify", run, "--step=9"], "no --step=9; there are 1, 2"),
-        (["list", run], "needs one of ls, verify, diff, not list"),
-        ([], "needs one of ls, verify, diff, not nothing"),
+        (["verify", run, "--step=9"], "--step=9: there is no such checkpoint; there are 1, 2"),
+        (["list", run], "needs one of its commands: ls, verify, diff, not list"),
+        ([], "needs one of its commands: ls, verify, diff, not nothing"),
     ):
         status, out, err = said(capsys, *argv)
         assert (

@@ -72,12 +72,12 @@ def test_values(argv: list[str], changes: dict):
     ("argv", "problems"),
     [
         ([], ["--output: missing; Where the bread goes", "--flour: missing; What it is made of"]),
-        ([*REQUIRED, "--degres=3"], ["--degres: no such option; did you mean --degrees?"]),
-        ([*REQUIRED, "--sauce=3"], ["--sauce: no such option; see --help"]),
-        ([*REQUIRED, "--config=x.py"], ["--config: no such option; see --help"]),
+        ([*REQUIRED, "--degres=3"], ["--degres: there is no such option; did you mean --degrees?"]),
+        ([*REQUIRED, "--sauce=3"], ["--sauce: there is no such option; see --help"]),
+        ([*REQUIRED, "--config=x.py"], ["--config: there is no such option; see --help"]),
         ([*REQUIRED, "--degrees=hot"], ["--degrees=hot: expected int"]),
         ([*REQUIRED, "--times=1,2"], ["--times=1,2: expected float"]),
-        ([*REQUIRED, "--degrees"], ["--degrees: needs a value; expected int"]),
+        ([*REQUIRED, "--degrees"], ["--degrees: this option needs a value; expected int"]),
         (
             ["stray", *REQUIRED, "--degrees=1", "x.py"],
             ["stray: belongs to no option", "x.py: belongs to no option"],

@@ -176,29 +176,29 @@ def test_every_problem_at_once(config: str) -> None:
         --config.model.sinks=yes --config.model.sinks --config.model.window=1,b --config.model.depth=x --config.model.act=f
         --config.rules=fspd+megatron --confg=x --model.n_layers 4 bar --foo=1 baz mine.py"""
     assert problems_of(f"--config={config}", *argv.split()) == [
-        "--config.model.n_layer: no such field; did you mean --config.model.n_layers=3?",
-        "--config.n_layers: no such field; did you mean --config.model.n_layers=4?",
-        "--config.trian.steps: no such field; did you mean --config.train.steps?",
+        "--config.model.n_layer: the config has no such field; did you mean --config.model.n_layers=3?",
+        "--config.n_layers: the config has no such field; did you mean --config.model.n_layers=4?",
+        "--config.trian.steps: the config has no such field; did you mean --config.train.steps?",
         (
-            "--config.steps: no such field; did you mean --config.train.steps or "
+            "--config.steps: the config has no such field; did you mean --config.train.steps or "
             "--config.profile.steps?"
         ),
-        "--config.train.step: no such field; did you mean --config.train.steps?",
+        "--config.train.step: the config has no such field; did you mean --config.train.steps?",
         "--config.train.steps=abc: expected int",
         "--config.train.steps=1e3: expected int",
-        "--config.optimizer.lr: no such field; did you mean --config.optimizer.learning_rate=1?",
+        "--config.optimizer.lr: the config has no such field; did you mean --config.optimizer.learning_rate=1?",
         (
             "--config.optimizer.schedule=cosin: expected one of cosine, wsd, linear, constant; did "
             "you mean cosine?"
         ),
-        "--config.model: a section, not a field; set its fields, as in --config.model.vocab_size",
+        "--config.model: this is a section, not a field; set its fields, as in --config.model.vocab_size",
         "--config.model.sinks=yes: expected true or false",
         "--config.model.window=1,b: expected int, with commas between several and nothing for none",
         "--config.model.depth=x: expected int | None",
         "--config.model.act=f: expected collections.abc.Callable[[int], int]",
-        "--config.rules=fspd+megatron: no rules preset 'fspd'; did you mean 'fsdp'?",
-        "--confg: no such field; did you mean --config?",
-        "--foo: no such field; see --help",
+        "--config.rules=fspd+megatron: there is no rules preset 'fspd'; did you mean 'fsdp'?",
+        "--confg: the config has no such field; did you mean --config?",
+        "--foo: the config has no such field; see --help",
         "mine.py: belongs to no option; did you mean --config=mine.py?",
         "bar: belongs to no option",
     ]
@@ -208,7 +208,7 @@ def test_an_extra_mesh_axis_that_cannot_be(config: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse([f"--config={config}", "--config.mesh.extra=tensor=2"])
     assert str(caught.value) == (
-        f"{config}: mesh.extra='tensor=2': the mesh has an axis 'tensor' already; set mesh.tensor=2"
+        f"{config}: mesh.extra='tensor=2': the mesh already has an axis 'tensor'; set mesh.tensor=2"
     )
 
 
@@ -226,7 +226,7 @@ def test_config_twice_or_without_a_file(config: str) -> None:
         ("x = 1\n", "mine.py: no function get_config() -> TrainConfig"),
         (
             "def get_config():\n    return {}\n",
-            "mine.py: get_config() returned dict; expected TrainConfig",
+            "mine.py: get_config() returned a value of type dict; expected TrainConfig",
         ),
         ("\n1 / 0\n", "mine.py:2: ZeroDivisionError: division by zero"),
         (
@@ -235,7 +235,7 @@ def test_config_twice_or_without_a_file(config: str) -> None:
         ),
         (
             "import sharding_rules as s\n\nR = s.preset('dpd')\n",
-            "mine.py:3: ShardingRuleError: no rules preset 'dpd'; did you mean 'ddp'?",
+            "mine.py:3: ShardingRuleError: there is no rules preset 'dpd'; did you mean 'ddp'?",
         ),
         ("def get_config(:\n", "mine.py:1: SyntaxError: invalid syntax"),
         ("import nonesuch\n", "mine.py:1: ModuleNotFoundError: No module named 'nonesuch'"),
@@ -252,15 +252,16 @@ def test_bad_file(write: WriteConfig, text: str, message: str) -> None:
 def test_missing_file(config: str, tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
     assert (
-        error_of("--config=other.py") == f"--config=other.py: no such file in {tmp_path} or {root}"
+        error_of("--config=other.py")
+        == f"--config=other.py: there is no file of this name in {tmp_path} or {root}"
     )
     assert (
         error_of("--config=minne.py")
-        == f"--config=minne.py: no such file in {tmp_path} or {root}; did you mean mine.py?"
+        == f"--config=minne.py: there is no file of this name in {tmp_path} or {root}; did you mean mine.py?"
     )
     assert (
         error_of(f"--config={tmp_path}/minne.py")
-        == f"--config={tmp_path}/minne.py: no such file; did you mean {tmp_path}/mine.py?"
+        == f"--config={tmp_path}/minne.py: there is no file of this name; did you mean {tmp_path}/mine.py?"
     )
     Path("mine.yaml").touch()
     assert error_of("--config=mine.yaml").startswith(

@@ -158,7 +158,7 @@ def test_the_field_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Each command names the option that it has."""
     monkeypatch.chdir(tmp_path)
     Path("x.jsonl").write_text('{"body": "a text"}\n', encoding="utf-8")
-    has = r'line 1: has no "text"; it has "body": choose one with --'
+    has = r'line 1: this JSON object has no "text"; it has "body": choose one with --'
     with pytest.raises(ConfigError, match=has + "text-field$"):
         evaluate.main(["nowhere", "--text=x.jsonl"])
     with pytest.raises(ConfigError, match="nowhere"):
@@ -203,8 +203,8 @@ MISTAKES = [
         ["--text=a", "--batch=0"],
         "--batch=0 must be at least 1, --stride=0 and --limit=0 at least 0",
     ),
-    (["--text=no/such"], "--text=no/such: no such file or directory"),
-    (["--text=TMP/binary"], "--text=TMP/binary is not UTF-8 (byte 2); convert it first"),
+    (["--text=no/such"], "--text=no/such: no such text file or directory"),
+    (["--text=TMP/binary"], "--text=TMP/binary is not UTF-8 (byte 2); convert it to UTF-8 first"),
     (["--text=TMP/empty"], "there is no text to evaluate: every text is empty"),
     (
         ["--text=TMP/good", "--stride=49"],
@@ -213,7 +213,7 @@ MISTAKES = [
     (["--text=TMP/good", "--start=<s>"], "--start=<s>: the tokenizer has no such special token"),
     (
         ["--text=TMP/good", "--json=no/such/file"],
-        "--json=no/such/file: cannot be written (No such file or directory)",
+        "--json=no/such/file: the result cannot be written (No such file or directory)",
     ),
 ]
 

@@ -113,7 +113,7 @@ MISTAKES = [
     ),
     (
         ["--tokens=4", "--output=no/such/file"],
-        "--output=no/such/file: cannot be written (No such file or directory)",
+        "--output=no/such/file: the completions cannot be written (No such file or directory)",
     ),
     (["--stop="], "an empty stop string ends every text before it starts; leave it out"),
 ]

@@ -49,18 +49,18 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 MISTAKES = {
-    "trian": "mesh-lm has no command 'trian'; did you mean mesh-lm train?",
-    "fly": f"mesh-lm has no command 'fly'; it has {', '.join(COMMANDS)}",
-    "--print-completion=csh": "--print-completion=csh: expected one of bash, zsh, fish",
+    "trian": "mesh-lm has no command of the name 'trian'; did you mean mesh-lm train?",
+    "fly": f"mesh-lm has no command of the name 'fly'; it has {', '.join(COMMANDS)}",
+    "--print-completion=csh": "--print-completion=csh: expected one of the shells bash, zsh, fish",
     "generate --propmt=a": (
-        "bad command line\n  - --propmt: no such option; did you mean --prompt?\n  - --checkpoint: "
+        "bad command line\n  - --propmt: there is no such option; did you mean --prompt?\n  - --checkpoint: "
         "missing; A run's output directory (its newest checkpoint), one step in its `checkpoints`, "
         "or a Hugging Face model directory"
     ),
-    "bench lodaer": "mesh-lm bench lodaer: no such benchmark; did you mean loader?; see mesh-lm bench",
-    "launch --devices=4 trian.py": f"trian.py: no such script in {ROOT}; did you mean train.py?",
-    "launch trian": f"trian: no such script in {ROOT}; did you mean train?",
-    "launch -m mesh_lm.genrate": "-m mesh_lm.genrate: no module named mesh_lm.genrate",
+    "bench lodaer": "mesh-lm bench lodaer: there is no such benchmark; did you mean loader?; see mesh-lm bench",
+    "launch --devices=4 trian.py": f"trian.py: there is no such script in {ROOT}; did you mean train.py?",
+    "launch trian": f"trian: there is no such script in {ROOT}; did you mean train?",
+    "launch -m mesh_lm.genrate": "-m mesh_lm.genrate: Python finds no module named mesh_lm.genrate",
     "launch -m": (
         "name a Python script, such as train.py, a command, such as train, or -m and a module, "
         "such as mesh_lm.generate"
@@ -231,7 +231,7 @@ def test_both_doors_are_one() -> None:
         assert (done.returncode, done.stdout, done.stderr) == (
             1,
             "",
-            f"error: nowhere.py: no such script in {ROOT}\n",
+            f"error: nowhere.py: there is no such script in {ROOT}\n",
         )
 
 
@@ -249,7 +249,7 @@ def test_the_installed_launcher_starts_commands_and_modules_of_the_working_direc
         return done.stdout + done.stderr
 
     assert "hello from __main__" in output("-m", "mine.hello")
-    assert "-m mine.helo: no module named mine.helo" in output("-m", "mine.helo")
+    assert "-m mine.helo: Python finds no module named mine.helo" in output("-m", "mine.helo")
     mistake = output("train", "gpt_tiny", "--train.stepz=2")
     assert "no such field; did you mean --train.steps?" in mistake
     assert "no module named" not in mistake

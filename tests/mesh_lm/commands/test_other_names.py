@@ -18,75 +18,75 @@ from mesh_lm.launch.job import Options
 from sharding_rules import PRESETS, Rules
 
 ANSWERS = {
-    "--config.lr=1e-3": "--config.lr: no such field; did you mean --config.optimizer.learning_rate=1e-3?",
-    "--lr=1e-3": "--lr: no such field; did you mean --optimizer.learning_rate=1e-3?",
-    "--learning-rate=1e-3": "--learning-rate: no such field; did you mean --optimizer.learning_rate=1e-3?",
-    "--config.batch_size=8": "--config.batch_size: no such field; did you mean --config.train.global_batch?",
-    "--hidden-size=64": "--hidden-size: no such field; did you mean --model.d_model=64?",
-    "--hidden-size": "--hidden-size: no such field; did you mean --model.d_model?",
-    "--split=9,1,0": "--split: no such field; did you mean --data.split=9,1,0?",
+    "--config.lr=1e-3": "--config.lr: the config has no such field; did you mean --config.optimizer.learning_rate=1e-3?",
+    "--lr=1e-3": "--lr: the config has no such field; did you mean --optimizer.learning_rate=1e-3?",
+    "--learning-rate=1e-3": "--learning-rate: the config has no such field; did you mean --optimizer.learning_rate=1e-3?",
+    "--config.batch_size=8": "--config.batch_size: the config has no such field; did you mean --config.train.global_batch?",
+    "--hidden-size=64": "--hidden-size: the config has no such field; did you mean --model.d_model=64?",
+    "--hidden-size": "--hidden-size: the config has no such field; did you mean --model.d_model?",
+    "--split=9,1,0": "--split: the config has no such field; did you mean --data.split=9,1,0?",
     "--tensor-model-parallel-size=2": (
-        "--tensor-model-parallel-size: no such field; did you mean --mesh.tensor=2, with rules "
+        "--tensor-model-parallel-size: the config has no such field; did you mean --mesh.tensor=2, with rules "
         "such as megatron?"
     ),
     "--save-interval=9": (
-        "--save-interval: no such field; did you mean --checkpoint.every=9 (only the newest stay: "
+        "--save-interval: the config has no such field; did you mean --checkpoint.every=9 (only the newest stay: "
         "checkpoint.keep=2 by default)?"
     ),
     "--train.epochs=3": (
-        "--train.epochs: no such field; train.steps: epochs x sequences of the training text / "
+        "--train.epochs: the config has no such field; train.steps: epochs x sequences of the training text / "
         "train.global_batch; data.max_epochs is only a limit"
     ),
     "--min-lr=6e-5": (
-        "--min-lr: no such field; here it is optimizer.final_fraction: minimum / "
+        "--min-lr: the config has no such field; here it is optimizer.final_fraction: minimum / "
         "optimizer.learning_rate = 6e-5 / 0.008; did you mean --optimizer.final_fraction=0.0075?"
     ),
-    "--swiglu": "--swiglu: no such field; did you mean --model.activation=swiglu?",
-    "--swiglu=false": "--swiglu: no such field; here it is model.activation=swiglu",
+    "--swiglu": "--swiglu: the config has no such field; did you mean --model.activation=swiglu?",
+    "--swiglu=false": "--swiglu: the config has no such field; here it is model.activation=swiglu",
     "--recompute-granularity=selective": (
-        "--recompute-granularity: no such field; model.remat: full for full; for selective "
+        "--recompute-granularity: the config has no such field; model.remat: full for full; for selective "
         "save_names, which is not the same: it recomputes all but matmul and attention outputs"
     ),
     "--recompute-num-layers=4": (
-        "--recompute-num-layers: no such field; here it is model.remat_layers for "
+        "--recompute-num-layers: the config has no such field; here it is model.remat_layers for "
         "--recompute-method=block, not with stages; uniform recomputes every layer: "
         "model.remat=full"
     ),
     "--window-size=128,0": (
-        "--window-size: no such field; here it is model.window, one width for every layer: left + "
+        "--window-size: the config has no such field; here it is model.window, one width for every layer: left + "
         "1, as it counts the token itself (Megatron's pair is left, right) = 128 + 1; did you mean "
         "--model.window=129?"
     ),
     "--window-size=128,128": (
-        "--window-size: no such field; here it is model.window, one width for every layer: left + "
+        "--window-size: the config has no such field; here it is model.window, one width for every layer: left + "
         "1, as it counts the token itself (Megatron's pair is left, right)"
     ),
     "--start-weight-decay=0.1": (
-        "--start-weight-decay: no such field; not built: optimizer.weight_decay is the same at "
+        "--start-weight-decay: the config has no such field; not built: optimizer.weight_decay is the same at "
         "every step"
     ),
-    "--position-embedding-type=rope": "--position-embedding-type: no such field; did you mean --model.positions=rotary?",
+    "--position-embedding-type=rope": "--position-embedding-type: the config has no such field; did you mean --model.positions=rotary?",
     "--position-embedding-type=none": (
-        "--position-embedding-type: no such field; none is not built; here it is "
+        "--position-embedding-type: the config has no such field; none is not built; here it is "
         "model.positions=rotary, model.positions=learned"
     ),
     "--lr-decay-style=inverse-square-root": (
-        "--lr-decay-style: no such field; inverse-square-root is not built; here it is "
+        "--lr-decay-style: the config has no such field; inverse-square-root is not built; here it is "
         "optimizer.schedule=cosine, optimizer.schedule=linear, optimizer.schedule=constant, or "
         "optimizer.schedule=wsd, which decays linearly"
     ),
     "--lr-decay-style=WSD": (  # whose decay is exponential there
-        "--lr-decay-style: no such field; here it is optimizer.schedule=cosine, "
+        "--lr-decay-style: the config has no such field; here it is optimizer.schedule=cosine, "
         "optimizer.schedule=linear, optimizer.schedule=constant, or optimizer.schedule=wsd, which "
         "decays linearly"
     ),
-    "--lr-decay-iters=9": "--lr-decay-iters: no such field; the schedule ends at train.steps",
+    "--lr-decay-iters=9": "--lr-decay-iters: the config has no such field; the schedule ends at train.steps",
     "--rampup-batch-size=4": (
-        "--rampup-batch-size: no such field; not built: every step has train.global_batch sequences"
+        "--rampup-batch-size: the config has no such field; not built: every step has train.global_batch sequences"
     ),
-    "--moe-aux-loss-coeff=1e-2": "--moe-aux-loss-coeff: no such field; not built: mixture of experts",
+    "--moe-aux-loss-coeff=1e-2": "--moe-aux-loss-coeff: the config has no such field; not built: mixture of experts",
     "--dry-run": (
-        "--dry-run: no such field; mesh-lm plan shows memory, communication and time without "
+        "--dry-run: the config has no such field; mesh-lm plan shows memory, communication and time without "
         "starting the run"
     ),
     "min_lr=6e-5": (
@@ -105,14 +105,14 @@ ANSWERS = {
     "rules=tp": "rules=tp: belongs to no option; did you mean --rules=tp?",
     "train.steps=3": "train.steps=3: belongs to no option; did you mean --train.steps=3?",
     "lr=3": "lr=3: belongs to no option; did you mean --optimizer.learning_rate=3?",
-    "--hlep": "--hlep: no such field; did you mean --help?",
-    "--optimizer=muon": "--optimizer: a section, not a field; did you mean --optimizer.name=muon?",
-    "--optimizer=adam": "--optimizer: a section, not a field; did you mean --optimizer.name=adamw?",
+    "--hlep": "--hlep: the config has no such field; did you mean --help?",
+    "--optimizer=muon": "--optimizer: this is a section, not a field; did you mean --optimizer.name=muon?",
+    "--optimizer=adam": "--optimizer: this is a section, not a field; did you mean --optimizer.name=adamw?",
     "--optimizer=sgd": (
-        "--optimizer: a section, not a field; sgd is not built; here it is optimizer.name: adamw "
+        "--optimizer: this is a section, not a field; sgd is not built; here it is optimizer.name: adamw "
         "for adam, which is AdamW there; the others are muon, lion and adafactor"
     ),
-    "--optimizer": "--optimizer: a section, not a field; set its fields, as in --optimizer.name",
+    "--optimizer": "--optimizer: this is a section, not a field; set its fields, as in --optimizer.name",
 }
 
 
@@ -199,8 +199,8 @@ def test_words_after_a_blend() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["--data-path", *blend, "stray", "--lr=1"])
     assert str(caught.value).split("\n  - ")[1:] == [
-        "--data-path: no such field; did you mean --data.blend=0.7,data/web,0.3,data/code,stray?",
-        "--lr: no such field; did you mean --optimizer.learning_rate=1?",
+        "--data-path: the config has no such field; did you mean --data.blend=0.7,data/web,0.3,data/code,stray?",
+        "--lr: the config has no such field; did you mean --optimizer.learning_rate=1?",
     ]
 
 
@@ -208,7 +208,7 @@ def test_unknown_options_come_before_stray_words() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["gpt_tiny", "stray", "--foo=1"])
     assert str(caught.value).split("\n  - ")[1:] == [
-        "--foo: no such field; see --help",
+        "--foo: the config has no such field; see --help",
         "stray: belongs to no option",
     ]
 
@@ -221,10 +221,8 @@ def problems_of(words: str) -> list[str]:
 
 def test_words_after_an_unknown_option_belong_to_it() -> None:
     """Unless they name a config, which its answer may depend on."""
-    rampup = (
-        "--rampup-batch-size: no such field; not built: every step has train.global_batch sequences"
-    )
-    unknown = "--foo: no such field; see --help"
+    rampup = "--rampup-batch-size: the config has no such field; not built: every step has train.global_batch sequences"
+    unknown = "--foo: the config has no such field; see --help"
     assert (
         problems_of("--rampup-batch-size 2 2 100")
         == problems_of("--rampup-batch-size=2 2 100")
@@ -234,7 +232,10 @@ def test_words_after_an_unknown_option_belong_to_it() -> None:
     assert problems_of("--foo 1 2 --train.steps 3 4") == [unknown, "4: belongs to no option"]
     assert problems_of("--window-size 128 0")[0].endswith("did you mean --model.window=129?")
     with_config = problems_of("--swiglu gpt2_124m --min-lr 6e-5")
-    assert with_config[0] == "--swiglu: no such field; did you mean --model.activation=swiglu?"
+    assert (
+        with_config[0]
+        == "--swiglu: the config has no such field; did you mean --model.activation=swiglu?"
+    )
     assert with_config[1].endswith(" = 6e-5 / 0.0006; did you mean --optimizer.final_fraction=0.1?")
     assert problems_of("--mesh.data -1 2 --train.steps 3") == ["2: belongs to no option"]
     assert parse(["--mesh.data", "-1", "gpt2_124m"]).mesh.data == -1
@@ -243,7 +244,7 @@ def test_words_after_an_unknown_option_belong_to_it() -> None:
 
 def test_answers_that_depend_on_another_option() -> None:
     assert problems_of("--recompute-num-layers 4 --recompute-method block")[0] == (
-        "--recompute-num-layers: no such field; did you mean --model.remat_layers=4, with "
+        "--recompute-num-layers: the config has no such field; did you mean --model.remat_layers=4, with "
         "model.remat=full; the other layers recompute as save_names does?"
     )
     assert (
@@ -258,7 +259,7 @@ def test_answers_that_depend_on_another_option() -> None:
 
 def test_names_whose_value_is_spelled_differently_get_none() -> None:
     assert problems_of("--precision bf16") == [
-        "--precision: no such field; did you mean --model.dtype?"
+        "--precision: the config has no such field; did you mean --model.dtype?"
     ]
     assert problems_of("batch_size=8") == [
         "batch_size=8: belongs to no option; did you mean --train.global_batch?"
@@ -296,18 +297,20 @@ def test_prepare_knows_the_options_of_preprocess_data() -> None:
     )
     assert answers == {
         "--output-prefix": (
-            "no such option; did you mean --output=data/web, without the _text_document that "
+            "there is no such option; did you mean --output=data/web, without the _text_document that "
             "Megatron appends?"
         ),
-        "--json-keys": "no such option; did you mean --text-field=content?",
-        "--append-eod": "no such option; the end-of-document token is always appended; leave it out",
-        "--tokenizer-model": "no such option; did you mean --tokenizer=gpt2?",
-        "--sauce": "no such option; see --help",
+        "--json-keys": "there is no such option; did you mean --text-field=content?",
+        "--append-eod": "there is no such option; the end-of-document token is always appended; leave it out",
+        "--tokenizer-model": "there is no such option; did you mean --tokenizer=gpt2?",
+        "--sauce": "there is no such option; see --help",
     }
     several = answers_of(
         prepare.parse, "--input a.jsonl --output b --tokenizer bytes --json_keys text title"
     )
-    assert several == {"--json_keys": "no such option; here it is --text-field, a single one"}
+    assert several == {
+        "--json_keys": "there is no such option; here it is --text-field, a single one"
+    }
 
 
 def test_launch_knows_the_options_of_torchrun() -> None:
@@ -317,20 +320,20 @@ def test_launch_knows_the_options_of_torchrun() -> None:
         "--standalone train gpt_tiny",
     )
     assert answers == {
-        "--nproc-per-node": "no such option; did you mean --per-node=8?",
-        "--nnodes": "no such option; did you mean --nodes=2?",
-        "--node_rank": "no such option; did you mean --node=1?",
-        "--master-addr": "no such option; did you mean --rendezvous=10.0.0.1:6000?",
-        "--master-port": "no such option; did you mean --rendezvous=10.0.0.1:6000?",
-        "--standalone": "no such option; one node needs no rendezvous; leave it out",
+        "--nproc-per-node": "there is no such option; did you mean --per-node=8?",
+        "--nnodes": "there is no such option; did you mean --nodes=2?",
+        "--node_rank": "there is no such option; did you mean --node=1?",
+        "--master-addr": "there is no such option; did you mean --rendezvous=10.0.0.1:6000?",
+        "--master-port": "there is no such option; did you mean --rendezvous=10.0.0.1:6000?",
+        "--standalone": "there is no such option; one node needs no rendezvous; leave it out",
     }
     assert answers_of(launch.parse, "--nproc-per-node=gpu --master-port=1 --nnodes=1:4 train") == {
         "--nproc-per-node": (
-            "no such option; here it is --per-node; without it one process drives all GPUs of its "
+            "there is no such option; here it is --per-node; without it one process drives all GPUs of its "
             "node"
         ),
-        "--master-port": "no such option; here it is --rendezvous=ADDRESS:PORT of node 0, for several nodes",
-        "--nnodes": "no such option; here it is --nodes, and --min-nodes for the smaller number of MIN:MAX",
+        "--master-port": "there is no such option; here it is --rendezvous=ADDRESS:PORT of node 0, for several nodes",
+        "--nnodes": "there is no such option; here it is --nodes, and --min-nodes for the smaller number of MIN:MAX",
     }
 
 
@@ -357,7 +360,7 @@ def test_rules_of_other_names() -> None:
     }
     for name, expected in presets.items():
         assert problems_of(f"--rules={name}") == [
-            f"--rules={name}: no such rules preset; did you mean {expected}?"
+            f"--rules={name}: there is no such rules preset; did you mean {expected}?"
         ]
     assert not other_names.RULES.keys() & PRESETS.keys(), "names of presets are no guesses"
 
@@ -365,19 +368,19 @@ def test_rules_of_other_names() -> None:
 def test_a_model_that_lacks_the_field_of_another_name() -> None:
     with pytest.raises(ConfigError) as raised:
         parse(["docs/custom_model.py", "--num-attention-heads=3", "--min-lr=1e-5"])
-    assert "--num-attention-heads: no such field; see --help" in str(raised.value)
+    assert "--num-attention-heads: the config has no such field; see --help" in str(raised.value)
     assert "did you mean --optimizer.final_fraction=0.0033" in str(raised.value)
 
 
 def test_a_config_by_its_name() -> None:
     assert parse(["--config=gpt2_124m"]) == parse(["gpt2_124m"]) == load("configs/gpt2_124m.py")
     with pytest.raises(
-        ConfigError, match=r"^--config=gpt_tinny: no such file; did you mean gpt_tiny\?$"
+        ConfigError, match=r"^--config=gpt_tinny: there is no such config; did you mean gpt_tiny\?$"
     ):
         parse(["gpt_tinny"])
     with pytest.raises(
         ConfigError,
-        match=r"^--config=x: no such file; give the path of a \.py file, or one of gpt2_124m, ",
+        match=r"^--config=x: there is no such config; give the path of a \.py file, or one of gpt2_124m, ",
     ):
         parse(["--config=x"])
 
@@ -494,7 +497,7 @@ def test_what_is_no_config() -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            r"hf download meta-llama/Llama-3\.2-1B .*then mesh-lm import meta-llama/Llama-3\.2-1B "
+            r"hf download meta-llama/Llama-3\.2-1B .*then import it: mesh-lm import meta-llama/Llama-3\.2-1B "
             r"--output="
         ),
     ):

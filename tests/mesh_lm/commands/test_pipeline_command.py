@@ -160,12 +160,21 @@ def test_files_of_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--schedule=1f2b"], "no pipeline schedule '1f2b'; did you mean '1f1b'?"),
-        (["--stages=-2"], "pipeline schedule 1f1b: stages=-2 must be at least 1"),
-        (["--forward=0"], "forward=0 must be above 0"),
-        (["--stage=4"], "bad command line\n  - --stage: no such option; did you mean --stages?"),
-        (["--png=nowhere/x.png"], "nowhere/x.png: cannot write: No such file or directory"),
-        (["--trace=nowhere/x.json"], "nowhere/x.json: cannot write: No such file or directory"),
+        (["--schedule=1f2b"], "there is no pipeline schedule '1f2b'; did you mean '1f1b'?"),
+        (["--stages=-2"], "pipeline schedule 1f1b: stages=-2 is too small; it must be at least 1"),
+        (["--forward=0"], "forward=0 must be a finite time above 0"),
+        (
+            ["--stage=4"],
+            "bad command line\n  - --stage: there is no such option; did you mean --stages?",
+        ),
+        (
+            ["--png=nowhere/x.png"],
+            "nowhere/x.png: cannot write the Gantt chart: No such file or directory",
+        ),
+        (
+            ["--trace=nowhere/x.json"],
+            "nowhere/x.json: cannot write the Chrome trace: No such file or directory",
+        ),
     ],
 )
 def test_mistakes(argv: list[str], message: str) -> None:

@@ -57,7 +57,10 @@ def test_a_plan_by_its_own_command() -> None:
             ["--devices=8"],
             "--devices=8 goes with --plan: python train.py --config=FILE --plan --devices=8",
         ),
-        (["--plan", "--target=h10"], "--target=h10: expected one of h100, h200, a100, b200"),
+        (
+            ["--plan", "--target=h10"],
+            "--target=h10: expected one of the targets h100, h200, a100, b200",
+        ),
         (
             ["--plan=report.pdf"],
             (
@@ -65,8 +68,11 @@ def test_a_plan_by_its_own_command() -> None:
                 "goes to the screen"
             ),
         ),
-        (["--plan", "--devices=-1"], "--devices=-1 must be at least 1"),
-        (["--plan", "--flags=fast"], "--flags=fast: expected one of auto, default"),
+        (["--plan", "--devices=-1"], "--devices=-1: a plan is for at least 1 device"),
+        (
+            ["--plan", "--flags=fast"],
+            "--flags=fast: expected one of the sets of flags auto, default",
+        ),
         (["--plan", "--devices=many"], "--devices=many: expected int"),
     ],
 )
@@ -77,7 +83,9 @@ def test_mistakes_are_told(words: list[str], message: str) -> None:
 
 
 def test_a_config_that_cannot_run_is_refused_before_anything_is_compiled() -> None:
-    with pytest.raises(ConfigError, match=r"mesh has 64 x \? devices .* but 96 are visible"):
+    with pytest.raises(
+        ConfigError, match=r"mesh has 64 x \? devices .* but the number of visible devices is 96"
+    ):
         train.main(["--config=configs/gpt_175b.py", "--plan", "--devices=96"])
 
 

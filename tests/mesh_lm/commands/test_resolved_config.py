@@ -89,9 +89,18 @@ def without(*path: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plain: plain["train"].update(steps="many"), "train.steps='many': expected int"),
-        (lambda plain: plain["train"].update(steps=True), "train.steps=True: expected int"),
-        (lambda plain: plain["data"].update(blend=[1]), r"data.blend\[0\]=1: expected str"),
+        (
+            lambda plain: plain["train"].update(steps="many"),
+            "train.steps='many': expected a value of type int",
+        ),
+        (
+            lambda plain: plain["train"].update(steps=True),
+            "train.steps=True: expected a value of type int",
+        ),
+        (
+            lambda plain: plain["data"].update(blend=[1]),
+            r"data.blend\[0\]=1: expected a value of type str",
+        ),
         (
             lambda plain: plain["data"].update(documents="loose"),
             r"data.documents='loose': expected .*'joined', 'separate', .*'packed'",
@@ -102,7 +111,7 @@ def without(*path: str) -> Any:
         ),
         (
             lambda plain: plain["optimizer"].update({"class": "Mine"}),
-            "optimizer is a Mine, not a OptimizerConfig; set it in Python again",
+            "optimizer is a Mine, not a OptimizerConfig; set it in the Python config again",
         ),
         (
             lambda plain: plain["model"].update(module="os.path"),
@@ -110,7 +119,7 @@ def without(*path: str) -> Any:
         ),
         (
             lambda plain: plain["model"].update(module="no.such"),
-            "the module of its model: 'no.such' cannot be imported",
+            "the module of its model: cannot import the module 'no.such'",
         ),
         (
             lambda plain: plain["mesh"].update(extra=["no"]),
@@ -122,7 +131,7 @@ def without(*path: str) -> Any:
             "rules: expected a name, and a column each for params, gathered, ",
         ),
         (without("model"), "expected a config.json from the output of a run"),
-        (lambda plain: plain.update(train=[]), "train: expected an object"),
+        (lambda plain: plain.update(train=[]), "train: expected an object with its fields"),
     ],
 )
 def test_a_file_that_was_changed(file: Path, change: Any, message: str) -> None:

@@ -490,8 +490,8 @@ def test_the_check_lists_every_problem_of_the_data(data: Path):
             "  - data.split='all' must be up to three weights of training, validation and test "
             "documents, as 969,30,1"
         ),
-        "  - data.fim_rate=1.5 must be in [0, 1]",
-        "  - data.fim_spm_rate=-1.0 must be in [0, 1]",
+        "  - data.fim_rate=1.5 must be a fraction in [0, 1]",
+        "  - data.fim_spm_rate=-1.0 must be a fraction in [0, 1]",
         (
             "  - data.fim_rate=1.5 makes documents longer, but packed ones have no room; set "
             "data.documents=separate"

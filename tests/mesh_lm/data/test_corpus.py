@@ -308,10 +308,10 @@ def test_errors(tmp_path: Path):
             prepare(DataConfig(path=str(path), cache=str(cache)), vocab=vocab)
         assert not cache.is_dir() or os.listdir(cache) == []
 
-    fails(tmp_path / "missing", "no such file or directory")
+    fails(tmp_path / "missing", "no such data file or directory")
     fails("stdlib", "data.tokenizer_vocab=256.*257", vocab=256)
     for name, contents, message in [
-        ("a.txt", b"", "is empty"),
+        ("a.txt", b"", "is a file of 0 bytes"),
         ("b.txt", b"one line", "single line"),
         ("c.txt", b"ok\n\xff\n", r"not UTF-8 \(byte 3\)"),
         ("d.parquet", b"PAR1", r"d\.parquet is damaged or not a \.parquet"),
@@ -319,7 +319,7 @@ def test_errors(tmp_path: Path):
             "d.csv",
             b"a,b",
             (
-                r"type \.csv are not read; give one of \.txt, \.jsonl, \.ndjson, .* and \.parquet, "
+                r"type \.csv are not read as data; give one of \.txt, \.jsonl, \.ndjson, .* and \.parquet, "
                 r"a "
                 r"directory"
             ),
@@ -329,7 +329,7 @@ def test_errors(tmp_path: Path):
         (
             "i.jsonl",
             b'{"id": 7, "content": "a", "url": "b"}',
-            r'i.jsonl, line 1: has no "text"; it has "content", "url": choose one with',
+            r'i.jsonl, line 1: this JSON object has no "text"; it has "content", "url": choose one with',
         ),
         ("h.jsonl", b"\n" * (heldout_line(True) - 1) + b'{"text": "a"}', "training split"),
     ]:

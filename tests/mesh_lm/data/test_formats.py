@@ -98,7 +98,7 @@ REFUSED = {
     "numbers.json": (b"[1, 2]", r"item 1: expected a JSON object with a string \"text\", got '1'"),
     "other.json": (
         b'{"id": 1, "body": "a"}\n',
-        'other.json, line 1: has no "text"; it has "body": choose one with --data.text_field',
+        'other.json, line 1: this JSON object has no "text"; it has "body": choose one with --data.text_field',
     ),
     "a.tar": (b"file.txt\0\0\0text", "is an archive; extract it"),
     "a.tar.gz": (gzip.compress(b"file.txt\0\0\0text"), "is an archive; extract it"),
@@ -159,7 +159,7 @@ def test_all_json_without_the_field_is_listed(tmp_path: Path, read: Callable) ->
         'string "text"; convert it'
     )
     assert b == (
-        f'{tmp_path / "in" / "b.json"}, line 3: has no "text"; it has "name": choose one with '
+        f'{tmp_path / "in" / "b.json"}, line 3: this JSON object has no "text"; it has "name": choose one with '
         "--data.text_field"
     )
     assert c.startswith(f"{tmp_path / 'in' / 'c.json'} holds neither JSON lines")

@@ -52,7 +52,7 @@ def test_no_documents(tmp_path: Path):
 
 @pytest.mark.parametrize("ids", [[10], [-1, 3]])
 def test_ids_outside_the_vocabulary(tmp_path: Path, ids: list[int]):
-    with pytest.raises(ValueError, match="outside 0 to 9"):
+    with pytest.raises(ValueError, match="outside of the vocabulary 0 to 9"):
         write_documents(tmp_path / "x", [np.array(ids)], vocab=10)
 
 

@@ -304,7 +304,7 @@ def test_a_limit_that_is_no_fraction_is_refused(tmp_path: Path, limit: float) ->
     with pytest.raises(ConfigError, match=r"--max-lost-bytes=.* must be a fraction"):
         evaluate.parse(["--checkpoint=x", "--text=y", f"--max-lost-bytes={limit}"])
     assert list(data_problems(DataConfig(max_lost_bytes=limit))) == [
-        f"data.max_lost_bytes={limit} must be in [0, 1]"
+        f"data.max_lost_bytes={limit} must be a fraction in [0, 1]"
     ]
     assert not list(data_problems(DataConfig(max_lost_bytes=1)))
 

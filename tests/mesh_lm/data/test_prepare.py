@@ -307,8 +307,11 @@ def test_errors(tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyP
         ]
 
     good = b'{"text": "a"}\n'
-    fails(tmp_path / "no.txt", r"--input=.*no\.txt: no such file or directory; give \.txt, \.jsonl")
-    fails(tmp_path / "a.txt", r"a\.txt is empty", b"")
+    fails(
+        tmp_path / "no.txt",
+        r"--input=.*no\.txt: no such input file or directory; give \.txt, \.jsonl",
+    )
+    fails(tmp_path / "a.txt", r"a\.txt is an empty file", b"")
     fails(tmp_path / "a.csv", r"a\.csv: files of type \.csv are not read; give \.txt", b"a")
     (tmp_path / "folder").mkdir()
     fails(tmp_path / "folder", "folder has no files, or only hidden or empty ones")
@@ -362,7 +365,7 @@ def test_command_line_mistakes(capsys: pytest.CaptureFixture[str]):
     head, *problems = result.stderr.splitlines()
     assert (
         head == "error: bad command line"
-        and problems[0] == "  - --inptu: no such option; did you mean --input?"
+        and problems[0] == "  - --inptu: there is no such option; did you mean --input?"
     )
     assert [problem[:43] for problem in problems[1:]] == [
         "  - --input: missing; Files (.txt, .jsonl, ",

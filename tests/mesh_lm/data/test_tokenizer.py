@@ -462,7 +462,7 @@ def test_errors(tmp_path: Path):
         Tokenizer.train(TEXTS, 256)
     fails(
         tmp_path / "no.json",
-        r"no\.json: no such file or directory; give a tokenizer\.json or.*the word bytes",
+        r"no\.json: no such tokenizer file or directory; give a tokenizer\.json or.*the word bytes",
     )
     fails(tmp_path, "expected one tokenizer in this directory, found none; give")
     fails(tmp_path / "bad.json", r"cannot load the tokenizer .*bad\.json", '{"version": "1.0"')
@@ -519,8 +519,8 @@ def test_errors(tmp_path: Path):
         r"z\.tiktoken has no rank for 4 of the 256 bytes.*truncated",
         b"".join(rank_file().splitlines(True)[4:]),
     )
-    fails(tmp_path / "z.tiktoken", "297 tokens but only 296 ranks", rank_file() + b"Zm9vYmFy 7\n")
-    fails(tmp_path / "z.txt", r"files of type \.txt are not read; give", "hello")
+    fails(tmp_path / "z.tiktoken", "297 tokens, but only 296 of their ranks are different", rank_file() + b"Zm9vYmFy 7\n")
+    fails(tmp_path / "z.txt", r"files of type \.txt are not read as tokenizers; give", "hello")
 
 
 def test_a_text_that_is_too_small_for_the_vocabulary() -> None:

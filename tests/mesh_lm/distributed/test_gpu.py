@@ -112,7 +112,7 @@ def test_without_the_drivers_files_nvidia_smi_is_asked(tmp_path: Path) -> None:
 
 def test_a_set_that_does_not_exist(driver: Path) -> None:
     with pytest.raises(
-        ConfigError, match="xla_flags='fast' must be one of auto, none, default, overlap"
+        ConfigError, match="xla_flags='fast' must be one of the sets auto, none, default, overlap"
     ):
         set_flags("fast", {}, driver)
 

@@ -337,7 +337,7 @@ def test_what_one_host_lacks_ends_all(
     for status, out in apart(arguments, *({"HOME": str(home)} for home in homes)):
         assert status == 1, out
         assert "Traceback" not in out, out
-        assert "data.path=~/corpus.txt: no such file or directory" in out, out
+        assert "data.path=~/corpus.txt: no such data file or directory" in out, out
 
 
 @pytest.mark.slow

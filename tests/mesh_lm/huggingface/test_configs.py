@@ -95,7 +95,7 @@ def test_an_unknown_class(tmp_path: Path) -> None:
     )
     known = "GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM"
     assert lines == [
-        f"DIR/config.json: the model class is MambaForCausalLM; mesh_lm supports {known}"
+        f"DIR/config.json: the model class is MambaForCausalLM; mesh_lm supports the classes {known}"
     ]
     assert "the model class is bert;" in refused(written(tmp_path, {"model_type": "bert"}))[0]
 
@@ -113,7 +113,7 @@ def test_every_unsupported_field_at_once(tmp_path: Path) -> None:
         key: value for key, value in (LLAMA_3_2_1B | changes).items() if key != "num_hidden_layers"
     }
     assert refused(written(tmp_path, described), seq_length=5) == [
-        "DIR/config.json (LlamaForCausalLM) cannot be imported",
+        "DIR/config.json (LlamaForCausalLM) cannot be imported as a model",
         "num_hidden_layers is missing",
         'hidden_size="2048" should be int',
         'hidden_act="gelu": supported is "silu" or "swish"',
@@ -205,7 +205,9 @@ def test_learned_positions_end(tmp_path: Path) -> None:
 
 
 def test_damaged_and_missing(tmp_path: Path) -> None:
-    assert refused(tmp_path) == ["cannot read DIR/config.json: No such file or directory"]
+    assert refused(tmp_path) == [
+        "cannot read the model config DIR/config.json: No such file or directory"
+    ]
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     assert refused(tmp_path)[0].startswith("DIR/config.json is not a config of transformers: ")
     assert not huggingface.is_huggingface(tmp_path)

@@ -161,15 +161,17 @@ def test_numbers_that_the_type_does_not_hold(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     found = golden("gpt2")
     (tmp_path / "a").touch()
-    with pytest.raises(ConfigError, match="exists and is not empty; name another directory"):
+    with pytest.raises(ConfigError, match="exists and is not an empty directory; name another one"):
         huggingface.save(tmp_path, found.layout, found.params)
-    with pytest.raises(ConfigError, match="dtype=int8: expected one of bfloat16, float16, float32"):
+    with pytest.raises(
+        ConfigError, match="dtype=int8: expected one of the types bfloat16, float16, float32"
+    ):
         huggingface.save(tmp_path / "b", found.layout, found.params, dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"model.head_softcap=0.0, not 2.0"):
         huggingface.save(
             tmp_path / "b", dataclasses.replace(found.layout.config, head_softcap=2.0), found.params
         )
-    with pytest.raises(ConfigError, match="cannot write"):
+    with pytest.raises(ConfigError, match="cannot create a directory beside"):
         huggingface.save(tmp_path / "a" / "b", found.layout, found.params)
 
 

@@ -238,7 +238,7 @@ def test_every_problem_at_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> N
     change(copy, at.pop("lm_head.weight"), lm_head__weight=None)
     (copy / files.INDEX).write_text(json.dumps({"weight_map": at}), encoding="utf-8")
     assert refused(copy, monkeypatch) == [
-        "DIR cannot be read",
+        "DIR cannot be read as this model",
         f"{at[norm]}: {norm} is missing, but {files.INDEX} lists it",
         "lm_head.weight is missing (head)",
         f"{at[up]}: {up} has shape (40, 17), but blocks.mlp.up.weight of this config needs (40, 16)",
@@ -251,7 +251,7 @@ def test_damaged_files(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first.write_bytes(first.read_bytes()[:-1000])
     second.unlink()
     lines = refused(copy, monkeypatch)
-    assert lines[0] == "DIR cannot be read" and len(lines) == 3
+    assert lines[0] == "DIR cannot be read as this model" and len(lines) == 3
     assert f"{first.name} is truncated or damaged: " in lines[1] + lines[2]
     assert f"{second.name} is missing" in lines
 
@@ -260,12 +260,15 @@ def test_no_weights_or_no_index(copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (copy / files.INDEX).unlink()
     names = ", ".join(sorted(path.name for path in copy.glob("*.safetensors")))
     expected = f"expected one .safetensors file, or several and {files.INDEX}; there"
-    assert refused(copy, monkeypatch) == ["DIR cannot be read", f"{expected} are {names}"]
+    assert refused(copy, monkeypatch) == [
+        "DIR cannot be read as this model",
+        f"{expected} are {names}",
+    ]
     for path in copy.glob("*.safetensors"):
         path.unlink()
     (copy / "pytorch_model.bin").touch()
     assert refused(copy, monkeypatch) == [
-        "DIR cannot be read",
+        "DIR cannot be read as this model",
         f"{expected} is none; pytorch_model.bin is not read",
     ]
     (copy / files.INDEX).write_text("[]", encoding="utf-8")

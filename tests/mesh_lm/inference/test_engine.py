@@ -267,7 +267,7 @@ def test_sequences_are_not_sharded() -> None:
 @pytest.mark.parametrize(
     ("prompts", "new", "answer"),
     [
-        ([], 1, "no prompts"),
+        ([], 1, "there are no prompts to continue; give at least one"),
         ([[1]], 0, "0 new tokens: ask for at least 1"),
         (
             [[1], []],

@@ -247,7 +247,9 @@ def test_scores(
         ]
         == 1
     )
-    with pytest.raises(ConfigError, match=r"--tasks: no task 'chioce'; did you mean 'choice'\?"):
+    with pytest.raises(
+        ConfigError, match=r"--tasks: there is no task 'chioce'; did you mean 'choice'\?"
+    ):
         evaluate.main([*arguments, "--tasks=chioce"])
     with pytest.raises(ConfigError, match="--include-path=no/such: no such directory"):
         evaluate.main([*arguments, "--tasks=choice", "--include-path=no/such"])

@@ -351,11 +351,11 @@ def test_a_wrong_command_line_is_told(capfd: pytest.CaptureFixture[str]) -> None
             ),
         ),
         (["--heartbeat=0", "a.py"], "heartbeat=0 would declare every process dead"),
-        (["--min-nodes=3", "a.py"], "min-nodes=3 must be at most nodes=1"),
+        (["--min-nodes=3", "a.py"], "min-nodes=3 must not be more than nodes=1"),
         (["--spares=1", "a.py"], "spares=1 are among the nodes=1, and at least one must compute"),
         (
             [*two_nodes, "--spares=1", "--min-nodes=2", "a.py"],
-            "min-nodes=2 must be at most nodes=2 - spares=1",
+            "min-nodes=2 must not be more than nodes=2 - spares=1",
         ),
         (
             ["--health-command=/bin/sh -c 'a", "a.py"],

@@ -28,7 +28,8 @@ class Half(nnx.Module):
 
 def test_a_model_without_a_loss() -> None:
     with pytest.raises(
-        ConfigError, match=r"^Half has no shard, loss; a model has shard, prepare, embed, loss"
+        ConfigError,
+        match=r"^Half has no shard, loss; a model needs the members shard, prepare, embed, loss",
     ):
         require_model(Half())
 
@@ -36,14 +37,14 @@ def test_a_model_without_a_loss() -> None:
 @pytest.mark.parametrize(
     ("sums", "said"),
     [
-        (jnp.zeros(()), r"returns float32\[\], not a dict of sums"),
+        (jnp.zeros(()), r"returns float32\[\], but must return a dict of sums"),
         (
             {"objective": jnp.zeros(()), "loss": jnp.zeros(())},
             "returns no weight; its sums are objective, loss, weight, and metrics",
         ),
         (
             dict.fromkeys(("objective", "loss", "weight"), jnp.zeros(())) | {"each": jnp.zeros(3)},
-            r"returns 'each' \(3,\); its sums are scalars",
+            r"returns 'each' \(3,\); each sum of a loss is a scalar",
         ),
     ],
 )

@@ -335,7 +335,7 @@ def test_tasks_here() -> None:
         (
             {"coordinator": "a:1", "processes": 2, "index": 2},
             {},
-            "launch.index=2 must be 0 to launch.processes - 1 = 1",
+            "launch.index=2 must be an index from 0 to launch.processes - 1 = 1",
         ),
         (
             {},
@@ -398,7 +398,7 @@ def test_tasks_here() -> None:
         (
             {},
             {"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"},
-            "RANK=4 must be 0 to WORLD_SIZE - 1 = 3",
+            "RANK=4 must be a rank from 0 to WORLD_SIZE - 1 = 3",
         ),
         (
             {},

@@ -123,9 +123,9 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
         ),
         (
             "broken_rules:Plain",
-            "'broken_rules' cannot be imported (ZeroDivisionError: division by zero)",
+            "cannot import the module 'broken_rules' (ZeroDivisionError: division by zero)",
         ),
-        (":Plain", "'' cannot be imported (ValueError: Empty module name)"),
+        (":Plain", "cannot import the module '' (ValueError: Empty module name)"),
     ],
 )
 def test_what_it_lacks_is_said(module: str, name: str, said: str) -> None:

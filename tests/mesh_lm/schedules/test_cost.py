@@ -165,9 +165,9 @@ def test_bytes_of_the_stash() -> None:
 @pytest.mark.parametrize(
     ("durations", "message"),
     [
-        ({"forward": 0}, "forward=0 must be above 0"),
-        ({"backward": float("nan")}, "backward=nan must be above 0"),
-        ({"head": -1}, "head=-1 must be at least 0"),
+        ({"forward": 0}, "forward=0 must be a finite time above 0"),
+        ({"backward": float("nan")}, "backward=nan must be a finite time above 0"),
+        ({"head": -1}, "head=-1 must be a finite time of at least 0"),
         ({"weight_share": 1.5}, "weight_share=1.5 must be at least 0 and at most 1"),
     ],
 )

@@ -77,18 +77,21 @@ def test_tables_of_pytorch_can_be_read(tmp_path: Path) -> None:
     [
         (
             GOOD.replace("1B0", "").replace("1B1", "1B1, 1B0"),
-            ":2: tick 2, stage 0: 0B0 needs 1B0, which is at tick 3; {hop}",
+            ":2: tick 2, stage 0: 0B0 needs 1B0, which comes only at tick 3; {hop}",
         ),
         (
             GOOD.replace(", 0B0", ";0B0,"),
-            ":2: tick 1, stage 0: 0B0 needs 1B0, which is at tick 1; {hop}",
+            ":2: tick 1, stage 0: 0B0 needs 1B0, which comes only at tick 1; {hop}",
         ),
         (
             GOOD.replace("two stages", "1B0 soon").replace("1F0;", ""),
             ":3: tick 1, stage 1: 1B0 needs 1F0, which the schedule lacks",
         ),
         (GOOD.replace(", 0B1", ""), ": 0B1 (backward on stage 0) is missing"),
-        (GOOD.replace("0B1", "0B0"), ":2: tick 3, stage 0: 0B0 occurs twice, first at tick 2"),
+        (
+            GOOD.replace("0B1", "0B0"),
+            ":2: tick 3, stage 0: 0B0 occurs twice; the first is at tick 2",
+        ),
         (
             GOOD.replace("1F1", "0F2"),
             ":3: tick 2, stage 1: 0F2 is in the wrong row: virtual stage 0 is on stage 0 of 2",
@@ -133,11 +136,11 @@ def test_mistakes_name_line_tick_and_op(tmp_path: Path, text: str, message: str)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{\n"order": [', ":2: not JSON: Expecting value"),
+        ('{\n"order": [', ":2: this line is not JSON: Expecting value"),
         ('{"order": 3}', f": {JSON}"),
         ('{"ticks": [[1]]}', f": {JSON}"),
         ("[]", f": {JSON}"),
-        ('{"order": [],\n"pack": 1}', f":2: unknown key 'pack'; {JSON}"),
+        ('{"order": [],\n"pack": 1}', f":2: the schedule has an unknown key 'pack'; {JSON}"),
         (
             '{"order": [["0F0", "0B0", "0F1", "0B1"],\n["1F1", "1B1", "1F0", "1B0"]]}',
             ":1: deadlock at tick 1: every stage waits for another: stage 0 at 0B0, stage 1 at 1F1",
@@ -165,9 +168,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     ):
         load("mine.txt")
     (tmp_path / "mine.csv").write_bytes(b"\xff\xfe0")
-    with pytest.raises(ConfigError, match=r"mine\.csv: not UTF-8"):
+    with pytest.raises(ConfigError, match=r"mine\.csv: cannot read the schedule: not UTF-8"):
         load(str(tmp_path / "mine.csv"))
-    with pytest.raises(ConfigError, match="cannot write: Is a directory"):
+    with pytest.raises(ConfigError, match="cannot write the schedule: Is a directory"):
         write_csv(make_schedule("1f1b", 2, 2), str(tmp_path))
 
 
@@ -178,5 +181,5 @@ def test_a_file_must_be_for_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         find_schedule(file, 2, 4, 2)
     assert str(error.value) == (
-        f"{file} is a schedule for microbatches=2 and chunks=1; here: microbatches=4 and chunks=2"
+        f"{file} is a schedule for microbatches=2 and chunks=1; the sizes of this run are microbatches=4 and chunks=2"
     )

@@ -72,18 +72,18 @@ def test_a_broken_dependency_is_found(schedule: Schedule, data: st.DataObject) -
         (
             {"b_0_0": 3},
             (
-                "tick 3, stage 0: 0B0 needs 1B0, which is at tick 5; a stage's output arrives one "
+                "tick 3, stage 0: 0B0 needs 1B0, which comes only at tick 5; a stage's output arrives one "
                 "tick later"
             ),
         ),
         (
             {"f_1_2": 1},
             (
-                "tick 1, stage 2: 2F1 needs 1F1, which is at tick 2; a stage's output arrives one "
+                "tick 1, stage 2: 2F1 needs 1F1, which comes only at tick 2; a stage's output arrives one "
                 "tick later"
             ),
         ),
-        ({"b_1_3": 2, "f_1_3": 9}, "tick 2, stage 3: 3B1 needs 3F1, which is at tick 9"),
+        ({"b_1_3": 2, "f_1_3": 9}, "tick 2, stage 3: 3B1 needs 3F1, which comes only at tick 9"),
         (
             {"f_1_0": 0},
             "tick 0, stage 0: 0F1 and 0F0 share a tick: a stage does one forward a tick",
@@ -127,15 +127,21 @@ def test_an_empty_schedule_is_none() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("1f2b", 4, 8), "no pipeline schedule '1f2b'; did you mean '1f1b'?"),
+        (("1f2b", 4, 8), "there is no pipeline schedule '1f2b'; did you mean '1f1b'?"),
         (
             ("interleaved", 4, 8),
-            "no pipeline schedule 'interleaved'; 1f1b with chunks > 1 is interleaved",
+            "there is no pipeline schedule 'interleaved'; 1f1b with chunks > 1 is interleaved",
         ),
-        (("x", 4, 8), "no pipeline schedule 'x'; known: 1f1b, gpipe, classic_1f1b, zb_h1, forward"),
-        (("gpipe", 0, 8), "pipeline schedule gpipe: stages=0 must be at least 1"),
-        (("1f1b", 4, -1), "pipeline schedule 1f1b: microbatches=-1 must be at least 1"),
-        (("1f1b", 4, 4, 0), "pipeline schedule 1f1b: chunks=0 must be at least 1"),
+        (
+            ("x", 4, 8),
+            "there is no pipeline schedule 'x'; known: 1f1b, gpipe, classic_1f1b, zb_h1, forward",
+        ),
+        (("gpipe", 0, 8), "pipeline schedule gpipe: stages=0 is too small; it must be at least 1"),
+        (
+            ("1f1b", 4, -1),
+            "pipeline schedule 1f1b: microbatches=-1 is too small; it must be at least 1",
+        ),
+        (("1f1b", 4, 4, 0), "pipeline schedule 1f1b: chunks=0 is too small; it must be at least 1"),
         (
             ("1f1b", 4, 6, 2),
             (

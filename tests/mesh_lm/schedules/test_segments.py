@@ -306,7 +306,9 @@ def test_a_loss_returns_scalars() -> None:
         layout = ModelLayout.of(config, shard_on(rules("ddp"), pipeline=stages))
         with pytest.raises(
             ConfigError,
-            match=re.escape("ExpertsDecoder.loss returns 'each' (16,); its sums are scalars"),
+            match=re.escape(
+                "ExpertsDecoder.loss returns 'each' (16,); each sum of a loss is a scalar"
+            ),
         ):
             jax.eval_shape(
                 engine.value_and_grad(layout),
@@ -412,7 +414,7 @@ def config_of(**changes) -> TrainConfig:
                     rules("megatron").replace(axes={"x": "auto"}, activations={"moe/mlp": "x"}),
                     (
                         "rules.activations['moe/mlp']=('x',) and "
-                        "rules.gathered['moe/mlp']=('tensor',) do not start with the same axes"
+                        "rules.gathered['moe/mlp']=('tensor',) differ in the axes that they start with"
                     ),
                 ),
                 (

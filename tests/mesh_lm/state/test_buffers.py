@@ -256,7 +256,7 @@ def test_a_model_that_does_not_say_how_its_buffers_change() -> None:
     [
         (
             lambda buffers: {"seen": buffers["seen"]},
-            "Odd.updated returns no 'moe.bias', a buffer of the model",
+            "Odd.updated returns no 'moe.bias', which is a buffer of the model",
         ),
         (
             lambda buffers: buffers | {"bias": buffers["seen"]},
@@ -264,11 +264,11 @@ def test_a_model_that_does_not_say_how_its_buffers_change() -> None:
         ),
         (
             lambda buffers: buffers | {"seen": buffers["seen"].sum()},
-            "Odd.updated returns 'seen' as float32 (), but the buffer is float32 (2,)",
+            "Odd.updated returns 'seen' as float32 (), but the model has it as float32 (2,)",
         ),
         (
             lambda buffers: buffers | {"seen": buffers["seen"].astype("bfloat16")},
-            "Odd.updated returns 'seen' as bfloat16 (2,), but the buffer is float32 (2,)",
+            "Odd.updated returns 'seen' as bfloat16 (2,), but the model has it as float32 (2,)",
         ),
     ],
     ids=["one less", "one more", "another shape", "another dtype"],
@@ -307,7 +307,7 @@ def test_a_checkpoint_with_another_buffer_is_another_model(tmp_path: Path) -> No
         f"{tmp_path}/checkpoints/1 is a checkpoint of another model\n"
         "  - moe.bias: [4, 4, 'float32'] in the checkpoint, absent in this config\n"
         "  - seen: [2, 'float32'] in the checkpoint, absent in this config\n"
-        "use a new output directory, or that model's config"
+        "use the config of that model, or a new output directory"
     )
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before == ["1"]
     saved = find(tmp_path)

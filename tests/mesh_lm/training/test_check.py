@@ -61,16 +61,18 @@ def test_all_problems_at_once() -> None:
         "model.d_model=128 is not divisible by model.n_heads=6; set model.head_dim, or change one",
         "train.steps=0 must be at least 1",
         (
-            "model.n_heads=6 is not divisible by mesh.tensor=4 (rules.params: heads -> tensor); "
+            "model.n_heads=6 is not divisible by its number of shards, mesh.tensor=4 "
+            "(rules.params: heads -> tensor); "
             "mesh.tensor can be 1, 2, 3, 6"
         ),
         (
-            "model.d_ff=510 is not divisible by mesh.tensor=4 (rules.params: mlp -> tensor); "
+            "model.d_ff=510 is not divisible by its number of shards, mesh.tensor=4 (rules.params: "
+            "mlp -> tensor); "
             "mesh.tensor can be 1, 2, 3, 5, 6, 10, 15, 17, ..."
         ),
         (
-            "train.global_batch=9 is not divisible by train.microbatches=1 x mesh.data=2; it can "
-            "be 8 or 10"
+            "train.global_batch=9 is not divisible by train.microbatches=1 x mesh.data=2; the "
+            "global batch can be 8 or 10"
         ),
     ]
 
@@ -81,7 +83,7 @@ def test_only_meshes_that_run_are_said_to_fit(tensor: int, sizes: tuple[int, int
     first = problems(f"mesh.tensor={tensor}", "rules=megatron", "model.n_heads=4")[0]
     choices = " or ".join(f"mesh.tensor={size}" for size in sizes)
     assert first == (
-        f"mesh has {tensor} x ? devices (data=-1 x tensor={tensor}) but 8 are visible; {choices} "
+        f"mesh has {tensor} x ? devices (data=-1 x tensor={tensor}) but the number of visible devices is 8; {choices} "
         "would fit"
     )
 
@@ -99,12 +101,12 @@ def test_a_single_device_may_be_a_cpu() -> None:
     open_mesh = problems("mesh.tensor=4", "rules=megatron", devices=1)
     assert open_mesh == [
         (
-            "mesh has 4 x ? devices (data=-1 x tensor=4) but 1 is visible; mesh.tensor=1 would "
+            "mesh has 4 x ? devices (data=-1 x tensor=4) but the number of visible devices is 1; mesh.tensor=1 would "
             f"fit; {simulated}"
         )
     ]
     assert problems("mesh.data=4", devices=1) == [
-        f"mesh has 4 devices (data=4) but 1 is visible; mesh.data=1 would fit; {simulated}"
+        f"mesh has 4 devices (data=4) but the number of visible devices is 1; mesh.data=1 would fit; {simulated}"
     ]
     assert not any(
         "simulates" in problem
@@ -115,7 +117,10 @@ def test_a_single_device_may_be_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["mesh.data=4"], "mesh has 4 devices (data=4) but 8 are visible; mesh.data=8 would fit"),
+        (
+            ["mesh.data=4"],
+            "mesh has 4 devices (data=4) but the number of visible devices is 8; mesh.data=8 would fit",
+        ),
         (
             ["mesh.data=2", "mesh.tensor=4"],
             "mesh.tensor=4, but rules 'ddp' shard no activation over tensor; set mesh.tensor=1 or "
@@ -186,20 +191,21 @@ def test_a_single_device_may_be_a_cpu() -> None:
         ),
         (
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.schedule=1f2b"],
-            "no pipeline schedule '1f2b'; did you mean '1f1b'?",
+            "there is no pipeline schedule '1f2b'; did you mean '1f1b'?",
         ),
         (
             ["rules=zero1", "model.d_model=28", "model.head_dim=32"],
             (
-                "model.d_model=28 is not divisible by mesh.data=8 (rules.optimizer: embed -> "
+                "model.d_model=28 is not divisible by its number of shards, mesh.data=8 "
+                "(rules.optimizer: embed -> "
                 "data); mesh.data can be 1, 2, 4, 7, 14, 28"
             ),
         ),
         (
             ["train.microbatches=3"],
             (
-                "train.global_batch=16 is not divisible by train.microbatches=3 x mesh.data=8; it "
-                "can be 24"
+                "train.global_batch=16 is not divisible by train.microbatches=3 x mesh.data=8; the "
+                "global batch can be 24"
             ),
         ),
         (
@@ -224,7 +230,7 @@ def test_a_single_device_may_be_a_cpu() -> None:
             ["model.window=-3,0"],
             "model.window=(-3, 0) must be widths of at least 1, or 0 for all earlier tokens",
         ),
-        (["optimizer.eps=0"], "optimizer.eps=0.0 must be a number above 0"),
+        (["optimizer.eps=0"], "optimizer.eps=0.0 must be above 0 and finite"),
         (
             ["optimizer.weight_decay=nan"],
             "optimizer.weight_decay=nan must be a number of at least 0",
@@ -240,30 +246,31 @@ def test_a_single_device_may_be_a_cpu() -> None:
         ),
         (["model.vocab_multiple=0"], "model.vocab_multiple=0 must be at least 1"),
         (["model.dropout=1"], "model.dropout=1.0 must be in [0, 1)"),
-        (["optimizer.beta2=1"], "optimizer.beta2=1.0 must be in [0, 1)"),
+        (["optimizer.beta2=1"], "optimizer.beta2=1.0 must be at least 0 and below 1"),
         (
             ["optimizer.learning_rate=nan"],
             "optimizer.learning_rate=nan must be a number of at least 0",
         ),
         (
             ["optimizer.name=adamv"],
-            "optimizer.name=adamv: no such optimizer; did you mean 'adamw'?",
+            "optimizer.name=adamv: there is no such optimizer; did you mean 'adamw'?",
         ),
         (
             ["optimizer.name=sgd"],
             (
-                "optimizer.name=sgd: no such optimizer; known: adafactor, adamw, lion, muon, or "
+                "optimizer.name=sgd: there is no such optimizer; known: adafactor, adamw, lion, "
+                "muon, or "
                 "module:class for a custom one"
             ),
         ),
         (
             ["optimizer.name=no_such_file:Sgd"],
             (
-                "optimizer.name=no_such_file:Sgd: 'no_such_file' cannot be imported "
+                "optimizer.name=no_such_file:Sgd: cannot import the module 'no_such_file' "
                 "(ModuleNotFoundError: No module named 'no_such_file')"
             ),
         ),
-        (["optimizer.momentum=1"], "optimizer.momentum=1.0 must be in [0, 1)"),
+        (["optimizer.momentum=1"], "optimizer.momentum=1.0 must be at least 0 and below 1"),
         (["data.threads=-1"], "data.threads=-1 must be at least 0"),
     ],
 )
@@ -437,7 +444,8 @@ def test_mesh_axes_that_rules_declare() -> None:
     config = dataclasses.replace(fits, model=dataclasses.replace(config.model, d_ff=509))
     assert said(extra=("tensor_y=8",)) == [
         (
-            "model.d_ff=509 is not divisible by mesh.extra=tensor_y=8 (rules.params: mlp -> "
+            "model.d_ff=509 is not divisible by its number of shards, mesh.extra=tensor_y=8 "
+            "(rules.params: mlp -> "
             "tensor_y); mesh.extra=tensor_y can be 1, 509"
         )
     ]
@@ -456,7 +464,10 @@ def test_rules_of_a_part_are_checked_as_all_others() -> None:
             "rules.params['blocks/mlp']='data': weights are replicated over data; to shard them "
             "over replicas use the mesh axis 'fsdp'"
         ),
-        "rules.activations['blocks/mlp']='data': only the batch is sharded over data; remove 'data'",
+        (
+            "rules.activations['blocks/mlp']='data': only the batch is sharded over the axis "
+            "data; remove 'data'"
+        ),
         (
             "rules.activations['blocks/embed']='tensor': all layers have one residual stream; set "
             "it to None, as 'embed'"
@@ -472,7 +483,8 @@ def test_rules_of_a_part_are_checked_as_all_others() -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            r"model\.d_ff=510 is not divisible by mesh\.fsdp=4 \(rules\.params: blocks/mlp -> "
+            r"model\.d_ff=510 is not divisible by its number of shards, mesh\.fsdp=4 "
+            r"\(rules\.params: blocks/mlp -> "
             r"fsdp\)"
         ),
     ):
@@ -489,7 +501,8 @@ def test_fewer_kv_heads_than_tensor_ways() -> None:
         "model.head_dim=16",
     ]
     said = (
-        "model.n_kv_heads=2 is not divisible by mesh.tensor=4 (rules.params: kv_heads -> tensor); "
+        "model.n_kv_heads=2 is not divisible by its number of shards, mesh.tensor=4 (rules.params: "
+        "kv_heads -> tensor); "
         "mesh.tensor can be 1, 2; or set kv_heads to None in rules.params and {}rules.activations: "
         "each device then has all kv heads"
     )
@@ -537,7 +550,7 @@ def test_cuts_that_would_permute_arrays_in_a_pipeline() -> None:
             f"rules.gathered['mlp']=('tensor',); {wait}"
         ),
         "mesh.pipeline=2: rules.activations['mlp']=('tensor', 'fsdp') and "
-        "rules.gathered['mlp']=('fsdp', 'tensor') do not start with the same axes; " + wait,
+        "rules.gathered['mlp']=('fsdp', 'tensor') differ in the axes that they start with; " + wait,
     ]
 
 

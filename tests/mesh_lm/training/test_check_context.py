@@ -33,7 +33,8 @@ TINY = "configs/gpt_tiny.py"
         ),
         (
             ["mesh.sequence=8", "rules=ring", "model.seq_len=100"],
-            "model.seq_len=100 is not divisible by mesh.sequence=8 (rules.activations: seq -> "
+            "model.seq_len=100 is not divisible by its number of shards, mesh.sequence=8 "
+            "(rules.activations: seq -> "
             "sequence); mesh.sequence can be 1, 2, 4, 5, 10, 20, 25, 50, ...",
         ),
         (

@@ -142,8 +142,8 @@ def test_one_problem(overrides: list[str], problem: str) -> None:
         (
             {"activations": {"mlp": "island"}},
             (
-                "rules.activations['mlp']='island': only the batch is sharded over island; remove "
-                "'island'"
+                "rules.activations['mlp']='island': only the batch is sharded over the axis "
+                "island; remove 'island'"
             ),
         ),
     ],

@@ -86,13 +86,14 @@ def test_a_mesh_without_the_axis_and_sizes_that_do_not_divide() -> None:
     )
     odd = said(TWO, {"d_model": 126, "head_dim": 32}, data=1, tensor=2, extra=("tensor_y=4",))
     assert odd[0] == (
-        "model.d_model=126 is not divisible by mesh.extra=tensor_y=4 (rules.params: embed -> "
+        "model.d_model=126 is not divisible by its number of shards, mesh.extra=tensor_y=4 "
+        "(rules.params: embed -> "
         "tensor_y); mesh.extra=tensor_y can be 1, 2, 3, 6, 7, 9, 14, 18, ..."
     )
     (few,) = said(TWO, {"n_kv_heads": 2})
     assert few == (
-        "model.n_kv_heads=2 is not divisible by mesh.tensor=2 x mesh.extra=tensor_y=2 "
-        "(rules.activations: kv_heads -> tensor+tensor_y); their product must divide 2; or set "
+        "model.n_kv_heads=2 is not divisible by its number of shards, "
+        "mesh.tensor=2 x mesh.extra=tensor_y=2 (rules.activations: kv_heads -> tensor+tensor_y); their product must divide 2; or set "
         "rules.activations['kv_heads'] to 'tensor': 1 on each device"
     )
     assert not said(TWO.replace("mine", activations={"kv_heads": "tensor"}), {"n_kv_heads": 2}), (

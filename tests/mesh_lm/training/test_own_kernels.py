@@ -106,7 +106,8 @@ def test_a_config_that_cannot_run_is_left_to_its_check(hopper: None) -> None:
 def test_a_wrong_policy_is_a_users_mistake(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "maybe")
     with pytest.raises(
-        ConfigError, match="MESH_LM_TRUST_KERNELS must be one of test, always, never, got 'maybe'"
+        ConfigError,
+        match="MESH_LM_TRUST_KERNELS must be unset or one of test, always, never, got 'maybe'",
     ):
         examine(config(), judging(PASSED)[1])
 

@@ -69,9 +69,12 @@ def test_data_by_path_or_blend(here: Path) -> None:
     [
         (
             DataConfig(path="txet.txt"),
-            "data.path=txet.txt: no such file or directory; give one of .txt, ",
+            "data.path=txet.txt: no such data file or directory; give one of .txt, ",
         ),
-        (DataConfig(path="empty.jsonl"), "data.path=empty.jsonl is empty; give one of .txt, "),
+        (
+            DataConfig(path="empty.jsonl"),
+            "data.path=empty.jsonl is a file of 0 bytes; give one of .txt, ",
+        ),
         (
             DataConfig(blend=("data/web", "data/code")),
             (

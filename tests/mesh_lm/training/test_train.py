@@ -189,7 +189,8 @@ def test_islands_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
     }
     for other, was in (four, "4 islands"), (plain, "a run without an outer step"):
         with pytest.raises(
-            ConfigError, match=f"is a checkpoint of 2 islands, and this config is of {was}; {fix}"
+            ConfigError,
+            match=f"is a checkpoint of 2 islands, and this config belongs to {was}; {fix}",
         ):
             train.main(arguments(killed, **{**changes, "train__steps": 12, **other}))
 
@@ -482,7 +483,7 @@ def test_checkpoints_of_another_run_are_refused(arguments, tmp_path: Path) -> No
         ),
         (
             {"model__d_mode": 3},
-            "--config.model.d_mode: no such field; did you mean --config.model.d_model?",
+            "--config.model.d_mode: the config has no such field; did you mean --config.model.d_model?",
         ),
     ],
 )

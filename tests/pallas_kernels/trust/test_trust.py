@@ -243,7 +243,8 @@ def test_a_user_may_skip_the_test_or_the_kernels(
         assert not trusted(small()).passed  # what the user asked for needs no warning
     monkeypatch.setenv(VARIABLE, "perhaps")
     with pytest.raises(
-        ValueError, match="MESH_LM_TRUST_KERNELS must be one of test, always, never, got 'perhaps'"
+        ValueError,
+        match="MESH_LM_TRUST_KERNELS must be unset or one of test, always, never, got 'perhaps'",
     ):
         policy()
 

@@ -245,8 +245,8 @@ def test_misspelt_row(reports: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"params": {"mlp": "tensro"}}, "mesh axis 'tensro' is not in mesh"),
-        ({"parms": {"mlp": "tensor"}}, "rules have no column 'parms'"),
+        ({"params": {"mlp": "tensro"}}, "mesh axis 'tensro' is not an axis of the mesh"),
+        ({"parms": {"mlp": "tensor"}}, "the rules have no column 'parms'"),
     ],
 )
 def test_other_typos_raise(change: dict[str, Any], message: str) -> None:

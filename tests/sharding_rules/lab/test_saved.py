@@ -106,8 +106,8 @@ def test_two_saved_reports_are_compared(tmp_path: Path, capsys: pytest.CaptureFi
     ("argv", "error"),
     [
         (["report", "nowhere.py:program"], "the file nowhere.py does not exist"),
-        (["report", "mine.py"], "'mine.py' is not FILE.py:FUNCTION"),
-        (["report", "FILE:absent"], "has no function absent"),
+        (["report", "mine.py"], "'mine.py' is not a program of the form FILE.py:FUNCTION"),
+        (["report", "FILE:absent"], "has no function of the name absent"),
         pytest.param(
             ["report", "FILE:broken"],
             "must return (step, arguments, mesh)",
@@ -115,7 +115,7 @@ def test_two_saved_reports_are_compared(tmp_path: Path, capsys: pytest.CaptureFi
         ),
         (
             ["report", "FILE:program", "--out=a.txt"],
-            "--out=a.txt: expected a file that ends in .html (a page), .trace.json",
+            "--out=a.txt: expected a report file that ends in .html (a page), .trace.json",
         ),
         (["report", "FILE:program", "--device=4"], "unknown option --device=4"),
         (["report", "FILE:program", "--devices=12"], "12 devices do not fill whole nodes"),
