@@ -372,7 +372,7 @@ def test_a_config_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     mesh_lm.train(ROOT / "configs" / "gpt2_124m.py")
     assert [each.output for each in given] == ["runs/gpt_tiny", "runs/gpt2_124m"]
     with pytest.raises(
-        ConfigError, match=r"--config=gpt_tny: no such file; did you mean gpt_tiny\?$"
+        ConfigError, match=r"--config=gpt_tny: there is no such config; did you mean gpt_tiny\?$"
     ):
         mesh_lm.train("gpt_tny")
 

@@ -232,7 +232,9 @@ def test_swapped_blocks_and_files_of_another_prefix(prefix: Path, tmp_path: Path
     ):
         Documents(prefix)
     idx_path(prefix).write_bytes(idx_path(tmp_path / "y").read_bytes())
-    with pytest.raises(ConfigError, match=r"x\.bin is damaged: its size is \d+ bytes, not the 1798 of"):
+    with pytest.raises(
+        ConfigError, match=r"x\.bin is damaged: its size is \d+ bytes, not the 1798 of"
+    ):
         Documents(prefix)
 
 

@@ -519,7 +519,11 @@ def test_errors(tmp_path: Path):
         r"z\.tiktoken has no rank for 4 of the 256 bytes.*truncated",
         b"".join(rank_file().splitlines(True)[4:]),
     )
-    fails(tmp_path / "z.tiktoken", "297 tokens, but only 296 of their ranks are different", rank_file() + b"Zm9vYmFy 7\n")
+    fails(
+        tmp_path / "z.tiktoken",
+        "297 tokens, but only 296 of their ranks are different",
+        rank_file() + b"Zm9vYmFy 7\n",
+    )
     fails(tmp_path / "z.txt", r"files of type \.txt are not read as tokenizers; give", "hello")
 
 
