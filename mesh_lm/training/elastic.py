@@ -111,7 +111,7 @@ def fitted(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> Tra
     if n_devices < least:
         reason = f"it needs at least {least}"
     raise ConfigError(
-        f"no mesh that {config.mesh} can shrink to fits on the {n_devices} devices: {reason}"
+        f"{config.mesh} cannot shrink to a mesh that fits on {n_devices} devices: {reason}"
     )
 
 

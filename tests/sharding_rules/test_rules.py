@@ -377,7 +377,7 @@ def test_a_product_of_scoped_rules() -> None:
          "rules have a row 'moe/batch': the whole model has one batch; leave the scope out of this row"),
         ({"params": {"moe/layers": None}},
          ("rules have a row 'moe/layers': all segments are divided into the same stages; leave the "
-         "scope out")),
+         "scope out of this row")),
         ({"axes": {"tensor": "auto"}}, "rules.axes['tensor']: every mesh has an axis of that name; choose another"),
         ({"axes": {"y": "both"}}, "rules.axes['y']='both': a mesh axis is one of the types auto, manual"),
         ({"reduction": "flaot32"}, ("rules.reduction='flaot32': gradients cannot be summed in this type; did you mean "

@@ -192,5 +192,5 @@ def test_a_mistake_is_one_line_and_status_1() -> None:
     assert (run.returncode, run.stdout, run.stderr) == (
         1,
         "",
-        "error: nope.csv: No such file or directory\n",
+        "error: nope.csv: cannot read the schedule: No such file or directory\n",
     )

@@ -19,7 +19,7 @@ ANSWERS = {
         "lists"
     ),
     "train meta-llama/Llama-3.2-1B": (
-        "hf download meta-llama/Llama-3.2-1B --local-dir=meta-llama/Llama-3.2-1B, then mesh-lm "
+        "hf download meta-llama/Llama-3.2-1B --local-dir=meta-llama/Llama-3.2-1B, then import it: mesh-lm "
         "import"
     ),
     "train .": "--config=.: a directory; a run's config is ./config.json",

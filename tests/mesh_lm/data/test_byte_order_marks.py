@@ -79,7 +79,7 @@ def test_a_text_of_many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_byte_that_is_not_utf_8_is_counted_in_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(MARK + b"a\nb\xff\n")
-    with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 \(byte 6\)"):
+    with pytest.raises(ConfigError, match=r"a\.txt is not text in UTF-8 \(byte 6\)"):
         by_source(tmp_path / "a.txt")
 
 

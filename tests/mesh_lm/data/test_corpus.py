@@ -313,7 +313,7 @@ def test_errors(tmp_path: Path):
     for name, contents, message in [
         ("a.txt", b"", "is a file of 0 bytes"),
         ("b.txt", b"one line", "single line"),
-        ("c.txt", b"ok\n\xff\n", r"not UTF-8 \(byte 3\)"),
+        ("c.txt", b"ok\n\xff\n", r"is not text in UTF-8 \(byte 3\)"),
         ("d.parquet", b"PAR1", r"d\.parquet is damaged or not a \.parquet"),
         (
             "d.csv",

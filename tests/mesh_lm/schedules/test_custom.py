@@ -87,7 +87,7 @@ def test_tables_of_pytorch_can_be_read(tmp_path: Path) -> None:
             GOOD.replace("two stages", "1B0 soon").replace("1F0;", ""),
             ":3: tick 1, stage 1: 1B0 needs 1F0, which the schedule lacks",
         ),
-        (GOOD.replace(", 0B1", ""), ": 0B1 (backward on stage 0) is missing"),
+        (GOOD.replace(", 0B1", ""), ": 0B1 (backward on stage 0) is missing from the schedule"),
         (
             GOOD.replace("0B1", "0B0"),
             ":2: tick 3, stage 0: 0B0 occurs twice; the first is at tick 2",
@@ -118,7 +118,7 @@ def test_tables_of_pytorch_can_be_read(tmp_path: Path) -> None:
         ("0F0,\n,\n", ": {rows} 2 in all, not 1"),
         (
             "0F0,,0F99999999\n,1F0,\n",
-            ": 0F1 (forward on stage 0) and 199999996 more ops are missing",
+            ": 0F1 (forward on stage 0) and 199999996 more ops are missing from the schedule",
         ),
     ],
 )
@@ -137,9 +137,9 @@ def test_mistakes_name_line_tick_and_op(tmp_path: Path, text: str, message: str)
     ("text", "message"),
     [
         ('{\n"order": [', ":2: this line is not JSON: Expecting value"),
-        ('{"order": 3}', f": {JSON}"),
-        ('{"ticks": [[1]]}', f": {JSON}"),
-        ("[]", f": {JSON}"),
+        ('{"order": 3}', f": the JSON has no rows of a schedule; {JSON}"),
+        ('{"ticks": [[1]]}', f": the JSON has no rows of a schedule; {JSON}"),
+        ("[]", f": this is not the JSON of a schedule; {JSON}"),
         ('{"order": [],\n"pack": 1}', f":2: the schedule has an unknown key 'pack'; {JSON}"),
         (
             '{"order": [["0F0", "0B0", "0F1", "0B1"],\n["1F1", "1B1", "1F0", "1B0"]]}',
@@ -161,7 +161,9 @@ def test_mistakes_in_json(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nope\.csv: No such file or directory"):
+    with pytest.raises(
+        ConfigError, match=r"nope\.csv: cannot read the schedule: No such file or directory"
+    ):
         load("nope.csv")
     with pytest.raises(
         ConfigError, match=r"mine\.txt: expected a file that ends in \.csv or \.json"

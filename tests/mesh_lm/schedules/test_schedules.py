@@ -89,10 +89,10 @@ def test_a_broken_dependency_is_found(schedule: Schedule, data: st.DataObject) -
             "tick 0, stage 0: 0F1 and 0F0 share a tick: a stage does one forward a tick",
         ),
         ({"f_2_1": None}, "tick 4, stage 2: 2F2 needs 1F2, which the schedule lacks"),
-        ({"b_4_0": None}, "0B4 (backward on stage 0) is missing"),
+        ({"b_4_0": None}, "0B4 (backward on stage 0) is missing from the schedule"),
         (
             {"b_4_0": None, "b_3_0": None, "w_4_3": 99},
-            "0B3 (backward on stage 0) and 20 more ops are missing",
+            "0B3 (backward on stage 0) and 20 more ops are missing from the schedule",
         ),
         (
             {"f_5_0": 50},

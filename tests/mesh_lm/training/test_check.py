@@ -359,7 +359,7 @@ REPLICAS = "flat vectors are sharded over replicas, whose axes are pipeline, dat
         (
             "optimizer",
             {"flat": ("data", "data")},
-            "rules.optimizer['flat']=('data', 'data'): has 'data' twice",
+            "rules.optimizer['flat']=('data', 'data'): has 'data' twice; name each mesh axis once",
         ),
         (
             "optimizer",
@@ -573,7 +573,7 @@ FLAT_NOT_ALONG = (
         ),
         (
             {"optimizer": {"flat": ("data", "data")}},
-            "rules.optimizer['flat']=('data', 'data'): has 'data' twice",
+            "rules.optimizer['flat']=('data', 'data'): has 'data' twice; name each mesh axis once",
         ),
         (
             {"optimizer": {"flatt": "data"}},
@@ -593,7 +593,7 @@ FLAT_NOT_ALONG = (
         ),
         (
             {"params": {"flat": ("data", "data")}},
-            "rules.params['flat']=('data', 'data'): has 'data' twice",
+            "rules.params['flat']=('data', 'data'): has 'data' twice; name each mesh axis once",
         ),
         (
             {"params": {"flat": "data"}, "optimizer": {}},

@@ -109,7 +109,7 @@ def test_what_can_run() -> None:
             ["train.global_batch=12"],
             (
                 "train.global_batch=12 is not divisible by train.microbatches=1 x mesh.island=2 x "
-                "mesh.data=4; it can be 8 or 16"
+                "mesh.data=4; the global batch can be 8 or 16"
             ),
         ),
     ],

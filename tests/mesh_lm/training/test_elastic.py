@@ -114,7 +114,7 @@ def test_whole_nodes_only() -> None:
             MeshConfig(data=2, tensor=4),
             3,
             (
-                "no mesh that data=2 x tensor=4 can shrink to fits on the 3 devices: it needs at "
+                "data=2 x tensor=4 cannot shrink to a mesh that fits on 3 devices: it needs at "
                 "least 4"
             ),
         ),
@@ -149,8 +149,8 @@ def test_a_worker_asks_for_fewer_nodes() -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            "--min-nodes=1 is too few nodes for this config: no mesh that data=4 x tensor=4 can "
-            "shrink to fits on the 2 devices"
+            "--min-nodes=1 is too few nodes for this config: data=4 x tensor=4 cannot "
+            "shrink to a mesh that fits on 2 devices"
         ),
     ):
         fit(config(MeshConfig(data=4, tensor=4)), environment | {"MESH_LM_LEAST": "1"})
