@@ -80,7 +80,7 @@ WAITS_AT_ITS_END = """
 import pathlib, sys, threading, time
 from mesh_lm.commands import main
 
-def command(name, argv):
+def command(name, argv, options):
     threading.Thread(target=time.sleep, args=(60,)).start()  # for which Python waits
     pathlib.Path(sys.argv[1]).touch()
     time.sleep(60)
