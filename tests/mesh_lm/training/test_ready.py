@@ -128,15 +128,14 @@ def test_an_output_that_cannot_be_written(here: Path) -> None:
             "text.txt/run",
             (
                 r"output=text.txt/run cannot be written: Not a directory \(.*text.txt\); set "
-                r"another "
-                r"output, or move that file away$"
+                r"another output directory, or move that file away$"
             ),
         ),
         (
             "text.txt",
             (
-                "output=text.txt cannot be written: Not a directory; set another output, or move "
-                "that file away$"
+                "output=text.txt cannot be written: Not a directory; set another output "
+                "directory, or move that file away$"
             ),
         ),
         ("gs://bucket", "output=gs://bucket must be a directory; mount a bucket as one"),
@@ -164,7 +163,7 @@ def test_each_reason_has_its_own_cure(
     monkeypatch.setattr("tempfile.TemporaryFile", fails)
     with pytest.raises(
         ConfigError,
-        match=f"cannot be written: {os.strerror(number)}.*; set another output, or {cure}$",
+        match=f"cannot be written: {os.strerror(number)}.*; set another output directory, or {cure}$",
     ):
         require_ready(given(DataConfig(path="text.txt"), output="new"))
 
