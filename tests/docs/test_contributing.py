@@ -9,8 +9,17 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 def test_the_tree_is_there() -> None:
     tree = re.search(r"^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    names = [line.split()[0] for line in tree[1].splitlines()] if tree else []
-    assert len(names) == 8 and not [name for name in names if not (ROOT / name).exists()]
+    assert tree
+    names = []
+    for line in tree[1].splitlines():
+        name = line.split()[0]
+        names.append(f"mesh_lm/{name}" if line.startswith("  ") else name)
+    assert len(names) == 25
+    assert not [name for name in names if not (ROOT / name).exists()]
+    rooms = {path.parent.name for path in (ROOT / "mesh_lm").glob("*/__init__.py")} - {"configs"}
+    assert rooms == {
+        name.split("/")[1] for name in names if name.startswith("mesh_lm/") and name != "mesh_lm/"
+    }
 
 
 def test_its_files_are_there() -> None:

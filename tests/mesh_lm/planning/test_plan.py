@@ -123,7 +123,7 @@ def test_another_plan_is_compared(plan, tmp_path: Path, capsys) -> None:
         printed,
         re.MULTILINE,
     ), printed
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="there is no such config"):
         plan("gpt_175b", "--plan", "--against=gpt_nope", "--devices=8", **SMALL)
 
 
