@@ -12,6 +12,5 @@ from mesh_lm.config.run import ProfileConfig as ProfileConfig
 from mesh_lm.config.run import TrainConfig as TrainConfig
 from mesh_lm.config.run import TrainLoop as TrainLoop
 from mesh_lm.config.run import as_dict as as_dict
-from mesh_lm.config.run import bound_problems as bound_problems
 from mesh_lm.config.run import expert as expert
 from mesh_lm.config.run import option as option

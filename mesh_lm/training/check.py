@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mesh_lm.checkpoint.problems import recovery_problems
-from mesh_lm.config import TrainConfig, bound_problems
+from mesh_lm.config import TrainConfig
+from mesh_lm.config.run import bound_problems
 from mesh_lm.data.problems import data_problems
 from mesh_lm.data.tokenizer import MIN_VOCAB
 from mesh_lm.errors import ConfigError

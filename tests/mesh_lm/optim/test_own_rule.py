@@ -114,8 +114,14 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("rules_of_my_own:Plane", "'rules_of_my_own' has no 'Plane'; did you mean 'Plain'?"),
-        ("rules_of_my_own:", "'rules_of_my_own' has no ''; known: Alone, Plain, Rough, Whole"),
+        (
+            "rules_of_my_own:Plane",
+            "'rules_of_my_own' has no optimizer of the name 'Plane'; did you mean 'Plain'?",
+        ),
+        (
+            "rules_of_my_own:",
+            "'rules_of_my_own' has no optimizer of the name ''; known: Alone, Plain, Rough, Whole",
+        ),
         ("rules_of_my_own:Half", "lacks elementwise, direction; implement mesh_lm.optim.Rule"),
         (
             "rules_of_my_own:Alone",
