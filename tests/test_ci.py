@@ -495,3 +495,18 @@ def test_the_parts_of_the_readmes_command_are_those_of_the_report() -> None:
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert f'step "{report.INSTALLATION}"' in run and f'step "{report.TESTS}"' in run
     subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
+
+
+def test_every_test_that_ci_names_exists() -> None:
+    """pytest runs no test at all where one path of several is missing, and it says so only in CI."""
+    run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    words = re.findall(r"(?<=\s)tests/\S+", run)
+    assert len(words) > 5
+    expanded = subprocess.run(
+        ["bash", "-c", "printf '%s\\n' " + " ".join(words)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    missing = [path for path in expanded.stdout.split() if not (ROOT / path.strip("\"')")).exists()]
+    assert not missing
