@@ -356,7 +356,7 @@ def _field_types(config: Any) -> dict[str, Any]:
 
 
 def _iter_field_types(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    # Of the class of the value, such as a model's own, not of the declared one, ModelConfig.
+    # The types of the value's class, such as a model's own, not of the declared one, ModelConfig.
     try:
         types = get_type_hints(type(section))
     except NameError as error:

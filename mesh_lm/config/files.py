@@ -22,7 +22,7 @@ from mesh_lm.errors import ConfigError, did_you_mean, hub_hint
 DEFAULT = "configs/gpt_tiny.py"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOREIGN_SUFFIXES = {".yaml", ".yml", ".toml"}
-"""Of the configs of other trainers."""
+"""Suffixes of the configs of other trainers."""
 _NAME = re.compile(r"\w+")
 """The name of a config, as opposed to a path."""
 
@@ -164,7 +164,7 @@ def _find(file: str, where: str = "") -> Path:
         searched = f" in {' or '.join(map(str, checkout))}"
     hint = did_you_mean(difflib.get_close_matches(file, neighbours, n=1, cutoff=0.8))
     option = where or f"--config={file}"
-    raise ConfigError(f"{option}: there is no file of this name{searched}{hint}")
+    raise ConfigError(f"{option}: cannot find a file of this name{searched}{hint}")
 
 
 @contextlib.contextmanager

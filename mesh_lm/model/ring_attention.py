@@ -164,7 +164,7 @@ class Residuals(NamedTuple):
     kv: jax.Array
     """This shard's keys and values, [2, 2, B, C, K, H]."""
     ids: jax.Array | None
-    """Of all shards, [n, 2, B, C]."""
+    """Segment ids of all shards, [n, 2, B, C]."""
     sinks: jax.Array | None
     y: jax.Array
     lse: jax.Array

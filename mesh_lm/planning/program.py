@@ -1,4 +1,4 @@
-"""A config's training step, as `train.py` runs it, as a program for GPUs that are not here."""
+"""A config's training step, as `train.py` runs it, compiled for GPUs that you do not have."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class Prices:
     def _memory(self, instruction: Instruction) -> float:
         """Returns the microseconds of reading the operands and writing the result once.
 
-        Of an array that a fusion only slices or updates in place, only the slice counts.
+        An array that a fusion only slices or updates in place counts with the slice alone.
         """
         lines = list(self._called(instruction))
         if not lines:

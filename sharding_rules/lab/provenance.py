@@ -53,7 +53,8 @@ _OWN_ROOT = "sharding_rules/"
 _MOST_INSTRUCTIONS = 400
 """Instructions to look at for a place before giving up."""
 _SCALAR_RATIO = 64
-"""Arrays with so many times fewer bytes than the largest are scalars that are reduced along."""
+"""Arrays with at least 64 times fewer bytes than the largest are scalars that are reduced with
+it."""
 
 
 class Provenance:

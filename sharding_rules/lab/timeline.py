@@ -1,6 +1,6 @@
 """A compiled program's schedule replayed with estimates: how long a step might take.
 
-It also says what of its network time the step waits for.
+It also has the part of the network time for which the step waits.
 
 A second opinion, not a measurement: nothing runs. Against an analytic model calibrated on published
 H100 runs, replays of this kind were within 3 % on two of five layouts and 20-35 % off on the
@@ -272,7 +272,7 @@ class _Run:
             return
         dearest = module.dearest(conditional)
         if conditional.name in self.active or self.program.runs_outside_loops(conditional):
-            # Only so many trips of the loop around it are waited for.
+            # The step waits for this number of trips of the loop around it.
             if loops:
                 loops = (*loops[:-1], self.active_trips.get(conditional.name, 1))
             self.computation(dearest, loops)

@@ -123,7 +123,7 @@ def test_the_shipped_config_names_its_own_class() -> None:
         ),
         (
             "no/such.py:Layer",
-            "model.block: no kind of layer 'no/such.py:Layer': there is no file of this name in ",
+            "model.block: no kind of layer 'no/such.py:Layer': cannot find a file of this name in ",
         ),
     ],
 )

@@ -253,15 +253,15 @@ def test_missing_file(config: str, tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
     assert (
         error_of("--config=other.py")
-        == f"--config=other.py: there is no file of this name in {tmp_path} or {root}"
+        == f"--config=other.py: cannot find a file of this name in {tmp_path} or {root}"
     )
     assert (
         error_of("--config=minne.py")
-        == f"--config=minne.py: there is no file of this name in {tmp_path} or {root}; did you mean mine.py?"
+        == f"--config=minne.py: cannot find a file of this name in {tmp_path} or {root}; did you mean mine.py?"
     )
     assert (
         error_of(f"--config={tmp_path}/minne.py")
-        == f"--config={tmp_path}/minne.py: there is no file of this name; did you mean {tmp_path}/mine.py?"
+        == f"--config={tmp_path}/minne.py: cannot find a file of this name; did you mean {tmp_path}/mine.py?"
     )
     Path("mine.yaml").touch()
     assert error_of("--config=mine.yaml").startswith(

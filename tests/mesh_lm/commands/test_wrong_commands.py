@@ -13,7 +13,7 @@ from mesh_lm.commands.main import main
 ANSWERS = {
     "trian": "mesh-lm has no command of the name 'trian'; did you mean mesh-lm train?",
     "train gpt_tinny": "--config=gpt_tinny: there is no such config; did you mean gpt_tiny?",
-    "train my_config.py": "--config=my_config.py: there is no file of this name in ",
+    "train my_config.py": "--config=my_config.py: cannot find a file of this name in ",
     "train --config=llama.yaml": (
         "a config is a .py file with get_config(), or the config.json of a run; `mesh-lm configs` "
         "lists"
