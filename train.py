@@ -23,7 +23,7 @@ def train(config: TrainConfig) -> int:
         config = start(config, stop.phases)  # checks disk and data, connects, checks the config
         shard = Shard(config.rules, make_mesh(config.mesh))
         layout = ModelLayout.of(config.model, shard, config.pipeline)
-        optimizer = Optimizer(config.optimizer, config.train.steps)
+        optimizer = Optimizer(config.optimizer, config.train.steps, config.diloco)
         with open_session(config, layout, optimizer, stop) as session:  # state, data, checkpoints
             loop(session)
     return session.run.status

@@ -95,7 +95,7 @@ class Run:
         self.config: TrainConfig = check(config, n_devices=devices)
         shard = Shard(config.rules, make_mesh(self.config.mesh, jax.devices()[:devices]))
         self.layout = ModelLayout.of(config.model, shard, config.pipeline)
-        self.optimizer = Optimizer(config.optimizer, config.train.steps)
+        self.optimizer = Optimizer(config.optimizer, config.train.steps, config.diloco)
         self.step = train_step(self.layout, self.optimizer, config.seed)
         self.sequences = text(Path(directory), config)
 

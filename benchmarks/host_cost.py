@@ -45,7 +45,7 @@ def no_op_step(
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """Returns a jitted step that only counts; its metrics have the names, shapes and types of the
     real one's, and are all 1."""
-    optimizer = Optimizer(config.optimizer, config.train.steps)
+    optimizer = Optimizer(config.optimizer, config.train.steps, config.diloco)
     metrics = jax.eval_shape(
         train_step(layout, optimizer, config.seed), abstract_state(layout, optimizer), batch
     )[1]
@@ -85,7 +85,7 @@ def measure(config: TrainConfig, warm_up: int) -> np.ndarray:
                         state,
                         batches.state(position),
                         layout,
-                        Optimizer(config.optimizer, config.train.steps),
+                        Optimizer(config.optimizer, config.train.steps, config.diloco),
                     )
                 mark[4] = clock()
     return np.diff(marks, axis=1)[warm_up:]

@@ -50,7 +50,10 @@ def loader_rate(config: TrainConfig, corpus: TextCorpus, seconds: float) -> floa
 def model_rate(config: TrainConfig, corpus: TextCorpus, steps: int) -> float:
     """Returns tokens per second of the real train step with its batch already on the device, from
     the median step."""
-    layout, optimizer = tiny.layout(config), Optimizer(config.optimizer, config.train.steps)
+    layout, optimizer = (
+        tiny.layout(config),
+        Optimizer(config.optimizer, config.train.steps, config.diloco),
+    )
     batches = Batches(config, corpus, batch_sharding(layout)).train()
     with contextlib.closing(batches):
         _, batch = next(batches)

@@ -73,7 +73,7 @@ def measure(
 ) -> tuple[np.ndarray, dict[str, list[float]], list[float], int]:
     """Returns the seconds of each interval [rounds, kinds], of each save's blocking part by kind,
     and of each copy; and a copy's bytes."""
-    layout, optimizer = tiny.layout(run), Optimizer(run.optimizer, run.train.steps)
+    layout, optimizer = tiny.layout(run), Optimizer(run.optimizer, run.train.steps, run.diloco)
     step, state = train_step(layout, optimizer, run.seed), init_state(layout, optimizer, run.seed)
     batches = Batches(
         run, prepare(run.data, vocab=run.data.tokenizer_vocab), batch_sharding(layout)

@@ -31,7 +31,7 @@ import tokenizers
 from mesh_lm.data import sources
 from mesh_lm.data.indexed import Documents
 from mesh_lm.data.prepare.run import prepare
-from mesh_lm.data.tokenizer import Tokenizer
+from mesh_lm.data.tokenizer import train_tokenizer
 
 
 def measured(method: str, workers: int, size: int, work: Callable[[], int]) -> Row:
@@ -73,7 +73,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="prepare-") as name, contextlib.chdir(name):
         path = Path("text.jsonl")
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
-        file = Tokenizer.train(texts, 512 if arguments.quick else 8192).save(Path())
+        file = train_tokenizer(texts, 512 if arguments.quick else 8192).save(Path())
         library = tokenizers.Tokenizer.from_file(str(file))
         library.encode_special_tokens = True
 

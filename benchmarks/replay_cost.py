@@ -60,7 +60,7 @@ def main() -> int:
         )
         layout, optimizer, counter = (
             tiny.layout(run),
-            Optimizer(run.optimizer, run.train.steps),
+            Optimizer(run.optimizer, run.train.steps, run.diloco),
             Counter(),
         )
         state = init_state(layout, optimizer, run.seed)

@@ -49,7 +49,7 @@ def measure(
 ) -> tuple[np.ndarray, list[float], list[float], State]:
     """Returns the seconds of each interval [pairs, without and with], of each save's blocking part,
     of each full digest; and the state."""
-    layout, optimizer = tiny.layout(run), Optimizer(run.optimizer, run.train.steps)
+    layout, optimizer = tiny.layout(run), Optimizer(run.optimizer, run.train.steps, run.diloco)
     step, state = train_step(layout, optimizer, run.seed), init_state(layout, optimizer, run.seed)
     batches = Batches(
         run, prepare(run.data, vocab=run.data.tokenizer_vocab), batch_sharding(layout)

@@ -168,7 +168,7 @@ class Strategy:
             **({"extra": extra} if extra else {}),
         }
         changes = {"mesh": mesh, "train": {"microbatches": microbatches}, "pipeline": self.pipeline}
-        changes |= {"optimizer": {"outer_steps": 1}} if "island" in mesh else {}
+        changes |= {"diloco": {"outer_steps": 1}} if "island" in mesh else {}
         changes |= {"model": fields} if fields else {}
         return {**self.columns, **more, "flags": self.flags, "changes": changes}
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def train(
     config: TrainConfig | str | Path,
     *,
-    optimizer: Rule | type | None = None,
+    optimizer: Rule | None = None,
     data: Dataset | Sequence[int] | np.ndarray | None = None,
     callbacks: Sequence[Callback | object] = (),
 ) -> Run:
@@ -37,9 +37,9 @@ def train(
     Args:
       config: a config; or a config file, or the name of one that comes with mesh_lm, such as
         "gpt_tiny".
-      optimizer: a rule of your own (`mesh_lm.optim.Rule`), or a class that makes one of the
-        config's section `optimizer`; None: the one that optimizer.name names. Clipping, the
-        learning rate and weight decay are as the section says.
+      optimizer: a rule, such as one of your own (`mesh_lm.optim.Rule`), instead of the config's
+        optimizer.rule; None: that one. Clipping, the learning rate and weight decay are as the
+        config's section `optimizer` says.
       data: used instead of the data that the config's section `data` names: token ids [n] of which
         the last twentieth is held out, or a dataset (`mesh_lm.data.dataset.Dataset`). The section
         still says how documents are separated, and how far to read ahead.

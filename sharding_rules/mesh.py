@@ -53,7 +53,7 @@ class MeshConfig:
     """Number of devices along each mesh axis. One axis may be -1: the devices that are left."""
 
     island: int = 1
-    """Replicas that train apart, and average their weights every optimizer.outer_steps steps
+    """Replicas that train apart, and average their weights every diloco.outer_steps steps
     (DiLoCo); between datacentres, say."""
     pipeline: int = 1
     """Pipeline stages, which hold different layers."""

@@ -172,7 +172,7 @@ _STRATEGIES = (
         node_axis="node",
     ),
     # diloco: DiLoCo (arXiv 2311.08105). Islands train apart, as ddp does, and average their weights
-    # every optimizer.outer_steps steps.
+    # every diloco.outer_steps steps.
     Rules("diloco", params=_WEIGHTS, activations={**_ACTIVATIONS, "batch": ("island", "data")}),
 )
 

@@ -52,9 +52,8 @@ from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainCon
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
 from mesh_lm.model.config import SegmentConfig
-from mesh_lm.optim import Optimizer, Params
+from mesh_lm.optim import Optimizer, Params, Rule, make_rule
 from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Slots
-from mesh_lm.optim.optimizer import make_rule
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.schedules.segments import LIGHTER
 from mesh_lm.state import MASTER, State, abstract_state, initial_statistics
@@ -237,7 +236,7 @@ def config_of(row: Row) -> TrainConfig:
         mesh=MeshConfig.of(_mesh(row["replicas"], row["tensor"], row["context"], row["stages"])),
         rules=preset("+".join(filter(None, rules))),
         train=TrainLoop(steps=10, global_batch=BATCH, microbatches=row["microbatches"]),
-        optimizer=dataclasses.replace(OPTIMIZER, name=row["optimizer"]),
+        optimizer=dataclasses.replace(OPTIMIZER, rule=make_rule(row["optimizer"])),
         data=DataConfig(tokenizer_vocab=64, documents=row["documents"]),
         pipeline=PipelineConfig(
             schedule=row["schedule"],
@@ -287,9 +286,9 @@ class Stepped:
 class Recorded:
     """The rule of an optimizer, with the gradients that it was given as one more slot."""
 
-    def __init__(self, config: OptimizerConfig) -> None:
-        self._rule = make_rule(config)
-        self.elementwise = self._rule.elementwise
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.elementwise = rule.elementwise  # pyright: ignore[reportAttributeAccessIssue]
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         return self._rule.slots(leaves) | {"gradient": dict(leaves)}
@@ -309,7 +308,9 @@ def stepped(config: TrainConfig, separate: bool) -> Stepped:
     layout = ModelLayout.of(
         config.model, Shard(config.rules, make_mesh(config.mesh, devices)), config.pipeline
     )
-    optimizer = Optimizer(config.optimizer, config.train.steps, Recorded(config.optimizer))
+    recorded: Any = Recorded(config.optimizer.rule)
+    section = dataclasses.replace(config.optimizer, rule=recorded)
+    optimizer = Optimizer(section, config.train.steps, config.diloco)
     batch = on_devices(host_batch(config.train.microbatches, separate=separate), layout)
     after, metrics = train_step(layout, optimizer, seed=3)(_state(layout, optimizer), batch)
 
@@ -393,7 +394,7 @@ def _update(*model: Any) -> Any:
     row = PLAIN | dict(zip(_OF_MODEL, model, strict=True))
     config = config_of(row)
     layout = ModelLayout.of(config.model, shard_on("ddp"))
-    optimizer = Optimizer(config.optimizer, config.train.steps)
+    optimizer = Optimizer(config.optimizer, config.train.steps, config.diloco)
     weights = {name: weight(name, shape.shape, layout) for name, shape in layout.shapes.items()}
     slots = {
         slot: {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}

@@ -24,8 +24,8 @@ import experts_toy
 import jax
 from support import GPT, LLAMA, host_batch, shard_on
 
-from mesh_lm.config import ModelConfig, OptimizerConfig, PipelineConfig
-from mesh_lm.optim import Optimizer
+from mesh_lm.config import DilocoConfig, ModelConfig, OptimizerConfig, PipelineConfig
+from mesh_lm.optim import Muon, Optimizer
 from mesh_lm.parallel import engine
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import abstract_state, weights_of
@@ -42,6 +42,7 @@ class Configuration(NamedTuple):
     microbatches: int = 2
     pipeline: PipelineConfig = PipelineConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    diloco: DilocoConfig = DilocoConfig()
     outlier: float = 0.0
 
 
@@ -92,7 +93,7 @@ CONFIGURATIONS = {
         _deeper(GPT, 4, remat="save_names"), "megatron_sp", {"pipeline": 2, "tensor": 2}, 4, _PAIRED
     ),
     "islands": Configuration(
-        GPT, "ddp", {"data": 2, "island": 2}, optimizer=OptimizerConfig(outer_steps=3), outlier=4.0
+        GPT, "ddp", {"data": 2, "island": 2}, diloco=DilocoConfig(outer_steps=3), outlier=4.0
     ),
     "buffers": Configuration(balanced_toy.MODEL, experts_toy.rules("ddp"), {"data": 2}),
     "buffers-distributed-stages": Configuration(
@@ -105,16 +106,16 @@ CONFIGURATIONS = {
     ),
     "experts-zero3": Configuration(experts_toy.MODEL, experts_toy.rules("zero3"), {"data": 4}),
     "muon": Configuration(
-        GPT, "fsdp", {"fsdp": 2}, microbatches=1, optimizer=OptimizerConfig(name="muon")
+        GPT, "fsdp", {"fsdp": 2}, microbatches=1, optimizer=OptimizerConfig(Muon())
     ),
 }
 
 
 def lowered(configuration: Configuration) -> dict[str, str]:
     """The texts of the programs: "step" and, without islands, "evaluation"."""
-    model, rules, mesh, microbatches, pipeline, optimizer_config, outlier = configuration
+    model, rules, mesh, microbatches, pipeline, optimizer_config, diloco, outlier = configuration
     layout = ModelLayout.of(model, shard_on(rules, **mesh), pipeline)
-    optimizer = Optimizer(optimizer_config, 10)
+    optimizer = Optimizer(optimizer_config, 10, diloco)
     state = abstract_state(layout, optimizer)
     spec = engine.batch_sharding(layout).spec
     batch = {}
@@ -123,7 +124,7 @@ def lowered(configuration: Configuration) -> dict[str, str]:
         batch[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     texts = {"step": train_step(layout, optimizer, 0, outlier).lower(state, batch).as_text()}
-    if not optimizer_config.outer_steps:
+    if not diloco.outer_steps:
         evaluation = jax.jit(engine.evaluate(layout, layout.flat))
         texts["evaluation"] = evaluation.lower(weights_of(layout, state), batch).as_text()
     return texts

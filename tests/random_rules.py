@@ -41,7 +41,7 @@ from support import (
 
 from mesh_lm.config import DataConfig, OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim import Optimizer
+from mesh_lm.optim import AdamW, Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import MASTER, abstract_state, initial_statistics
 from mesh_lm.state.initial import fresh_state
@@ -53,7 +53,7 @@ MODELS = {"gpt": GPT, "llama": dataclasses.replace(LLAMA, window=())}
 BASE = "hsdp+megatron"
 """The rules that an example changes."""
 OPTIMIZER = OptimizerConfig(
-    learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9, eps=1.0
+    AdamW(eps=1.0), learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9
 )
 """A config in which an update is nearly linear in the gradient, and does not amplify its noise."""
 Example = dict[str, Any]
@@ -106,7 +106,7 @@ def stepped(config: TrainConfig) -> Found:
     shard = shard_on(config.rules, **sizes)
     layout, optimizer = (
         ModelLayout.of(config.model, shard, config.pipeline),
-        Optimizer(config.optimizer, config.train.steps),
+        Optimizer(config.optimizer, config.train.steps, config.diloco),
     )
     whole = initial(ModelLayout.of(config.model, shard_on("ddp")))
     if layout.flat.vectors:

@@ -29,7 +29,7 @@ def write(output: Path, model: DecoderConfig = MODEL) -> TrainConfig:
     layout = ModelLayout.of(model, shard_on("ddp"))
     params = jax.jit(layout.init, out_shardings=layout.shardings("params"))(jax.random.key(4))
     with Checkpoints(config) as checkpoints:
-        optimizer = Optimizer(config.optimizer, config.train.steps)
+        optimizer = Optimizer(config.optimizer, config.train.steps, config.diloco)
         state = fresh_state(layout, optimizer, params) | {"step": jax.device_put(np.int32(3))}
         checkpoints.save(
             3, state, {"position": 3, "tokenizer": BYTES.fingerprint}, layout, optimizer

@@ -47,6 +47,9 @@ from mesh_lm.state import State
 from mesh_lm.state.digest import digests
 from mesh_lm.state.disk_form import back, to_disk
 
+ALARM = 3
+"""From this number of failed saves in a row on, their lines in the log start with ERROR. Training
+continues."""
 _POLL_EVERY = 10
 """Steps between checks among processes whether the current save is complete."""
 _LAST_TRIES = 4
@@ -468,7 +471,7 @@ class Checkpoints:
         self._failure_reason = next(
             filter(None, reasons), "it was not completed, and Orbax gave no reason"
         )
-        if self._n_failures < self.policy.alarm:
+        if self._n_failures < ALARM:
             severity = "warning: "
         else:
             newest = (

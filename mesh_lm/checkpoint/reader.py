@@ -17,8 +17,10 @@ from etils import epath
 
 from mesh_lm import distributed, strict_json
 from mesh_lm.config import TrainConfig, as_dict
+from mesh_lm.config.moved import migrated
 from mesh_lm.errors import ConfigError, listed
 from mesh_lm.optim import Optimizer
+from mesh_lm.optim.rules import described_name
 from mesh_lm.output import is_utf_8
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.state import FEEDBACK, State, initial_statistics
@@ -30,7 +32,17 @@ FORMAT = 3
 """Format 1 had neither digests nor the leaf `recent`; up to format 2 the parts were always params,
 mu and nu (AdamW) and not listed."""
 
-_SECTIONS = ("train", "pipeline", "optimizer", "data", "checkpoint", "health", "profile", "launch")
+_SECTIONS = (
+    "train",
+    "pipeline",
+    "optimizer",
+    "diloco",
+    "data",
+    "checkpoint",
+    "health",
+    "profile",
+    "launch",
+)
 """Sections of a config whose class is fixed."""
 _TRANSIENT_ERRORS = (
     "RESOURCE_EXHAUSTED",
@@ -71,6 +83,11 @@ class SavedCheckpoint:
     def path(self) -> Path:
         """The directory of this checkpoint."""
         return self.directory / str(self.step)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config of the run that saved it, described with today's fields (`as_dict`)."""
+        return migrated(self.metadata["config"])
 
     @property
     def digests(self) -> dict[str, str]:
@@ -166,8 +183,12 @@ class SavedCheckpoint:
         # Fields unknown to an older version had today's default.
         defaults = as_dict(TrainConfig(config.model, config.output))
         saved = {}
-        for name, section in self.metadata["config"].items():
+        for name, section in self.config.items():
             saved[name] = {**defaults[name], **section} if name in _SECTIONS else section
+        default_rule = defaults["optimizer"]["rule"]
+        saved_rule = saved["optimizer"]["rule"]
+        if saved_rule["class"] == default_rule["class"]:
+            saved["optimizer"]["rule"] = default_rule | saved_rule
         return differences(saved, as_dict(config))
 
     def _read(self, abstract: State) -> State:
@@ -227,7 +248,7 @@ class SavedCheckpoint:
 
     def _require_order(self, layout: ModelLayout) -> None:
         """Raises ConfigError if segments come in another order, which shapes may not reveal."""
-        model = self.metadata["config"]["model"]
+        model = self.config["model"]
         saved = [segment["name"] for segment in model.get("segments", ())]
         expected = [segment.name for segment in layout.segments]
         if saved and saved != expected and sorted(saved) == sorted(expected):
@@ -278,11 +299,11 @@ class SavedCheckpoint:
         n_expected = _n_islands(expected)
         if n_saved == n_expected:
             return
-        outer_steps = self.metadata["config"].get("optimizer", {}).get("outer_steps", 0)
+        outer_steps = self.config.get("diloco", {}).get("outer_steps", 0)
         raise ConfigError(
             f"{self.path} is a checkpoint of {_islands_text(n_saved)}, "
             f"and this config belongs to {_islands_text(n_expected)}; "
-            f"set optimizer.outer_steps={outer_steps} and "
+            f"set diloco.outer_steps={outer_steps} and "
             f"mesh.island={max(1, n_saved)}, or use a new output directory with "
             f"init_from={self.path} to start from its weights"
         )
@@ -292,7 +313,7 @@ class SavedCheckpoint:
         differing = [part for part in parts if saved.get(part) != expected.get(part)]
         if not differing:
             return
-        name = self.metadata["config"].get("optimizer", {}).get("name", "adamw")
+        name = described_name(self.config.get("optimizer", {}).get("rule"))
         saved_slots = _slots(saved)
         expected_slots = _slots(expected)
         lines = [
@@ -304,7 +325,7 @@ class SavedCheckpoint:
             leaves = _shape_differences(saved.get(part, {}), expected.get(part, {}))
             lines.append(f"{part}/{leaves[0]}")
         lines.append(
-            f"set optimizer.name={name}, or use a new output directory with "
+            f"set optimizer.rule={name}, or use a new output directory with "
             f"init_from={self.path} to start from its weights"
         )
         raise ConfigError("\n".join(lines))
@@ -342,7 +363,7 @@ def config_in(path: Path | str) -> dict[str, Any] | None:
         step = max(steps_in(directory), default=None)
     if step is None:
         return None
-    return descriptions(directory / str(step))["metadata"]["config"]
+    return migrated(descriptions(directory / str(step))["metadata"]["config"])
 
 
 def output_of(path: Path | str) -> Path | None:

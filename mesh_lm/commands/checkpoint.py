@@ -196,6 +196,7 @@ def _is_intact(entry: CheckpointEntry) -> bool:
 def _diff(options: Diff) -> int:
     from mesh_lm.checkpoint import listing
     from mesh_lm.checkpoint.reader import differences
+    from mesh_lm.config.moved import migrated
 
     a = listing.newest(options.a)
     b = listing.newest(options.b)
@@ -203,7 +204,7 @@ def _diff(options: Diff) -> int:
     b_descriptions = b.descriptions()
     a_metadata = a_descriptions["metadata"]
     b_metadata = b_descriptions["metadata"]
-    for line in differences(a_metadata["config"], b_metadata["config"]):
+    for line in differences(migrated(a_metadata["config"]), migrated(b_metadata["config"])):
         print(f"config  {line}")
     for line in differences(a_descriptions["data"], b_descriptions["data"]):
         print(f"data  {line}")

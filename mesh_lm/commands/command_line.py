@@ -31,13 +31,16 @@ from mesh_lm.commands.options import (
 from mesh_lm.commands.options import command as command
 from mesh_lm.config import TrainConfig
 from mesh_lm.config.files import DEFAULT, is_config, load
+from mesh_lm.config.moved import todays
 from mesh_lm.errors import ConfigError, did_you_mean
 from mesh_lm.model import DecoderConfig, SegmentConfig
+from mesh_lm.optim import RULES, Rule, make_rule, rule_name
 from sharding_rules import PRESETS, Rules, preset
 
 T = TypeVar("T")
 _SEGMENT = "NAME:LAYERS[:KIND[:REMAT[:DTYPE]]]"
 _CONFIG_PREFIX = "--config."
+_RULE = "optimizer.rule"
 _LIST_OPTIONS = other_names.LIST_OPTIONS | {
     "--data.blend",
     "--data.valid_blend",
@@ -66,6 +69,7 @@ def _read_rules(text: str) -> Rules:
 
 
 SPELLINGS: Mapping[type, Spelling] = {
+    Rule: Spelling(f"{{{','.join(RULES)},MODULE:CLASS}}", make_rule, rule_name, has_fields=True),
     Rules: Spelling(f"{{{','.join(PRESETS)}}}[+...]", _read_rules, lambda rules: rules.name),
     SegmentConfig: Spelling(_SEGMENT, SegmentConfig.parse, str),
 }
@@ -107,8 +111,10 @@ def parse_with(
     decoder = TrainConfig(DecoderConfig(), "")
     file = _config_file(*_split_words(argv, _field_types(decoder), extra, alone))
     config = load(file or default)
+    options, strays = _split_words(argv, _field_types(config), extra, alone)
+    # First of all, because the fields below it are those of the rule.
+    config = _with_rule(config, options)
     known = _KnownOptions(_field_types(config), extra)
-    options, strays = _split_words(argv, known.fields, extra, alone)
     if (HELP | HELP_ALL) & {option.name for option in options}:
         everything = any(name in HELP_ALL or text == "all" for name, text in options)
         _print_help(config, file or default, prog, everything=everything)
@@ -281,6 +287,17 @@ def _is_report(word: str) -> bool:
     return word.endswith((".html", ".json", ".pdf"))
 
 
+def _with_rule(config: TrainConfig, options: Sequence[Option]) -> TrainConfig:
+    """Returns the config with the optimizer's rule that the options choose, with its default
+    hyperparameters. A rule that cannot be made is reported later, with the other mistakes.
+    """
+    for name, text in options:
+        if _path(name) == _RULE and text:
+            with contextlib.suppress(ValueError):
+                config = _replace(config, {_RULE: make_rule(text)})
+    return config
+
+
 def _config_file(options: Sequence[Option], strays: Sequence[str]) -> str:
     """Returns the config file that is named first, by --config or by itself; empty: none is."""
     for name, text in options:
@@ -322,6 +339,22 @@ def _field_value(
         else:
             hint = f"; set its fields, as in {prefix}{section[0]}"
         raise ValueError(f"{name}: this is a section, not a field{hint}")
+
+    moved = todays(path, text or "")
+    if moved and moved[0] in known.fields:
+        field, value = moved
+        default = "; its value is now the default, leave it out"
+        hint = did_you_mean([f"{prefix}{field}={value}"]) if value or not text else default
+        raise ValueError(f"{name}: this field has another name now{hint}")
+    if path.startswith(f"{_RULE}.") or (moved and moved[0].startswith(f"{_RULE}.")):
+        rule = context().config.optimizer.rule
+        fields = (
+            [f.name for f in dataclasses.fields(rule)] if dataclasses.is_dataclass(rule) else []
+        )
+        raise ValueError(
+            f"{name}: not a hyperparameter of {_RULE}={rule_name(rule)}, which has "
+            f"{', '.join(fields) or 'none'}"
+        )
 
     same_leaf = [field for field in known.fields if field.rpartition(".")[2] == leaf]
     if meaning and (meaning.field in known.fields or not meaning.field) and not same_leaf:
@@ -367,10 +400,12 @@ def _iter_field_types(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(section):
         path = f"{prefix}{field.name}"
         value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, Rules):
-            yield from _iter_field_types(value, f"{path}.")
-        elif field.init:
+        spelling = SPELLINGS.get(types[field.name])
+        is_section = dataclasses.is_dataclass(value) and (not spelling or spelling.has_fields)
+        if field.init and (not is_section or spelling):
             yield path, types[field.name]
+        if is_section:
+            yield from _iter_field_types(value, f"{path}.")
 
 
 def _replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
@@ -381,10 +416,11 @@ def _replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     changes = {}
     for field in dataclasses.fields(section):
         path = f"{prefix}{field.name}"
-        if path in values:
-            changes[field.name] = values[path]
-        elif any(changed.startswith(f"{path}.") for changed in values):
-            changes[field.name] = _replace(getattr(section, field.name), values, f"{path}.")
+        value = values.get(path, getattr(section, field.name))
+        if any(changed.startswith(f"{path}.") for changed in values):
+            value = _replace(value, values, f"{path}.")
+        if value is not getattr(section, field.name):
+            changes[field.name] = value
     return dataclasses.replace(section, **changes) if changes else section
 
 

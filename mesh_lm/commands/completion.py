@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 from mesh_lm.commands import checkpoint, configs, evaluate, generate, huggingface, pipeline, prepare
 from mesh_lm.commands.command_line import SPELLINGS
-from mesh_lm.commands.main import COMMANDS, PROG
 from mesh_lm.commands.options import Group, completion_script, spelled
 from mesh_lm.commands.plan_options import Plan
 from mesh_lm.config.files import DEFAULT, load
@@ -24,10 +23,12 @@ class _Field(NamedTuple):
     default: Any
 
 
-def shell_script(shell: str) -> str:
+def shell_script(shell: str, prog: str, abouts: Mapping[str, str]) -> str:
     """Returns a script for bash, zsh or fish.
 
     In the first: eval "$(mesh-lm --print-completion=bash)".
+
+    prog: the command. abouts: what each of its subcommands does.
     """
     run = [_Field("config", str, DEFAULT), *_config_fields(load(DEFAULT))]
     plan = _fields(Plan)
@@ -51,8 +52,8 @@ def shell_script(shell: str) -> str:
         "pipeline": pipeline.Arguments,
         "bench": _dataclass("Bench", []),
     }
-    commands = {name: (cls, COMMANDS[name].about) for name, cls in classes.items()}
-    script = completion_script(shell, PROG, commands, SPELLINGS)
+    commands = {name: (cls, abouts[name]) for name, cls in classes.items()}
+    script = completion_script(shell, prog, commands, SPELLINGS)
 
     # tyro writes all options with underscores, which only those of a run have.
     hyphenated = {name for cls in (Plan, *classes.values()) for name in _option_names(cls)}

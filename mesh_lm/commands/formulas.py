@@ -250,10 +250,10 @@ TRAIN_SAMPLES = Meaning(
 )
 OPTIMIZER = Meaning(
     (
-        "`optimizer.name`: adamw for adam, which is AdamW there; the others are muon, lion and "
+        "`optimizer.rule`: adamw for adam, which is AdamW there; the others are muon, lion and "
         "adafactor"
     ),
-    "optimizer.name",
+    "optimizer.rule",
     _optimizer,
 )
 SCHEDULE = Meaning(

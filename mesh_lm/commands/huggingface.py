@@ -135,7 +135,7 @@ def run_import(options: Import) -> int:
         tokenizer_directory = Path(options.output).expanduser() / TOKENIZER
         tokenizer_directory.mkdir(parents=True, exist_ok=True)
         trained.tokenizer.save(tokenizer_directory)
-        optimizer = Optimizer(config.optimizer, config.train.steps)
+        optimizer = Optimizer(config.optimizer, config.train.steps, config.diloco)
         state = fresh_state(trained.layout, optimizer, trained.params)
         data = {
             "position": 0,

@@ -237,7 +237,8 @@ def _completion(shell: str) -> str:
         )
     from mesh_lm.commands.completion import shell_script
 
-    return shell_script(shell)
+    abouts = {name: command.about for name, command in COMMANDS.items()}
+    return shell_script(shell, PROG, abouts)
 
 
 def _refuse(error: ConfigError, status: int) -> int:

@@ -46,6 +46,8 @@ class Spelling:
     read: Callable[[str], Any]
     """Word -> value. Raises ValueError."""
     show: Callable[[Any], str]
+    has_fields: bool = False
+    """Whether the fields of the value are options, too."""
 
 
 Spellings = Mapping[type, Spelling]
@@ -335,6 +337,8 @@ def expected(hint: Any, text: str, spellings: Spellings | None = None) -> str:
     """Returns the end of an error: what is right in the place of `text`."""
     if hint is bool:
         return "expected true or false"
+    if spellings and hint in spellings:
+        return f"expected {spellings[hint].form}"
     arguments = get_args(hint)
     if get_origin(hint) is Literal:
         choices = [str(choice) for choice in arguments]
@@ -343,6 +347,8 @@ def expected(hint: Any, text: str, spellings: Spellings | None = None) -> str:
     if get_origin(hint) is tuple and arguments[1:] == (...,):
         spelling = (spellings or {}).get(arguments[0])
         form = spelling.form if spelling else inspect.formatannotation(arguments[0])
+        if get_origin(arguments[0]) is Literal:
+            form = " or ".join(map(str, get_args(arguments[0])))
         return f"expected {form}, with commas between several and nothing for none"
     return f"expected {inspect.formatannotation(hint)}"
 
@@ -522,9 +528,31 @@ def _registry(spellings: Spellings, *, folded: bool = False, is_config: bool = F
             if marks:
                 field = dataclasses.replace(field, type=Annotated[(field.type, *marks)])
             fields.append(field)
+            spelling = spellings.get(field.type)
+            if spelling and spelling.has_fields and dataclasses.is_dataclass(field.default):
+                fields += _below(field)
         return dataclasses.replace(spec, fields=tuple(fields))
 
     return registry
+
+
+def _below(field: Any) -> list[Any]:
+    """Returns tyro's description of the fields of a dataclass that is itself written as one word:
+    for rule=adamw those of AdamW, as rule.beta1.
+    """
+    cls = type(field.default)
+    types = get_type_hints(cls)
+    docs = field_docs(cls)
+    return [
+        dataclasses.replace(
+            field,
+            name=f"{field.name}.{below.name}",
+            type=types[below.name],
+            default=getattr(field.default, below.name),
+            helptext=docs.get(below.name, ""),
+        )
+        for below in dataclasses.fields(cls)
+    ]
 
 
 def _read_boolean(word: str) -> bool:

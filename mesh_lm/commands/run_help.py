@@ -36,13 +36,16 @@ def _rows(section: Any, prefix: str, spellings: Spellings) -> Iterator[tuple[str
     sections = []
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value) and type(value) not in spellings:
+        spelling = spellings.get(types[field.name])
+        is_section = dataclasses.is_dataclass(value) and (not spelling or spelling.has_fields)
+        if is_section:
             sections.append((f"{prefix}{field.name}.", value))
-        elif field.init and not field.metadata.get("expert"):
+        if (spelling or not is_section) and field.init and not field.metadata.get("expert"):
             about = first_sentence(docs.get(field.name, ""))
             if get_origin(types[field.name]) is Literal:
                 about += f" [{', '.join(map(str, get_args(types[field.name])))}]"
-            yield f"--{prefix}{field.name}={_format(value, spellings)}", about
+            shown = spelling.show(value) if spelling else _format(value, spellings)
+            yield f"--{prefix}{field.name}={shown}", about
     for section_prefix, value in sections:
         yield "", ""
         yield from _rows(value, section_prefix, spellings)

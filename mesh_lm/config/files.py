@@ -6,21 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
-import importlib.util
 import re
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 from mesh_lm.config import resolved
 from mesh_lm.config.run import TrainConfig
 from mesh_lm.errors import ConfigError, did_you_mean, hub_hint
+from mesh_lm.user_code import PACKAGE, executed, found, in_directories
 
 DEFAULT = "configs/gpt_tiny.py"
-_PACKAGE = Path(__file__).resolve().parents[1]
 _FOREIGN_SUFFIXES = {".yaml", ".yml", ".toml"}
 """Suffixes of the configs of other trainers."""
 _NAME = re.compile(r"\w+")
@@ -41,9 +37,9 @@ def load(file: str) -> TrainConfig:
     _require_config(file)
     path = _find(file)
     if path.suffix == ".json":
-        return resolved.read(path, file, imported)
+        return resolved.read(path, file)
     with _user_code(file, path):
-        module = _executed(path)
+        module = executed(path)
     if not hasattr(module, "get_config"):
         raise ConfigError(f"{file}: no function get_config() -> TrainConfig")
     with _user_code(file, path):
@@ -84,7 +80,7 @@ def _require_config(file: str) -> None:
 
 def shipped() -> dict[str, Path]:
     """Returns the configs that come with mesh_lm, by name, in alphabetical order."""
-    return {path.stem: path for path in sorted((_PACKAGE / "configs").glob("[!_]*.py"))}
+    return {path.stem: path for path in sorted((PACKAGE / "configs").glob("[!_]*.py"))}
 
 
 def is_config(word: str) -> bool:
@@ -94,77 +90,19 @@ def is_config(word: str) -> bool:
     return word.endswith((".py", ".json")) or bool(_NAME.fullmatch(word) and word in shipped())
 
 
-def imported(name: str, where: str) -> ModuleType:
-    """Returns the module of this name; for a path that ends in .py, the module of that file, which
-    is searched for as `load` searches for a config.
-
-    where: the field that names it, for errors. Raises ConfigError if it cannot be imported.
-    """
-    try:
-        if not name.endswith(".py"):
-            return importlib.import_module(name)
-        path = _find(name, where)
-        return sys.modules.get(str(path)) or _executed(path)
-    except ConfigError:
-        raise
-    except Exception as error:
-        file = f"{name.replace('.', '/')}.py"
-        hint = ""
-        if isinstance(error, ModuleNotFoundError) and Path(file).is_file():
-            hint = f"; a file is named by its path: {file}"
-        raise ConfigError(
-            f"{where}: cannot import the module {name!r} ({type(error).__name__}: {error}){hint}"
-        ) from error
-
-
-def _executed(path: Path) -> ModuleType:
-    """Executes a file and returns its module, which is registered under the name of its path, where
-    get_type_hints and the docstrings of the help find it.
-
-    As in a script, it can import the files beside it; modules that are installed come first.
-    """
-    if not path.is_relative_to(_PACKAGE) and str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(str(path), path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path}: expected a file that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _find(file: str, where: str = "") -> Path:
-    """Returns the absolute path of a file. where: the beginning of the error; empty: that of a
-    config's.
-    """
-    path = Path(file).expanduser()
-    is_name = bool(_NAME.fullmatch(file))
-    directories = list(dict.fromkeys([Path.cwd(), _PACKAGE.parent, _PACKAGE]))
-    candidates = [path, Path("configs", f"{file}.py")] if is_name else [path]
-    for candidate in candidates:
-        for directory in directories:
-            if (directory / candidate).is_file():
-                return (directory / candidate).resolve()
-    if is_name:
-        names = list(shipped())
-        hint = did_you_mean(difflib.get_close_matches(file, names, n=1, cutoff=0.6))
-        if not hint:
-            hint = f"; give the path of a .py file, or one of {', '.join(names)}"
-        raise ConfigError(f"--config={file}: there is no such config{hint}")
-
-    neighbours = [
-        str(Path(file).with_name(neighbour.name))
-        for directory in directories
-        for neighbour in (directory / path).parent.glob("[!_]*.py")
-    ]
-    searched = ""
-    if not path.is_absolute():
-        checkout = dict.fromkeys([Path.cwd(), _PACKAGE.parent])
-        searched = f" in {' or '.join(map(str, checkout))}"
-    hint = did_you_mean(difflib.get_close_matches(file, neighbours, n=1, cutoff=0.8))
-    option = where or f"--config={file}"
-    raise ConfigError(f"{option}: cannot find a file of this name{searched}{hint}")
+def _find(file: str) -> Path:
+    """Returns the absolute path of a config, from its path or its name."""
+    if not _NAME.fullmatch(file):
+        return found(file, f"--config={file}")
+    for candidate in (Path(file), Path("configs", f"{file}.py")):
+        path = in_directories(candidate)
+        if path:
+            return path
+    names = list(shipped())
+    hint = did_you_mean(difflib.get_close_matches(file, names, n=1, cutoff=0.6))
+    if not hint:
+        hint = f"; give the path of a .py file, or one of {', '.join(names)}"
+    raise ConfigError(f"--config={file}: there is no such config{hint}")
 
 
 @contextlib.contextmanager

@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mesh_lm import strict_json
+from mesh_lm.config.moved import migrated
 from mesh_lm.config.run import ModelConfig, TrainConfig, as_dict
 from mesh_lm.errors import ConfigError
+from mesh_lm.optim.contract import Rule
+from mesh_lm.user_code import imported
 from sharding_rules import Rules
 from sharding_rules.rules import Kind
 
@@ -38,12 +41,10 @@ def to_json(config: TrainConfig) -> str:
     return json.dumps(plain, indent=1) + "\n"
 
 
-def read(path: Path, shown: str, imported: Callable[[str, str], types.ModuleType]) -> TrainConfig:
+def read(path: Path, shown: str) -> TrainConfig:
     """Returns the config that `to_json` wrote; fields that the file lacks have their defaults.
 
-    Args:
-      shown: how the user names the file, for errors.
-      imported: `mesh_lm.config.files.imported`, which imports the module of the model's class.
+    shown: how the user names the file, for errors.
 
     Raises ConfigError if it is no such file, if a field is unknown or of another type, or
     if the class of its model cannot be imported.
@@ -64,7 +65,7 @@ def read(path: Path, shown: str, imported: Callable[[str, str], types.ModuleType
                 "creates it instead"
             )
         model = _section(cls, described, "model.")
-        return _section(TrainConfig, plain | {"model": model}, "")
+        return _section(TrainConfig, migrated(plain) | {"model": model}, "")
     except OSError as error:
         raise ConfigError(f"--config={shown}: the file cannot be read: {error.strerror}") from error
     except ConfigError:
@@ -111,6 +112,22 @@ def _section(cls: type, plain: Mapping[str, Any], where: str) -> Any:
     return cls(**values)
 
 
+def rule_from(plain: Any, where: str) -> Rule:
+    """Returns the update rule of which `as_dict` made this.
+
+    Raises ValueError if that is not possible, and ConfigError if its module cannot be imported.
+    """
+    if not isinstance(plain, Mapping) or not {"class", "module"} <= plain.keys():
+        raise ValueError(f"{where}: expected an object with the class and module of an update rule")
+    cls = getattr(imported(str(plain["module"]), where), str(plain["class"]), None)
+    if not isinstance(cls, type):
+        raise ValueError(f"{where}: there is no update rule {plain['class']} in {plain['module']}")
+    if not dataclasses.is_dataclass(cls):
+        return cls()
+    fields = {name: value for name, value in plain.items() if name != "module"}
+    return _section(cls, fields, f"{where}.")
+
+
 def _value(hint: Any, plain: Any, where: str) -> Any:
     """Returns a value as the type that its field has. Raises ValueError if it is of another."""
     if isinstance(plain, ModelConfig):  # which was read before
@@ -122,6 +139,8 @@ def _value(hint: Any, plain: Any, where: str) -> Any:
             raise ValueError(
                 f"{where}: expected a name, and a column each for {', '.join(get_args(Kind))}"
             ) from None
+    if hint is Rule:
+        return rule_from(plain, where)
     if dataclasses.is_dataclass(hint):
         return _section(hint, plain, f"{where}.")  # pyright: ignore[reportArgumentType]
     kind = get_origin(hint)

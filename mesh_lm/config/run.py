@@ -1,5 +1,5 @@
 """The config of a run: frozen dataclasses, one field per decision. The only logic here is sizes
-that follow from others, and the least value of a field.
+that follow from others.
 
 A config file returns one `TrainConfig`; `mesh_lm.commands.command_line` applies the command line's
 overrides to it; `mesh_lm.training.check` looks at the whole.
@@ -8,11 +8,11 @@ overrides to it; `mesh_lm.training.check` looks at the whole.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from mesh_lm.errors import ConfigError as ConfigError
+from mesh_lm.fields import expert, option
+from mesh_lm.optim.config import DilocoConfig, OptimizerConfig
 from mesh_lm.schedules.segments import Stack
 from sharding_rules import MeshConfig, Rules, preset
 
@@ -21,34 +21,6 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from sharding_rules import Shard
-
-
-T = TypeVar("T")
-
-
-def option(default: T, *, least: float | None = None, expert: bool = False) -> T:
-    """Returns a field that must be at least `least`.
-
-    expert: few runs change it. --help leaves it out, --help-all shows it, and it is set like any
-    other.
-    """
-    return dataclasses.field(default=default, metadata={"least": least, "expert": expert})
-
-
-def expert(default: T, *, least: float | None = None) -> T:
-    """Returns a field that few runs change, see `option`."""
-    return option(default, least=least, expert=True)
-
-
-def bound_problems(section: str, values: Any) -> Iterator[str]:
-    """Yields a sentence for each field of a section that is below its least value."""
-    for field in dataclasses.fields(values):
-        least = field.metadata.get("least")
-        if least is None:
-            continue
-        value = getattr(values, field.name)
-        if value < least or math.isnan(value):
-            yield f"{section}.{field.name}={value} must be at least {least}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,51 +132,7 @@ class PipelineConfig:
     stash=residuals. Faster by prediction only (docs/pipeline.md)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer and its learning-rate schedule, with global-norm clipping and decoupled weight
-    decay.
-
-    A field that the chosen optimizer does not use has no effect.
-    """
-
-    name: str = "adamw"
-    """adamw, muon, lion, adafactor, or module:class for your own (docs/optimizers.md)."""
-    learning_rate: float = 3e-4
-    """Peak learning rate."""
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Shape of the schedule after the warm-up. wsd: constant, then linear decay over the last
-    `decay_fraction` of the run."""
-    warmup_steps: int = option(100, least=0)
-    """Steps over which the learning rate rises linearly from 0. A run that is shorter ends below
-    the peak."""
-    final_fraction: float = 0.1
-    """Final learning rate, as a fraction of the peak."""
-    decay_fraction: float = expert(0.2)
-    """Fraction of the run over which wsd decays."""
-    beta1: float = 0.9
-    """Decay rate of the first moment, for adamw, lion, and the parameters that muon leaves to
-    AdamW."""
-    beta2: float = 0.95
-    """Decay rate of the second moment, for adamw and the parameters that muon leaves to AdamW; for
-    lion, of its momentum."""
-    eps: float = expert(1e-8)
-    """Added to the denominator, for adamw and muon."""
-    momentum: float = expert(0.95)
-    """Decay rate of the momentum of matrices, for muon alone."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of matrices. Biases, norms and other per-layer vectors do not
-    decay."""
-    clip_norm: float = 1.0
-    """Clip gradients to this global L2 norm; 0: off."""
-    outer_steps: int = option(0, least=0)
-    """Steps that each island (mesh.island) trains apart before the islands average their weights
-    (DiLoCo); 0: off."""
-    outer_learning_rate: float = expert(0.7)
-    """Learning rate of the outer step, which moves the weights by the mean change of the islands; 1
-    with no momentum: to their mean."""
-    outer_momentum: float = expert(0.9)
-    """Nesterov momentum of the outer step."""
+MegatronFlag = Literal["no_extra_token", "drop_last_partial", "mask_document_start"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,14 +172,11 @@ class DataConfig:
     at every document (segment ids). megatron: as separate, but after the end-of-document token
     instead of at it, as Megatron's --reset-position-ids and --reset-attention-mask do. packed: as
     separate, and each sequence is filled with complete documents."""
-    add_extra_token: bool = expert(True)
-    """Sequences of `blend` overlap by one token, so that the last input has a label. False: they do
-    not, and it has none, as with Megatron's add_extra_token_to_sequence=False."""
-    drop_last_partial: bool = expert(False)
-    """Leave the last, partial sequence of each held-out text out, instead of padding it, as
-    Megatron does unless drop_last_partial_validation_sequence=False."""
-    mask_document_start: bool = expert(False)
-    """Exclude the first token of each document from the loss."""
+    megatron: tuple[MegatronFlag, ...] = expert(())
+    """Habits of Megatron-LM. no_extra_token: sequences of `blend` do not overlap by one token, so
+    that the last input has no label (add_extra_token_to_sequence=False). drop_last_partial: the
+    last, partial sequence of each held-out text is left out instead of padded (Megatron's default).
+    mask_document_start: the first token of each document is not in the loss (--eod-mask-loss)."""
     fim_rate: float = 0.0
     """Fraction of training documents that are rearranged for fill-in-the-middle (FIM, arXiv
     2207.14255)."""
@@ -272,8 +197,6 @@ class CheckpointConfig:
     """Save every N steps; 0: only at the end and on SIGTERM or Ctrl-C."""
     keep: int = option(2, least=1)
     """Keep the newest N checkpoints."""
-    alarm: int = expert(3, least=1)
-    """Log ERROR after N failed saves in a row. Training continues."""
     local: str = expert("")
     """Directory on each node's own disk, or in memory (/dev/shm), for extra, more frequent
     checkpoints; empty: off."""
@@ -378,6 +301,7 @@ class TrainConfig:
     train: TrainLoop = TrainLoop()
     pipeline: PipelineConfig = PipelineConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    diloco: DilocoConfig = DilocoConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     health: HealthConfig = HealthConfig()
@@ -419,6 +343,12 @@ def as_dict(config: Any) -> dict[str, Any]:
     fields = {
         field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)
     }
+    if isinstance(config, OptimizerConfig):
+        # A rule may be the user's own, with any module, and need not be a dataclass.
+        rule = config.rule
+        hyperparameters = dataclasses.asdict(rule) if dataclasses.is_dataclass(rule) else {}
+        cls = type(rule)
+        fields["rule"] = {"class": cls.__qualname__, "module": cls.__module__} | hyperparameters
     return {"class": type(config).__name__, **fields}
 
 

@@ -25,7 +25,7 @@ _NAMING = (
     "data.blend",
     "data.split",
     "data.valid_blend",
-    "data.add_extra_token",
+    "data.megatron",
     "data.documents",
     "model.seq_len",
     "seed",
@@ -90,7 +90,7 @@ class Batches:
             self._order,
             eod=eod,
             documents=data.documents,
-            mask_document_start=data.mask_document_start,
+            mask_document_start="mask_document_start" in data.megatron,
             fill_in_middle=fill_in_middle,
         )
         self._train.require(train.global_batch)

@@ -35,7 +35,14 @@ from mesh_lm.data.megatron_corpus import (
 from mesh_lm.data.packing import PackedSequences
 from mesh_lm.data.rows import SampleOrder
 from mesh_lm.data.sequences import Sequences
-from mesh_lm.data.tokenizer import FORMER, MIN_VOCAB, Tokenizer, load_tokenizer, smaller_than_asked
+from mesh_lm.data.tokenizer import (
+    FORMER,
+    MIN_VOCAB,
+    Tokenizer,
+    load_tokenizer,
+    smaller_than_asked,
+    train_tokenizer,
+)
 from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
@@ -503,7 +510,7 @@ def _train_tokenizer(sample: list[str], size: int, progress: Callable[[str], Non
         f"training a byte-level BPE of {size} entries on "
         f"{sum(map(len, sample)) / 1e6:.1f} M characters"
     )
-    tokenizer = Tokenizer.train(sample, size)
+    tokenizer = train_tokenizer(sample, size)
     warning = smaller_than_asked(tokenizer, size)
     if warning:
         progress(warning)

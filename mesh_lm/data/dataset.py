@@ -96,17 +96,17 @@ class Dataset(Protocol):
 def stored_order(texts: Sequence[TokenStream], config: TrainConfig, eod: int | None) -> SampleOrder:
     """Returns the tokens of the texts as held-out sequences, in stored order.
 
-    The last, partial sequence of each text is padded, or left out (data.drop_last_partial). Raises
-    ConfigError if there are no others.
+    The last, partial sequence of each text is padded, or left out
+    (data.megatron=drop_last_partial). Raises ConfigError if there are no others.
     """
     seq_len = config.model.seq_len
-    pad = not config.data.drop_last_partial
+    pad = "drop_last_partial" not in config.data.megatron
     shortest = 1 if pad else seq_len
     long_texts = [text for text in texts if text.n_tokens >= shortest]
     if not long_texts:
         longest = max(text.n_tokens for text in texts)
         raise ConfigError(
-            "data.drop_last_partial=true leaves no held-out sequence: no text has "
+            "data.megatron=drop_last_partial leaves no held-out sequence: no text has "
             f"model.seq_len={seq_len} tokens, the longest {longest}; leave it out"
         )
     return ConcatOrder([Sequences(t, seq_len, eod=eod, seed=None, pad=pad) for t in long_texts])

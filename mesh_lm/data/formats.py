@@ -1,6 +1,8 @@
 """The formats of text files. The only file that imports pyarrow.
 
-A new format is a class, derived from `Lines`, `Items` or `Table`, and its suffixes in `_FORMATS`.
+A new format is a class, derived from `Lines`, `Items` or `Table`, and its suffixes in `FORMATS`.
+One that is not in this package is added by the config file that uses it, for its data.path:
+`formats.FORMATS[".csv"] = Csv()`.
 """
 
 from __future__ import annotations
@@ -267,7 +269,7 @@ class Parquet(Table):
 
 _JSON_LINES = JsonLines()
 _JSON_LIST = JsonList()
-_FORMATS: dict[str, Format] = {
+FORMATS: dict[str, Format] = {
     ".txt": PlainText(),
     ".jsonl": _JSON_LINES,
     ".ndjson": _JSON_LINES,
@@ -279,19 +281,20 @@ _FIRST_SUFFIXES = (".txt", ".jsonl", ".parquet")
 """Suffixes that the first versions knew; see `newly_read`."""
 
 
-def _listed(is_compressible: bool) -> str:
-    suffixes = [s for s, format in _FORMATS.items() if format.is_compressible == is_compressible]
-    return ", ".join(suffixes)
-
-
-SUFFIXES = f"{_listed(True)} (each also .gz, .zst, .bz2 and .xz) and {_listed(False)}"
+def suffixes() -> str:
+    """Returns the suffixes of all formats, for messages."""
+    compressible: list[str] = []
+    others: list[str] = []
+    for suffix, format in FORMATS.items():
+        (compressible if format.is_compressible else others).append(suffix)
+    return f"{', '.join(compressible)} (each also .gz, .zst, .bz2 and .xz) and {', '.join(others)}"
 
 
 def detect(path: Path | str) -> Format | None:
     """Returns the format of a file by its suffix, in letters of any case; None for an unknown
     suffix.
     """
-    format = _FORMATS.get(inner_suffix(path))
+    format = FORMATS.get(inner_suffix(path))
     if format is None or Path(path).suffix.lower() in UNREAD:
         return None
     if is_compressed(path) and not format.is_compressible:
@@ -327,7 +330,7 @@ def require_readable(path: Path, field: str = "") -> None:
     if inner_suffix(path) in _ARCHIVES:
         raise ConfigError(f"{path} is an archive; extract it, or leave it out")
     format = detect(path)
-    is_known = inner_suffix(path) in _FORMATS
+    is_known = inner_suffix(path) in FORMATS
     if Path(path).suffix.lower() in UNREAD or (is_known and format is None):
         raise ConfigError(
             f"{path} is compressed in a way that is not read; decompress it, compress it as .gz or "
@@ -385,7 +388,7 @@ def newly_read(path: Path | str) -> bool:
     corpus made then is a different one.
     """
     suffix = inner_suffix(path)
-    is_new_format = suffix in _FORMATS and suffix not in _FIRST_SUFFIXES
+    is_new_format = suffix in FORMATS and suffix not in _FIRST_SUFFIXES
     return is_new_format or Path(path).suffix.lower() in (".bz2", ".xz")
 
 

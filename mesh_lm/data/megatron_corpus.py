@@ -91,7 +91,7 @@ class MegatronCorpus(Dataset):
             self._all_members = self.members
             self._split = config.split
             self.name = f"Megatron prefixes, split {config.split}"
-        if not config.add_extra_token:
+        if "no_extra_token" in config.megatron:
             self.name += ", no extra token"
 
         for member in self._all_members:
@@ -344,7 +344,7 @@ class BlendedOrder:
     ) -> None:
         self.seq_len = config.model.seq_len
         texts = corpus.train(config.model.vocab_size)
-        extra_token = config.data.add_extra_token
+        extra_token = "no_extra_token" not in config.data.megatron
 
         def gpt_order_size(member: int, n_requested: int) -> int:
             """Returns the samples of a GPTDataset, which has full epochs."""
@@ -426,7 +426,7 @@ def _gpt_orders(
                 seed=config.seed + k,
                 cache=corpus.cache,
                 fingerprint=member.fingerprint,
-                extra_token=config.data.add_extra_token,
+                extra_token="no_extra_token" not in config.data.megatron,
                 eod=corpus.eod,
             )
             parts.append(part)

@@ -39,9 +39,10 @@ def data_problems(data: DataConfig) -> Iterator[str]:
                 f"data.valid_blend: {min(in_both)} is in data.blend, too, so that it would be "
                 "trained on; leave it out of one of them"
             )
-    if not data.add_extra_token and (not data.blend or data.documents == "packed" or data.fim_rate):
+    no_extra_token = "no_extra_token" in data.megatron
+    if no_extra_token and (not data.blend or data.documents == "packed" or data.fim_rate):
         yield (
-            "data.add_extra_token=false is for a data.blend without packed documents and without "
+            "data.megatron=no_extra_token is for a data.blend without packed documents and without "
             "data.fim_rate; leave it out"
         )
     for name in ("fim_rate", "fim_spm_rate", "max_lost_bytes"):

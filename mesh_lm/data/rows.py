@@ -153,7 +153,7 @@ class RowReader:
         if eod is None and (documents != "joined" or mask_document_start):
             option = f"data.documents={documents}"
             if documents == "joined":
-                option = "data.mask_document_start"
+                option = "data.megatron=mask_document_start"
             raise ConfigError(
                 f"{option}: the end-of-document token of this data is not known; set data.tokenizer"
             )

@@ -128,7 +128,7 @@ def find(path: str, field: str = "text", outputs: Collection[str] = ()) -> Sourc
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", location.resolve().name.split(".")[0]) or "corpus"
     if location.is_dir():
         return _directory(name, location, field, outputs=outputs)
-    kinds = f"one of {formats.SUFFIXES}, a directory of text files, or `stdlib`"
+    kinds = f"one of {formats.suffixes()}, a directory of text files, or `stdlib`"
     if not path:
         raise ConfigError(f"data.path is empty; give {kinds}")
     if not location.is_file():

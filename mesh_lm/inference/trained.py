@@ -12,8 +12,8 @@ from typing import Any, get_type_hints, overload
 import jax
 
 from mesh_lm import checkpoint, distributed, huggingface
-from mesh_lm.config import ModelConfig, PipelineConfig, TrainConfig
-from mesh_lm.config.resolved import rules_from
+from mesh_lm.config import ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
+from mesh_lm.config.resolved import rule_from, rules_from
 from mesh_lm.data.atomic import write_files
 from mesh_lm.data.tokenizer import FORMER, Tokenizer, companions, load_tokenizer
 from mesh_lm.errors import ConfigError, hub_hint
@@ -76,7 +76,7 @@ class TrainedModel:
         if saved is None and not huggingface.is_huggingface(path):
             raise _no_model(path)
         if saved:
-            config = config_from(saved.metadata["config"], model, str(saved.path))
+            config = config_from(saved.config, model, str(saved.path))
         else:
             config = TrainConfig(model=model or huggingface.config_of(path), output=str(path))
         if dtype:
@@ -239,7 +239,20 @@ def config_from(plain: dict[str, Any], model: ModelConfig | None, source: str) -
         elif dataclasses.is_dataclass(hints[name]) and name not in ("model", "rules"):
             section: Any = hints[name]
             fields[name] = section(**_fields_of(section, value))
+    fields["optimizer"] = _optimizer_from(fields.get("optimizer", OptimizerConfig()))
     return TrainConfig(**fields, model=model, rules=rules_from(plain["rules"]))
+
+
+def _optimizer_from(section: OptimizerConfig) -> OptimizerConfig:
+    """Returns the section with its rule, whose description it has. A rule that cannot be imported
+    is replaced by the default: the weights do not need it.
+    """
+    if not isinstance(section.rule, dict):
+        return section
+    rule = OptimizerConfig().rule
+    with contextlib.suppress(ValueError):
+        rule = rule_from(section.rule, "optimizer.rule")
+    return dataclasses.replace(section, rule=rule)
 
 
 def _model_from(plain: dict[str, Any], source: str) -> DecoderConfig:

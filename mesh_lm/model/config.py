@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from mesh_lm.config import ModelConfig, expert, option
-from mesh_lm.config.run import bound_problems
 from mesh_lm.errors import ConfigError
+from mesh_lm.fields import bound_problems
 from mesh_lm.model.kinds import attention_flops_per_token, kind
 from mesh_lm.schedules.segments import Remat, Segment, Stack
 

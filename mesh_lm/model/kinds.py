@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mesh_lm.config import files
 from mesh_lm.errors import ConfigError
+from mesh_lm.user_code import imported
 from sharding_rules import did_you_mean
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def kind(name: str, where: str = "model.segments") -> Kind:
         if not suggestion.endswith("?"):
             suggestion += ", or module:class for one of your own"
         raise ConfigError(problem + suggestion)
-    layer = getattr(files.imported(path, problem), class_name, None)
+    layer = getattr(imported(path, problem), class_name, None)
     if not isinstance(layer, type):
         raise ConfigError(f"{problem}: {class_name!r} is not a class of the module {path!r}")
     dense = importlib.import_module(KINDS["dense"])

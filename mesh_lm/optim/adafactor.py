@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from mesh_lm.config import OptimizerConfig
 from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots, is_matrix
 
 SHORTEST = 32
@@ -38,12 +36,11 @@ class Adafactor:
     """Adafactor without relative step sizes. A direction has an RMS of at most 1, so AdamW's
     learning rate and weight decay are suitable.
 
-    beta1, beta2 and eps are not used: the second moment decays by 1 - t^-0.8 at update t, and 1e-30
-    is added to squared gradients.
+    It has no hyperparameters: the second moment decays by 1 - t^-0.8 at update t, and 1e-30 is
+    added to squared gradients.
     """
 
-    config: OptimizerConfig
-    elementwise: bool = False
+    elementwise: ClassVar[bool] = False
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         """Returns mean squares of rows and of columns of the matrices, and of each element of the
@@ -82,6 +79,8 @@ class Adafactor:
 
 def _update(count: jax.Array, grad: jax.Array, slots: Params) -> tuple[jax.Array, Params]:
     """Returns (the direction of one array, its updated slots)."""
+    import optax  # here, so that configs load without it
+
     is_factored = "v" not in slots
     placeholder = jnp.zeros((1,), grad.dtype)  # optax's, for slots that an array does not have
     state = optax.FactoredState(count, *(cast(Any, slots.get(slot, placeholder)) for slot in SLOTS))

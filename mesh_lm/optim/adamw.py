@@ -5,12 +5,12 @@ eps).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+import math
+from typing import Any, ClassVar, cast
 
 import jax
-import optax
 
-from mesh_lm.config import OptimizerConfig
+from mesh_lm.fields import option
 from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots
 
 
@@ -18,8 +18,14 @@ from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots
 class AdamW:
     """AdamW, with two slots shaped like the parameter."""
 
-    config: OptimizerConfig
-    elementwise: bool = True
+    elementwise: ClassVar[bool] = True
+    beta1: float = option(0.9, least=0, below=1)
+    """Decay rate of the first moment."""
+    beta2: float = option(0.95, least=0, below=1)
+    """Decay rate of the second moment."""
+    # 0 would give 0 / 0 for zero gradients, such as those of padded rows.
+    eps: float = option(1e-8, above=0, below=math.inf, expert=True)
+    """Added to the denominator."""
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         """Returns both moments, each shaped like the parameter."""
@@ -31,7 +37,9 @@ class AdamW:
         """Returns Adam's direction for each parameter, and the moments after the step (arXiv
         1412.6980).
         """
-        rule = optax.scale_by_adam(self.config.beta1, self.config.beta2, self.config.eps)
+        import optax  # here, so that configs load without it
+
+        rule = optax.scale_by_adam(self.beta1, self.beta2, self.eps)
         state = optax.ScaleByAdamState(count, cast(Any, slots["mu"]), cast(Any, slots["nu"]))
         direction, new_state = rule.update(cast(Any, grads), state)
         moments = cast(optax.ScaleByAdamState, new_state)

@@ -1,12 +1,12 @@
 """The interface of an optimizer: a rule that turns gradients into directions. Each is one file,
-based on optax, and a line in `RULES`.
+based on optax, and a line in `mesh_lm.optim.rules`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 
@@ -66,9 +66,12 @@ ArraySpecs = Mapping[str, ArraySpec]
 class Rule(Protocol):
     """The update rule of one optimizer. Clipping, learning rate and weight decay are shared by all
     (`mesh_lm.optim.Optimizer`).
+
+    A frozen dataclass: its fields are the rule's hyperparameters, with bounds from
+    `mesh_lm.config.option`, and options of the command line (--optimizer.rule.FIELD).
     """
 
-    elementwise: bool
+    elementwise: ClassVar[bool]
     """Whether the update of an element depends on that element only. Then the rule also works on
     flat vectors."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
-import optax
 
-from mesh_lm.config import OptimizerConfig
+from mesh_lm.fields import option
 from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots
 
 
@@ -19,8 +18,11 @@ class Lion:
     betas are 0.9 and 0.99.
     """
 
-    config: OptimizerConfig
-    elementwise: bool = True
+    elementwise: ClassVar[bool] = True
+    beta1: float = option(0.9, least=0, below=1)
+    """Weight of the momentum where it is interpolated with the gradient."""
+    beta2: float = option(0.95, least=0, below=1)
+    """Decay rate of the momentum."""
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         """Returns one momentum, shaped like the parameter."""
@@ -32,7 +34,9 @@ class Lion:
         """Returns the sign of gradient and momentum interpolated, and the momentum after the step
         (arXiv 2302.06675).
         """
-        rule = optax.scale_by_lion(self.config.beta1, self.config.beta2)
+        import optax  # here, so that configs load without it
+
+        rule = optax.scale_by_lion(self.beta1, self.beta2)
         state = optax.ScaleByLionState(count, cast(Any, slots["mu"]))
         direction, new_state = rule.update(cast(Any, grads), state)
         momentum = cast(optax.ScaleByLionState, new_state).mu

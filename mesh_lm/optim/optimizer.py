@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from mesh_lm.config import OptimizerConfig, files
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Rule, Slots, decayed
-from sharding_rules import did_you_mean
+from mesh_lm.optim.config import DilocoConfig, OptimizerConfig
+from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots, decayed
+from mesh_lm.optim.rules import rule_name
 
-RULES = {
-    "adamw": "mesh_lm.optim.adamw:AdamW",
-    "muon": "mesh_lm.optim.muon:Muon",
-    "lion": "mesh_lm.optim.lion:Lion",
-    "adafactor": "mesh_lm.optim.adafactor:Adafactor",
-}
-"""optimizer.name -> module:class. A rule is constructed from the config's section `optimizer`."""
 _SMALLEST_NORM = 1e-30
 
 
@@ -35,13 +24,8 @@ class Optimizer:
     config: OptimizerConfig
     steps: int
     """Length of the learning-rate schedule."""
-    custom_rule: Rule | None = None
-    """A rule object that was passed in; None: the rule that optimizer.name names."""
-
-    @cached_property
-    def rule(self) -> Rule:
-        """The update rule. Raises ConfigError as `make_rule` does."""
-        return self.custom_rule or make_rule(self.config)
+    diloco: DilocoConfig = DilocoConfig()
+    """The outer step of islands; without them nothing."""
 
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         """Returns the optimizer state of parameters, see `Rule.slots`.
@@ -49,12 +33,13 @@ class Optimizer:
         Raises ConfigError for flat vectors if the rule is not elementwise.
         """
         flat = [name for name, leaf in leaves.items() if leaf.form == "flat"]
-        if flat and not self.rule.elementwise:
+        rule = self.config.rule
+        if flat and not rule.elementwise:
             raise ConfigError(
-                f"optimizer.name={self.config.name} works on whole matrices, and {flat[0]} is kept "
+                f"optimizer.rule={rule_name(rule)} works on whole matrices, and {flat[0]} is kept "
                 "as flat vectors"
             )
-        return self.rule.slots(leaves)
+        return rule.slots(leaves)
 
     def update(
         self,
@@ -77,7 +62,7 @@ class Optimizer:
             # The floor is for a norm of 0, where the gradients are 0, too.
             scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, _SMALLEST_NORM))
             grads = jax.tree.map(lambda g: g * scale, grads)
-        directions, new_slots = self.rule.direction(
+        directions, new_slots = config.rule.direction(
             grads, slots, params, count=count, leaves=leaves
         )
         rate = self.learning_rate(step)
@@ -93,6 +78,8 @@ class Optimizer:
 
         It rises linearly from 0 during the warm-up, and then follows the schedule.
         """
+        import optax  # here, so that configs load without it
+
         config = self.config
         final = config.final_fraction
         n_after_warmup = max(1, self.steps - config.warmup_steps)
@@ -109,59 +96,3 @@ class Optimizer:
         # Step 0 already moves: its rate is the first after 0.
         factor = schedule(jnp.asarray(step) + 1)
         return jnp.asarray(config.learning_rate * factor, jnp.float32)
-
-
-def make_rule(config: OptimizerConfig) -> Rule:
-    """Returns the rule that optimizer.name names: one of RULES, module:class, or FILE.py:class.
-
-    Raises ConfigError for an unknown name, a module that cannot be imported, and a class that does
-    not implement `Rule`.
-    """
-    setting = f"optimizer.name={config.name}"
-    path, colon, name = RULES.get(config.name, config.name).rpartition(":")
-    if not colon:
-        hint = did_you_mean(name, list(RULES))
-        if not hint.endswith("?"):
-            hint += ", or module:class for a custom one"
-        raise ConfigError(f"{setting}: there is no such optimizer{hint}")
-    module = files.imported(path, setting)
-    if not hasattr(module, name):
-        rules = [
-            candidate
-            for candidate, value in vars(module).items()
-            if getattr(value, "__module__", "") == path and hasattr(value, "direction")
-        ]
-        hint = did_you_mean(name, rules) if rules else ""
-        raise ConfigError(f"{setting}: {path!r} has no optimizer of the name {name!r}{hint}")
-    return _checked_rule(getattr(module, name), config, setting)
-
-
-def own_rule(config: OptimizerConfig, rule: Rule | type) -> tuple[OptimizerConfig, Rule]:
-    """Returns (the config with the name of a custom rule, the rule), from the rule or its class.
-
-    Raises ConfigError as `make_rule` does.
-    """
-    rule_class = rule if isinstance(rule, type) else type(rule)
-    make = rule if isinstance(rule, type) else lambda config: rule
-    name = f"{rule_class.__module__}:{rule_class.__qualname__}"
-    checked = _checked_rule(make, config, f"optimizer={name}")
-    return dataclasses.replace(config, name=name), checked
-
-
-def _checked_rule(
-    make: Callable[[OptimizerConfig], Any], config: OptimizerConfig, setting: str
-) -> Rule:
-    try:
-        rule = make(config)
-    except Exception as error:
-        raise ConfigError(
-            f"{setting}: cannot be made from the section optimizer "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    types = {"elementwise": bool, "slots": Callable, "direction": Callable}
-    missing = [
-        name for name, kind in types.items() if not isinstance(getattr(rule, name, None), kind)
-    ]
-    if missing:
-        raise ConfigError(f"{setting}: lacks {', '.join(missing)}; implement mesh_lm.optim.Rule")
-    return rule

@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Iterator
 
-from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim.contract import Rule
-from mesh_lm.optim.optimizer import make_rule
+from mesh_lm.fields import bound_problems
+from mesh_lm.optim.config import OptimizerConfig
+from mesh_lm.optim.rules import require_rule, rule_name
+from sharding_rules import Rules
 from sharding_rules.rules import FLAT
 
 
-def optimizer_problems(config: TrainConfig, rule: Rule | None) -> Iterator[str]:
-    """Yields the problems. rule: the optimizer's if one was passed in; None: the rule that
-    optimizer.name names.
-    """
-    optimizer = config.optimizer
-    for name in ("beta1", "beta2", "momentum"):
-        value = getattr(optimizer, name)
-        if not 0 <= value < 1:
-            yield f"optimizer.{name}={value} must be at least 0 and below 1"
-    for name in ("final_fraction", "decay_fraction"):
-        value = getattr(optimizer, name)
-        if not 0 <= value <= 1:
-            yield f"optimizer.{name}={value} must be a number in [0, 1]"
-    for name in ("learning_rate", "weight_decay", "clip_norm"):
-        value = getattr(optimizer, name)
-        if not 0 <= value < math.inf:
-            yield f"optimizer.{name}={value} must be a number of at least 0"
-    # eps=0 gives 0 / 0 for zero gradients, such as those of padded rows.
-    if not 0 < optimizer.eps < math.inf:
-        yield f"optimizer.eps={optimizer.eps} must be above 0 and finite"
+def optimizer_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str]:
+    """Yields the problems. rules: the sharding rules of the run."""
+    yield from bound_problems("optimizer", optimizer)
+    rule = optimizer.rule
     try:
-        is_elementwise = (rule or make_rule(optimizer)).elementwise
+        require_rule(rule)
     except ConfigError as error:
-        yield str(error)
+        shown = repr(rule) if isinstance(rule, str | type) else rule_name(rule)
+        yield f"optimizer.rule={shown} is not an update rule: it {error}"
         return
-    if is_elementwise:
+    if dataclasses.is_dataclass(rule):
+        yield from bound_problems("optimizer.rule", rule)
+    if rule.elementwise:
         return
-    for row, entry in config.rules.column("optimizer").items():
+    for row, entry in rules.column("optimizer").items():
         if row.rpartition("/")[2] == FLAT and entry is not None:
             yield (
-                f"optimizer.name={optimizer.name} needs full matrices, but rules "
-                f"{config.rules.name!r} store its state as flat vectors "
-                f"(rules.optimizer[{row!r}]={entry!r}); use optimizer adamw or lion, or rules "
+                f"optimizer.rule={rule_name(rule)} needs full matrices, but rules "
+                f"{rules.name!r} store its state as flat vectors "
+                f"(rules.optimizer[{row!r}]={entry!r}); use the rule adamw or lion, or rules "
                 "without that row, such as zero2"
             )
             return

@@ -17,7 +17,7 @@ def report_facts(
     """
     if outer is None:
         return ()
-    outer_steps = config.optimizer.outer_steps
+    outer_steps = config.diloco.outer_steps
     outer_bytes = outer.wire_bytes(ISLAND)
     text = (
         f"{config.mesh.island}; a step sends {size(step.wire_bytes(ISLAND))} over island, the "

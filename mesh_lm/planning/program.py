@@ -75,7 +75,7 @@ class Program:
     @property
     def optimizer(self) -> Optimizer:
         """The run's optimizer."""
-        return Optimizer(self.config.optimizer, self.config.train.steps)
+        return Optimizer(self.config.optimizer, self.config.train.steps, self.config.diloco)
 
     @cached_property
     def declared(self) -> dict[str, StatePart]:
@@ -117,11 +117,11 @@ class Program:
         )
 
     def compile_outer(self, options: Mapping[str, Any] | None = None) -> Report | None:
-        """Compiles the outer step, which a run makes every optimizer.outer_steps steps.
+        """Compiles the outer step, which a run makes every diloco.outer_steps steps.
 
         Returns None if the run has none. Raises LabError if the compiler fails.
         """
-        if not self.config.optimizer.outer_steps:
+        if not self.config.diloco.outer_steps:
             return None
         step = outer_step(self.layout, self.optimizer)
         return self._report(step, (abstract_state(self.layout, self.optimizer),), options)

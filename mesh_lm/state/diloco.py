@@ -28,7 +28,7 @@ SHARED = ("params", MOMENTUM)
 
 def n_islands(layout: ModelLayout, optimizer: Optimizer) -> int:
     """Returns the number of islands; 0: the optimizer has no outer step, so that there are none."""
-    return layout.shard.mesh.shape[ISLAND] if optimizer.config.outer_steps else 0
+    return layout.shard.mesh.shape[ISLAND] if optimizer.diloco.outer_steps else 0
 
 
 def stacked(leaf: ArraySpec, n: int) -> ArraySpec:

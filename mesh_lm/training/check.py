@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 
 from mesh_lm.checkpoint.problems import recovery_problems
 from mesh_lm.config import TrainConfig
-from mesh_lm.config.run import bound_problems
 from mesh_lm.data.problems import data_problems
 from mesh_lm.data.tokenizer import MIN_VOCAB
 from mesh_lm.errors import ConfigError
+from mesh_lm.fields import bound_problems
 from mesh_lm.model.problems import head_problems
-from mesh_lm.optim import Rule
 from mesh_lm.optim.problems import optimizer_problems
 from mesh_lm.parallel.problems import parallel_problems
 from mesh_lm.training.diloco_problems import island_problems
@@ -26,7 +25,7 @@ from sharding_rules import TABLES, MeshConfig, MeshError, unknown_scopes, would_
 
 _BOUNDED_SECTIONS = (
     "train",
-    "optimizer",
+    "diloco",
     "data",
     "checkpoint",
     "profile",
@@ -36,12 +35,9 @@ _BOUNDED_SECTIONS = (
 )
 
 
-def check(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> TrainConfig:
-    """Returns the config with its mesh resolved. Raises ConfigError that lists every problem.
-
-    rule: the optimizer's rule if one was passed in; None: the rule that optimizer.name names.
-    """
-    problems = list(_section_problems(config, rule))
+def check(config: TrainConfig, n_devices: int) -> TrainConfig:
+    """Returns the config with its mesh resolved. Raises ConfigError that lists every problem."""
+    problems = list(_section_problems(config))
     try:
         mesh = config.mesh.resolve(n_devices)
     except MeshError as error:
@@ -56,7 +52,7 @@ def check(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> Trai
     return dataclasses.replace(config, mesh=mesh)
 
 
-def _section_problems(config: TrainConfig, rule: Rule | None) -> Iterator[str]:
+def _section_problems(config: TrainConfig) -> Iterator[str]:
     """Yields problems of single sections, and of pairs of fields that do not depend on the mesh."""
     model_class = type(config.model)
     is_dataclass = "__dataclass_fields__" in vars(model_class)
@@ -75,7 +71,7 @@ def _section_problems(config: TrainConfig, rule: Rule | None) -> Iterator[str]:
         yield from bound_problems(section, getattr(config, section))
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must be at least 0 and below 2^32"
-    yield from optimizer_problems(config, rule)
+    yield from optimizer_problems(config.optimizer, config.rules)
     yield from data_problems(config.data)
     yield from recovery_problems(config)
     yield from _vocabulary_problems(config)

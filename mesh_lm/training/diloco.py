@@ -1,5 +1,5 @@
 """DiLoCo (Douillard et al., arXiv 2311.08105): islands that train apart, and the outer step that
-brings them together every optimizer.outer_steps steps.
+brings them together every diloco.outer_steps steps.
 
 An island is a slice of the mesh along `island`. A step is manual over that axis, and so sends
 nothing over it: each island makes an ordinary step (`mesh_lm.training.step`) with its own weights,
@@ -17,7 +17,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from mesh_lm.config import OptimizerConfig
+from mesh_lm.config import DilocoConfig
 from mesh_lm.model import Batch
 from mesh_lm.optim import Optimizer, Params
 from mesh_lm.parallel.engine import batch_sharding, leaf_spec
@@ -97,7 +97,7 @@ def outer_step(layout: ModelLayout, optimizer: Optimizer) -> jax.stages.Wrapped:
         # The all-reduce over islands. Nothing hides it, but it comes once in outer_steps steps.
         n_islands = lax.axis_size(ISLAND)
         mean = jax.tree.map(lambda x: lax.psum(x[0], ISLAND) / n_islands, weights)
-        anchor, momentum = outer_update(optimizer.config, anchor, momentum, mean)
+        anchor, momentum = outer_update(optimizer.diloco, anchor, momentum, mean)
         # From here on all islands know how many steps were skipped, an integer in each.
         skipped = lax.psum(step - recent[0, 0, 0].astype(jnp.int32), ISLAND)
         return anchor, momentum, jax.tree.map(lambda x: x[None], anchor), skipped
@@ -120,7 +120,7 @@ def outer_step(layout: ModelLayout, optimizer: Optimizer) -> jax.stages.Wrapped:
 
 
 def outer_update(
-    config: OptimizerConfig, anchor: Params, momentum: Params, mean: Params
+    config: DilocoConfig, anchor: Params, momentum: Params, mean: Params
 ) -> tuple[Params, Params]:
     """Returns (the new anchor, the new momentum) of SGD with Nesterov momentum on the mean change
     of the islands' weights.

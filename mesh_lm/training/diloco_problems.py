@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from mesh_lm.config import TrainConfig
@@ -14,22 +13,14 @@ def island_problems(config: TrainConfig) -> Iterator[str]:
     """Yields settings of the outer step that contradict others, and parts of the trainer that do
     not work with islands.
     """
-    optimizer = config.optimizer
-    if not 0 < optimizer.outer_learning_rate < math.inf:
-        yield (
-            f"optimizer.outer_learning_rate={optimizer.outer_learning_rate} must be a number above "
-            "0"
-        )
-    if not 0 <= optimizer.outer_momentum < 1:
-        yield f"optimizer.outer_momentum={optimizer.outer_momentum} must be in [0, 1)"
     yield from _row_problems(config)
-    if optimizer.outer_steps:
+    if config.diloco.outer_steps:
         yield from _step_problems(config)
         yield from _unsupported(config)
     elif config.mesh.island > 1:
         yield (
-            f"mesh.island={config.mesh.island}, but optimizer.outer_steps=0 never averages the "
-            "islands' weights; set optimizer.outer_steps=100, or use mesh.data for replicas that "
+            f"mesh.island={config.mesh.island}, but diloco.outer_steps=0 never averages the "
+            "islands' weights; set diloco.outer_steps=100, or use mesh.data for replicas that "
             "sum their gradients in every step"
         )
 
@@ -50,21 +41,21 @@ def _row_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def _step_problems(config: TrainConfig) -> Iterator[str]:
-    outer_steps = config.optimizer.outer_steps
+    outer_steps = config.diloco.outer_steps
     steps = config.train.steps
     if outer_steps < 0 or steps % outer_steps == 0:
         return
     below = steps // outer_steps * outer_steps
     fitting = f"{below} or {below + outer_steps}" if below else str(outer_steps)
     yield (
-        f"train.steps={steps} is not a multiple of optimizer.outer_steps={outer_steps}: the last "
+        f"train.steps={steps} is not a multiple of diloco.outer_steps={outer_steps}: the last "
         f"steps would not count; it can be {fitting}"
     )
 
 
 def _unsupported(config: TrainConfig) -> Iterator[str]:
     rules = config.rules
-    setting = f"optimizer.outer_steps={config.optimizer.outer_steps}"
+    setting = f"diloco.outer_steps={config.diloco.outer_steps}"
     if config.mesh.pipeline > 1:
         yield (
             f"{setting}: an island cannot have pipeline stages yet, and "

@@ -17,20 +17,17 @@ from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.network.environment import ELASTIC, LEAST, NODES
-from mesh_lm.optim import Rule
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, MeshError, axes_of
 
 _SHRINK = ("data", "fsdp")
 
 
-def fit(
-    config: TrainConfig, environment: Mapping[str, str] = os.environ, rule: Rule | None = None
-) -> TrainConfig:
+def fit(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> TrainConfig:
     """Returns the config for the available devices if the launcher may continue with fewer nodes
     (--min-nodes); else the config itself.
 
-    Call it after `distributed.start`. rule: as in `check`. Raises distributed.FewerNodes, after
+    Call it after `distributed.start`. Raises distributed.FewerNodes, after
     reporting it to the launcher, if fewer nodes are enough. Raises ConfigError, already at the
     first start, if the available nodes or the --min-nodes cannot hold the run.
     """
@@ -41,12 +38,12 @@ def fit(
     least = int(environment.get(LEAST, n_nodes))
     per_node = jax.device_count() // n_nodes
     try:
-        on_nodes(config, full, least, per_node, rule)
+        on_nodes(config, full, least, per_node)
     except ConfigError as error:
         raise ConfigError(
             f"--min-nodes={least} is too few nodes for this config: {error}"
         ) from error
-    fitting, n_filled = on_nodes(config, full, n_nodes, per_node, rule)
+    fitting, n_filled = on_nodes(config, full, n_nodes, per_node)
     if n_filled < n_nodes:
         Heartbeat(Phases(), environment).send({"nodes": n_filled})
         raise distributed.FewerNodes
@@ -56,9 +53,7 @@ def fit(
     return fitting
 
 
-def on_nodes(
-    config: TrainConfig, full: int, nodes: int, per_node: int, rule: Rule | None = None
-) -> tuple[TrainConfig, int]:
+def on_nodes(config: TrainConfig, full: int, nodes: int, per_node: int) -> tuple[TrainConfig, int]:
     """Returns the config for at most `nodes` nodes of `per_node` devices, and how many nodes it
     fills. full: the nodes it was written for.
 
@@ -70,7 +65,7 @@ def on_nodes(
         raise ConfigError(str(error)) from error
     devices = nodes * per_node
     while devices:
-        fitting = fitted(config, devices, rule)
+        fitting = fitted(config, devices)
         size = math.prod(fitting.mesh.sizes().values())
         if size % per_node == 0:
             return fitting, size // per_node
@@ -81,7 +76,7 @@ def on_nodes(
     )
 
 
-def fitted(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> TrainConfig:
+def fitted(config: TrainConfig, n_devices: int) -> TrainConfig:
     """Returns the config on the largest mesh of at most n_devices that it allows; among equal
     sizes, on the one with the largest fsdp.
 
@@ -104,7 +99,7 @@ def fitted(config: TrainConfig, n_devices: int, rule: Rule | None = None) -> Tra
             train = dataclasses.replace(config.train, microbatches=microbatches)
             candidate = dataclasses.replace(config, mesh=mesh, train=train)
             try:
-                return check(candidate, size, rule)
+                return check(candidate, size)
             except ConfigError as error:
                 reason = str(error)
     least = math.prod(size for axis, size in sizes.items() if axis not in _SHRINK)

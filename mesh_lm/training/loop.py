@@ -13,7 +13,7 @@ from typing import Any
 from mesh_lm import distributed
 from mesh_lm.config import TrainConfig
 from mesh_lm.data.dataset import Dataset
-from mesh_lm.optim import Optimizer, Rule, own_rule
+from mesh_lm.optim import Optimizer, Rule
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.training.run import Run, require_callbacks
 from mesh_lm.training.session import Session, open_session, start
@@ -24,7 +24,7 @@ def loop(session: Session) -> None:
     """Trains until the run has made all its steps, or is stopped."""
     run, step, outer_step, batches, post_step = session
     state = run.state
-    outer_steps = run.config.optimizer.outer_steps
+    outer_steps = run.config.diloco.outer_steps
     while run.unfinished:
         position, batch = next(batches)
         state, metrics = step(state, batch)
@@ -37,7 +37,7 @@ def loop(session: Session) -> None:
 def train(
     config: TrainConfig,
     *,
-    optimizer: Rule | type | None = None,
+    optimizer: Rule | None = None,
     data: Dataset | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Run:
@@ -46,16 +46,15 @@ def train(
     """
     require_callbacks(callbacks)
     with distributed.StopOnSignal() as stop:
-        rule = None
-        if optimizer:
-            section, rule = own_rule(config.optimizer, optimizer)
+        if optimizer is not None:
+            section = dataclasses.replace(config.optimizer, rule=optimizer)
             config = dataclasses.replace(config, optimizer=section)
-        config = start(config, stop.phases, data=data, rule=rule)
+        config = start(config, stop.phases, data=data)
         # Mesh and rules in the one object through which the model uses sharding; nothing is
         # allocated yet.
         shard = Shard(config.rules, make_mesh(config.mesh))
         layout = ModelLayout.of(config.model, shard, config.pipeline)
-        update = Optimizer(config.optimizer, config.train.steps, rule)
+        update = Optimizer(config.optimizer, config.train.steps, config.diloco)
         with open_session(
             config, layout, update, stop, dataset=data, callbacks=callbacks
         ) as session:

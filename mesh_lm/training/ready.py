@@ -20,12 +20,12 @@ from mesh_lm.data.indexed import bin_path, idx_path
 from mesh_lm.errors import ConfigError, StorageError, listed, storage_failed
 from mesh_lm.network.environment import HEARTBEAT
 from mesh_lm.network.process_slot import ProcessSlot
+from mesh_lm.optim.rules import rule_name
 from mesh_lm.output import is_utf_8
 from mesh_lm.report.weights_and_biases import require_login
 
 if TYPE_CHECKING:
     from mesh_lm.data.dataset import Dataset
-    from mesh_lm.optim import Rule
 
 _PROBE = 4096
 """Bytes that are written to find out whether the output's disk takes any."""
@@ -50,7 +50,6 @@ def require_ready(
     config: TrainConfig,
     data: Dataset | None = None,
     *,
-    rule: Rule | None = None,
     thorough: bool = False,
 ) -> None:
     """Raises ConfigError that lists what is missing: text to train on, a writable output, a login
@@ -64,7 +63,6 @@ def require_ready(
 
     Args:
       data: the dataset that the run was given, instead of what the config names.
-      rule: the optimizer's, as for `check`.
       thorough: also checks whether the output has room for a checkpoint, whether the model has the
         ids of the tokenizer, for a new run data.max_epochs, if the text was counted before, and
         what `check` says, as far as the devices are known. It imports Flax.
@@ -98,7 +96,7 @@ def require_ready(
         if has_data and not _has_begun(config):
             problems += _epoch_problems(config, data)
     if problems and thorough:  # otherwise `check` reports its own when the devices are there
-        problems += _config_problems(config, rule)
+        problems += _config_problems(config)
     if not problems:
         return
     problems = list(dict.fromkeys(problems))  # several checks need the tokenizer
@@ -203,7 +201,7 @@ def _state_bytes(config: TrainConfig) -> float:
     if type(model) is not DecoderConfig or model.problems():  # which `check` reports
         return 0.0
     n_weights = (model.flops_per_token() - model.attention_flops_per_token()) / 6
-    return n_weights * _STATE_BYTES.get(config.optimizer.name, 4)
+    return n_weights * _STATE_BYTES.get(rule_name(config.optimizer.rule), 4)
 
 
 def _has_begun(config: TrainConfig) -> bool:
@@ -235,7 +233,7 @@ def _vocabulary_problems(config: TrainConfig) -> list[str]:
     return vocabulary_problems(config.data, config.model.vocab_size)
 
 
-def _config_problems(config: TrainConfig, rule: Rule | None) -> list[str]:
+def _config_problems(config: TrainConfig) -> list[str]:
     """Returns the problems that `check` reports, as far as the number of devices is known before
     JAX has looked for them.
     """
@@ -246,7 +244,7 @@ def _config_problems(config: TrainConfig, rule: Rule | None) -> list[str]:
     if n_devices is None:
         return []
     try:
-        check(config, n_devices, rule)
+        check(config, n_devices)
     except ConfigError as error:
         return str(error).split("\n  - ")[1:]
     return []

@@ -24,7 +24,7 @@ from mesh_lm.data.tokenizer import Tokenizer
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError, listed
 from mesh_lm.inference.trained import keep_tokenizer, require_tokenizer, weights
-from mesh_lm.optim import Optimizer, Rule
+from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.engine import batch_sharding
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.report.run_log import RunLog
@@ -50,29 +50,23 @@ class Session(NamedTuple):
     run: Run
     step: Step
     outer_step: Callable[[State], State]
-    """DiLoCo's, made every optimizer.outer_steps steps."""
+    """DiLoCo's, made every diloco.outer_steps steps."""
     batches: Iterator[tuple[int, Batch]]
     """Each with the data position after it."""
     post_step: PostStep
 
 
-def start(
-    config: TrainConfig,
-    phases: Phases,
-    *,
-    data: Dataset | None = None,
-    rule: Rule | None = None,
-) -> TrainConfig:
+def start(config: TrainConfig, phases: Phases, *, data: Dataset | None = None) -> TrainConfig:
     """Connects the processes of the run, and returns its config, checked and fitted to their
     devices.
 
-    data, rule: what the run was given instead of the config's. Raises ConfigError with all problems
-    at once.
+    data: what the run was given instead of what the config names. Raises ConfigError with all
+    problems at once.
     """
-    require_ready(config, data, rule=rule, thorough=True)
+    require_ready(config, data, thorough=True)
     distributed.start(config, phases=phases)
     examined_kernels = own_kernels.examine(config)
-    config = check(elastic.fit(config, rule=rule), jax.device_count(), rule)
+    config = check(elastic.fit(config), jax.device_count())
     own_kernels.agree(config, examined_kernels)
     return config
 
@@ -181,7 +175,7 @@ def _open_data(
             batch_sharding(layout),
             saved.data if saved else None,
             saved.step if saved else 0,
-            saved_config=saved.metadata["config"] if saved and dataset is None else None,
+            saved_config=saved.config if saved and dataset is None else None,
         )
     fix = "give them the same files, and an output on a disk that they share"
     distributed.assert_equal_across_processes("the data", str(batches.state(batches.position)), fix)
@@ -228,7 +222,7 @@ def _changed_rates(saved: SavedCheckpoint, run: Run, changed: list[str]) -> str:
     """
     if not run.unfinished or any(change.startswith("optimizer.") for change in changed):
         return ""
-    saved_steps = saved.metadata["config"]["train"]["steps"]
+    saved_steps = saved.config["train"]["steps"]
     saved_optimizer = dataclasses.replace(run.optimizer, steps=saved_steps)
     old_rate = f"{float(saved_optimizer.learning_rate(run.step)):.2e}"
     new_rate = f"{float(run.optimizer.learning_rate(run.step)):.2e}"

@@ -164,8 +164,8 @@ def _require_updatable_buffers(layout: ModelLayout, optimizer: Optimizer) -> Non
         )
     if n_islands(layout, optimizer):
         raise ConfigError(
-            f"optimizer.outer_steps={optimizer.config.outer_steps}: the model has buffers "
-            f"({names}), which islands cannot average; set optimizer.outer_steps=0"
+            f"diloco.outer_steps={optimizer.diloco.outer_steps}: the model has buffers "
+            f"({names}), which islands cannot average; set diloco.outer_steps=0"
         )
 
 

@@ -16,12 +16,12 @@ import tensorstore as ts
 from fixtures import make_checkpoint as fixture
 from support import shard_on
 
-from mesh_lm.checkpoint import Checkpoints
+from mesh_lm.checkpoint import Checkpoints, manager
 from mesh_lm.commands.checkpoint import main
 from mesh_lm.commands.command_line import parse
 from mesh_lm.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim import Optimizer
+from mesh_lm.optim import Lion, Optimizer, rule_name
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state.initial import init_state
 
@@ -165,20 +165,20 @@ def test_saves_that_fail(
     assert f"error: {caught.value}\n".replace(f"{tmp_path}/", "/data/") in TEXTS
     assert len(slept) == 3 and sum(slept) == 14 and "four times over 14 s" in PAGE
     prose = " ".join(PAGE.split())
-    assert f"`checkpoint.alarm` failures in a row ({config.checkpoint.alarm})" in prose
+    assert f"After {manager.ALARM} failures in a row" in prose
     assert f"`checkpoint.keep` ({config.checkpoint.keep})" in prose
 
 
 def test_another_optimizer(here: Path, shown: Callable[[str], str]) -> None:
     """Is one error, nothing is put aside, and the page's way out is understood."""
-    config = configured(here / "runs" / "again", optimizer=OptimizerConfig(name="lion"))
+    config = configured(here / "runs" / "again", optimizer=OptimizerConfig(Lion()))
     with Checkpoints(config) as checkpoints, pytest.raises(ConfigError) as caught:
         checkpoints.restore(layout(), Optimizer(config.optimizer, 9))
     assert shown(f"error: {caught.value}\n") in TEXTS
     assert [path.name for path in checkpoints.directory.iterdir() if path.is_dir()] == ["750"]
     (command,) = [text for kind, text in BLOCKS if kind == "sh" and "mesh-lm train" in text]
     asked = parse(shlex.split(command)[2:])
-    assert (asked.init_from, asked.optimizer.name) == (
+    assert (asked.init_from, rule_name(asked.optimizer.rule)) == (
         "runs/again",
         "lion",
     ) and asked.output != asked.init_from

@@ -18,7 +18,7 @@ from mesh_lm import huggingface
 from mesh_lm.checkpoint import find
 from mesh_lm.commands import command_line, generate
 from mesh_lm.commands import huggingface as command
-from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer import load_tokenizer, train_tokenizer
 from mesh_lm.data.tokenizer.companions import Companions
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
@@ -58,7 +58,7 @@ def tensors(directory: str) -> dict[str, np.ndarray]:
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the page's model, text and config file."""
     directory, text = tmp_path_factory.mktemp("here"), inspect.getsource(argparse)
-    tokenizer = Tokenizer.train([text], 300)
+    tokenizer = train_tokenizer([text], 300)
     tokenizer.companions = COMPANIONS
     model = DecoderConfig(
         vocab_size=tokenizer.vocab_size, vocab_multiple=16, seq_len=64, n_layers=2, d_model=32,

@@ -181,6 +181,8 @@ def test_options_exist(command: Command, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "finetune.py").write_text(
         "from configs.gpt_tiny import get_config", encoding="utf-8"
     )
+    example = PYTHON["docs/optimizers.md"][0].text
+    (tmp_path / "sgd.py").write_text(example, encoding="utf-8")
     words = (
         command.words[command.words.index("mesh-lm") + 1 :] if "mesh-lm" in command.words else []
     )

@@ -12,6 +12,7 @@ import pytest
 from mesh_lm.commands import command_line
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.model import DecoderConfig
+from mesh_lm.optim import AdamW
 from mesh_lm.training.check import check
 from sharding_rules import PRESETS
 
@@ -36,7 +37,8 @@ def fields() -> set[str]:
         if dataclasses.is_dataclass(value)
         for field in dataclasses.fields(value)
     }
-    return found | set(sections)
+    rule = {f"optimizer.rule.{field.name}" for field in dataclasses.fields(AdamW)}
+    return found | rule | set(sections)
 
 
 def test_the_fields_of_the_table_exist() -> None:
@@ -83,7 +85,7 @@ def test_both_commands_are_the_same_run() -> None:
         theirs["save-interval"]
     )
     optimizer = config.optimizer
-    assert (optimizer.beta2, optimizer.weight_decay, config.seed) == tuple(
+    assert (vars(optimizer.rule)["beta2"], optimizer.weight_decay, config.seed) == tuple(
         float(theirs[name]) for name in ("adam-beta2", "weight-decay", "seed")
     )
     assert optimizer.final_fraction * optimizer.learning_rate == pytest.approx(

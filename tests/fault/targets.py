@@ -24,7 +24,7 @@ from mesh_lm.checkpoint.reader import differences
 from mesh_lm.config import CheckpointConfig, DataConfig, TrainConfig, as_dict, load
 from mesh_lm.data import corpus
 from mesh_lm.data.prepare.run import prepare
-from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from mesh_lm.distributed import compile_cache
 from mesh_lm.distributed.phases import Phases
 from mesh_lm.inference.trained import TOKENIZER, TrainedModel
@@ -57,7 +57,7 @@ def same(tree: Any, wanted: Any) -> bool:
 
 
 def trained() -> Tokenizer:
-    return Tokenizer.train([TEXT], 300)
+    return train_tokenizer([TEXT], 300)
 
 
 def _saved(
@@ -67,7 +67,7 @@ def _saved(
     states by step."""
     config = TrainConfig(model=MODEL, output=str(root / "run"), checkpoint=policy)
     optimizer, layout, states = (
-        Optimizer(config.optimizer, config.train.steps),
+        Optimizer(config.optimizer, config.train.steps, config.diloco),
         ModelLayout.of(MODEL, shard_on("ddp")),
         {},
     )

@@ -42,7 +42,7 @@ def layout(request: pytest.FixtureRequest) -> ModelLayout:
 @pytest.fixture(scope="module")
 def optimizer() -> Optimizer:
     config = TrainConfig(model=MODEL, output="")
-    return Optimizer(config.optimizer, config.train.steps)
+    return Optimizer(config.optimizer, config.train.steps, config.diloco)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ APART = {
     "rules": "diloco+fsdp",
     "mesh__data": 1,
     "mesh__island": 2,
-    "optimizer__outer_steps": EVERY,
+    "diloco__outer_steps": EVERY,
 }
 
 

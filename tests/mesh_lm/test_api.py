@@ -29,6 +29,7 @@ from mesh_lm.data.dataset import Dataset
 from mesh_lm.data.rows import TokenWindows
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
+from mesh_lm.optim import rule_name
 from mesh_lm.training import loop
 from sharding_rules import MeshConfig
 from sharding_rules.lab import LabError, lint
@@ -257,11 +258,11 @@ def test_a_trained_model_writes_and_scores(trained: mesh_lm.Run) -> None:
 
 
 class SignDescent:
-    """A rule with an argument that no section of a config has."""
+    """A rule that is no dataclass."""
 
     elementwise = True
 
-    def __init__(self, config: OptimizerConfig | None = None, scale: float = 1.0) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
         self._scale = scale
 
     def slots(self, leaves: Any) -> dict:
@@ -273,25 +274,27 @@ class SignDescent:
 
 @pytest.mark.slow
 def test_an_optimizer_of_ones_own(config: TrainConfig, tmp_path: Path) -> None:
-    """As a class and as an object; it goes on from its own checkpoint, and no other optimizer
+    """In the config and beside it; it goes on from its own checkpoint, and no other optimizer
     does."""
-    by_class = mesh_lm.train(to(tmp_path / "class", config), optimizer=SignDescent)
-    by_object = mesh_lm.train(to(tmp_path / "object", config), optimizer=SignDescent(scale=1.0))
-    assert by_class.losses == by_object.losses and by_class.losses[-1] < by_class.losses[0] - 0.05
-    assert by_class.state.keys() == {"params", "recent", "skipped", "step"}, (
+    rule = SignDescent()
+    own = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, rule=rule))
+    in_config = mesh_lm.train(to(tmp_path / "config", own))
+    beside = mesh_lm.train(to(tmp_path / "beside", config), optimizer=rule)
+    assert in_config.losses == beside.losses and beside.losses[-1] < beside.losses[0] - 0.05
+    assert beside.state.keys() == {"params", "recent", "skipped", "step"}, (
         "slots that no one asked for"
     )
-    assert by_class.config.optimizer.name == f"{__name__}:SignDescent"
+    assert rule_name(beside.config.optimizer.rule) == f"{__name__}:SignDescent"
     slower = mesh_lm.train(to(tmp_path / "slower", config), optimizer=SignDescent(scale=0.1))
-    assert slower.losses[-1] > by_class.losses[-1] + 0.02
+    assert slower.losses[-1] > beside.losses[-1] + 0.02
     half = to(tmp_path / "half", config)
-    mesh_lm.train(half, optimizer=SignDescent, callbacks=[Noted(stops=2)])
+    mesh_lm.train(half, optimizer=rule, callbacks=[Noted(stops=2)])
     with pytest.raises(ConfigError, match="checkpoint"):
         mesh_lm.train(half)
-    assert mesh_lm.train(half, optimizer=SignDescent).losses == by_class.losses
+    assert mesh_lm.train(half, optimizer=rule).losses == beside.losses
     with pytest.raises(
         ConfigError,
-        match=r"optimizer=builtins:dict: lacks elementwise, slots, direction; implement",
+        match=r"optimizer\.rule=builtins:dict is not an update rule: it lacks elementwise, slots,",
     ):
         mesh_lm.train(config, optimizer={1: 2})  # pyright: ignore[reportArgumentType]
 

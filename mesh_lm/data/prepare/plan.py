@@ -157,7 +157,7 @@ def _require_file(path: Path, argument: str) -> None:
     """Raises ConfigError unless an input is a file of a known type that has text."""
     if not path.is_file():
         raise ConfigError(
-            f"--input={argument}: no such input file or directory; give {formats.SUFFIXES} "
+            f"--input={argument}: no such input file or directory; give {formats.suffixes()} "
             "files, or directories"
         )
     if path.stat().st_size == 0:
@@ -166,7 +166,7 @@ def _require_file(path: Path, argument: str) -> None:
         formats.require_readable(path)
         raise ConfigError(
             f"--input={argument}: files of type {path.suffix or '(none)'} are not read; give "
-            f"{formats.SUFFIXES} files, or a directory of text"
+            f"{formats.suffixes()} files, or a directory of text"
         )
 
 

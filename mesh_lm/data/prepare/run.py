@@ -31,7 +31,13 @@ from mesh_lm.data.prepare import plan, worker
 from mesh_lm.data.prepare.plan import ReadPlan, TextShard
 from mesh_lm.data.prepare.progress import Display
 from mesh_lm.data.prepare.unfinished import Totals, Unfinished
-from mesh_lm.data.tokenizer import MIN_VOCAB, Tokenizer, load_tokenizer, smaller_than_asked
+from mesh_lm.data.tokenizer import (
+    MIN_VOCAB,
+    Tokenizer,
+    load_tokenizer,
+    smaller_than_asked,
+    train_tokenizer,
+)
 from mesh_lm.errors import ConfigError
 
 _FORMAT = 1
@@ -214,7 +220,7 @@ def _train(read_plan: ReadPlan, vocab: int, settings: worker.Settings, output: T
         file=output,
         flush=True,
     )
-    tokenizer = Tokenizer.train(texts, vocab)
+    tokenizer = train_tokenizer(texts, vocab)
     warning = smaller_than_asked(tokenizer, vocab)
     if warning:
         print(warning, file=output, flush=True)

@@ -1,4 +1,4 @@
-"""Tokenizers: `load_tokenizer(spec)` loads one, `Tokenizer.train` trains one. Each library is
+"""Tokenizers: `load_tokenizer(spec)` loads one, `train_tokenizer` trains one. Each library is
 imported in one file.
 
 Four kinds share one interface (`base.Tokenizer`): Hugging Face's tokenizer.json (`hugging_face`),
@@ -14,7 +14,7 @@ from mesh_lm.data.tokenizer.base import (
     Tokenizer,
     smaller_than_asked,
 )
-from mesh_lm.data.tokenizer.load import load_tokenizer
+from mesh_lm.data.tokenizer.load import load_tokenizer, train_tokenizer
 
 __all__ = [
     "EOD",
@@ -24,4 +24,5 @@ __all__ = [
     "Tokenizer",
     "load_tokenizer",
     "smaller_than_asked",
+    "train_tokenizer",
 ]

@@ -66,18 +66,6 @@ class Tokenizer(ABC):
     is_in_transformers: bool = False
     kind: str = "another tokenizer"
 
-    @staticmethod
-    def train(texts: Iterable[str], vocab: int) -> Tokenizer:
-        """Trains a byte-level BPE (Radford et al. 2019, GPT-2) of at most `vocab` entries; see
-        `hugging_face.train`.
-
-        Raises:
-          ConfigError: vocab < 257.
-        """
-        from mesh_lm.data.tokenizer import hugging_face
-
-        return hugging_face.train(texts, vocab)
-
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, int32 [tokens], using all cores.

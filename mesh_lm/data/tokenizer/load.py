@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from mesh_lm import checksums
@@ -80,3 +81,14 @@ def _file_in_directory(directory: Path) -> Path:
     raise ConfigError(
         f"tokenizer {directory}: expected one tokenizer in this directory, found {problem}"
     )
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """Returns a byte-level BPE (Radford et al. 2019, GPT-2) of at most `vocab` entries, trained on
+    the texts; see `hugging_face.train`.
+
+    Raises ConfigError if vocab < 257.
+    """
+    from mesh_lm.data.tokenizer import hugging_face
+
+    return hugging_face.train(texts, vocab)

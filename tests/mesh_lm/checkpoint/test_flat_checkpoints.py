@@ -26,7 +26,7 @@ from mesh_lm.commands.checkpoint import main
 from mesh_lm.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.network.wire import free_port
-from mesh_lm.optim import Optimizer
+from mesh_lm.optim import Optimizer, make_rule
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import COUNTERS, MASTER, State, abstract_state
 from mesh_lm.state.disk_form import without_used
@@ -255,7 +255,7 @@ MODEL, OTHER = "is a checkpoint of another model", "is a checkpoint of another o
             "lion",
             (
                 f"{OTHER}: adamw, which keeps mu, nu; this config's keeps mu\nset "
-                "optimizer.name=adamw, or use a new output directory with"
+                "optimizer.rule=adamw, or use a new output directory with"
             ),
         ),
     ],
@@ -270,7 +270,7 @@ def test_another_state_is_refused(
     rules, mesh = PLACES[place]
     model = dataclasses.replace(HALF, **changes)
     config = dataclasses.replace(
-        config_at(tmp_path / "run", optimizer=OptimizerConfig(name=optimizer)), model=model
+        config_at(tmp_path / "run", optimizer=OptimizerConfig(make_rule(optimizer))), model=model
     )
     with Checkpoints(config) as checkpoints, pytest.raises(ConfigError) as caught:
         checkpoints.restore(

@@ -106,13 +106,13 @@ ANSWERS = {
     "train.steps=3": "train.steps=3: belongs to no option; did you mean --train.steps=3?",
     "lr=3": "lr=3: belongs to no option; did you mean --optimizer.learning_rate=3?",
     "--hlep": "--hlep: the config has no such field; did you mean --help?",
-    "--optimizer=muon": "--optimizer: this is a section, not a field; did you mean --optimizer.name=muon?",
-    "--optimizer=adam": "--optimizer: this is a section, not a field; did you mean --optimizer.name=adamw?",
+    "--optimizer=muon": "--optimizer: this is a section, not a field; did you mean --optimizer.rule=muon?",
+    "--optimizer=adam": "--optimizer: this is a section, not a field; did you mean --optimizer.rule=adamw?",
     "--optimizer=sgd": (
-        "--optimizer: this is a section, not a field; sgd is not built; here it is optimizer.name: adamw "
+        "--optimizer: this is a section, not a field; sgd is not built; here it is optimizer.rule: adamw "
         "for adam, which is AdamW there; the others are muon, lion and adafactor"
     ),
-    "--optimizer": "--optimizer: this is a section, not a field; set its fields, as in --optimizer.name",
+    "--optimizer": "--optimizer: this is a section, not a field; set its fields, as in --optimizer.rule",
 }
 
 
@@ -404,9 +404,10 @@ def leaves(section: object, prefix: str = "") -> dict[str, bool]:
     hidden: dict[str, bool] = {}
     for field in dataclasses.fields(section):  # pyright: ignore[reportArgumentType]
         value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, Rules):
+        is_section = dataclasses.is_dataclass(value) and not isinstance(value, Rules)
+        if is_section:
             hidden |= leaves(value, f"{prefix}{field.name}.")
-        else:
+        if not is_section or field.name == "rule":
             hidden[f"{prefix}{field.name}"] = bool(field.metadata.get("expert"))
     return hidden
 

@@ -40,7 +40,7 @@ ANSWERS = {
     "train --dry-run": "mesh-lm plan shows memory, communication and time without starting the run",
     "train --rules=fspd": "--rules=fspd: there is no rules preset 'fspd'; did you mean 'fsdp'?",
     "train --rules=tp": "--rules=tp: there is no such rules preset; did you mean megatron?",
-    "train --optimizer=muon": "--optimizer: this is a section, not a field; did you mean --optimizer.name=muon?",
+    "train --optimizer=muon": "--optimizer: this is a section, not a field; did you mean --optimizer.rule=muon?",
     "train --rampup-batch-size 2 2 100": (
         "--rampup-batch-size: the config has no such field; not built: every step has train.global_batch sequences"
     ),

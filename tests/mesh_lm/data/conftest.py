@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from mesh_lm.data.tokenizer import Tokenizer
+from mesh_lm.data.tokenizer import train_tokenizer
 
 RANDOM = np.random.default_rng(0)
 WORDS = ["the", "cat", "naïve", "日本", "def", "return", "x1", "sat,"]
@@ -67,4 +67,4 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("tokenizer")
-    return str(Tokenizer.train(TEXTS, 300).save(directory))
+    return str(train_tokenizer(TEXTS, 300).save(directory))

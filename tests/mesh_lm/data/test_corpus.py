@@ -114,10 +114,10 @@ def test_pieces_batches_and_samples_change_nothing_else(
     uncut = prepare(config(folder, tmp_path / "a"), vocab=280)
     lines: list[str] = []
     sampled: list[int] = []
-    train = corpus.Tokenizer.train
+    train = corpus.train_tokenizer
     monkeypatch.setattr(
-        corpus.Tokenizer,
-        "train",
+        corpus,
+        "train_tokenizer",
         lambda texts, vocab: sampled.append(sum(map(len, texts))) or train(texts, vocab),
     )
     monkeypatch.setattr(reading, "pieces", lambda text: encoding.pieces(text, 5))

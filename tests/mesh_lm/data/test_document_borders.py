@@ -158,9 +158,8 @@ def test_a_blend_in_which_one_prefix_has_no_eod(tmp_path: Path, extra: bool) -> 
         blend=blend,
         split="80,20",
         documents="megatron",
-        mask_document_start=True,
+        megatron=("mask_document_start",) if extra else ("mask_document_start", "no_extra_token"),
         cache=str(tmp_path / "cache"),
-        add_extra_token=extra,
     )
     config = TrainConfig(
         DecoderConfig(vocab_size=50, seq_len=40),

@@ -190,8 +190,8 @@ def test_a_validation_blend_of_its_own(data: Path):
 def test_the_last_partial_sequence_is_left_out(data: Path):
     """Megatron's default; ours pads it, so that each held-out token is a label once."""
     padded, train_config = (
-        config(data, "a", valid_blend=(str(data / "v"),), drop_last_partial=drop)
-        for drop in (False, True)
+        config(data, "a", valid_blend=(str(data / "v"),), megatron=habits)
+        for habits in ((), ("drop_last_partial",))
     )
     tokens = Documents(data / "v").tokens
     order = prepare(train_config.data, vocab=0).heldout_order(train_config)
@@ -208,7 +208,7 @@ def test_the_last_partial_sequence_is_left_out(data: Path):
     with pytest.raises(
         ConfigError,
         match=(
-            r"data\.drop_last_partial=true leaves no held-out sequence: no text has "
+            r"data\.megatron=drop_last_partial leaves no held-out sequence: no text has "
             r"model\.seq_len="
         ),
     ):
@@ -251,12 +251,12 @@ def test_the_check_of_a_validation_blend(data: Path, fields: dict, message: str)
     "fields", [{"documents": "packed"}, {"fim_rate": 0.5}, {"blend": (), "path": "x"}]
 )
 def test_where_the_extra_token_cannot_be_left_out(data: Path, fields: dict):
-    train_config = config(data, "a", add_extra_token=False)
+    train_config = config(data, "a", megatron=("no_extra_token",))
     check(train_config, 1)
     with pytest.raises(
         ConfigError,
         match=(
-            r"data\.add_extra_token=false is for a data\.blend without packed documents and "
+            r"data\.megatron=no_extra_token is for a data\.blend without packed documents and "
             r"without data\.fim"
         ),
     ):
@@ -269,7 +269,9 @@ def test_where_the_extra_token_cannot_be_left_out(data: Path, fields: dict):
 
 
 def test_without_the_extra_token_sequences_do_not_overlap(data: Path):
-    with closing(batches(config(data, "a", add_extra_token=False, split="1")).train()) as loader:
+    with closing(
+        batches(config(data, "a", megatron=("no_extra_token",), split="1")).train()
+    ) as loader:
         batch = {name: np.asarray(leaf)[0] for name, leaf in next(loader)[1].items()}
     assert (batch["weights"][:, -1] == 0).all() and (batch["weights"][:, :-1] == 1).all()
     stream = Documents(data / "a").tokens
@@ -283,7 +285,7 @@ def test_without_the_extra_token_sequences_do_not_overlap(data: Path):
             r"token"
         ),
     ):
-        batches(config(data, "a", add_extra_token=False, split="1"), saved=saved)
+        batches(config(data, "a", megatron=("no_extra_token",), split="1"), saved=saved)
 
 
 def test_offsets_are_those_of_an_array_and_need_no_memory(tmp_path: Path):

@@ -23,7 +23,7 @@ from mesh_lm.data.prepare.progress import Display
 from mesh_lm.data.prepare.run import prepare
 from mesh_lm.data.prepare.unfinished import Appender, Totals, Unfinished
 from mesh_lm.data.prepare.worker import Encoded, Encoder, Settings
-from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer import load_tokenizer, train_tokenizer
 from mesh_lm.errors import ConfigError
 
 
@@ -230,7 +230,7 @@ def test_a_trained_tokenizer(inputs: Any, tmp_path: Path):
     trained = load_tokenizer(tmp_path / "x.tokenizer")
     assert (trained.vocab_size, facts["tokenizer"]["spec"]) == (270, "train:270")
     # all of the text, because there is little
-    assert trained.fingerprint == Tokenizer.train(documents["a.jsonl"], 270).fingerprint
+    assert trained.fingerprint == train_tokenizer(documents["a.jsonl"], 270).fingerprint
     assert Documents(tmp_path / "x").tokens.dtype == np.uint16
     with pytest.raises(
         ConfigError,

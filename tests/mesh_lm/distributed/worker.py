@@ -45,7 +45,7 @@ def digest(tree: Any) -> dict[str, str]:
 def bits(argv: list[str]) -> dict[str, Any]:
     config = check(command_line.parse(argv), jax.device_count())
     layout = ModelLayout.of(config.model, Shard(config.rules, make_mesh(config.mesh)))
-    optimizer = Optimizer(config.optimizer, config.train.steps)
+    optimizer = Optimizer(config.optimizer, config.train.steps, config.diloco)
     state = init_state(layout, optimizer, config.seed)
 
     corpus = prepare(config.data, vocab=config.data.tokenizer_vocab)

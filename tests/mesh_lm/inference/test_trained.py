@@ -12,7 +12,7 @@ import pytest
 from fixtures import make_checkpoint as fixture
 
 from mesh_lm.config import DataConfig, PipelineConfig, TrainConfig, as_dict
-from mesh_lm.data.tokenizer import Tokenizer, load_tokenizer
+from mesh_lm.data.tokenizer import load_tokenizer, train_tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.trained import TrainedModel, config_from, keep_tokenizer, weights
 from mesh_lm.model import DecoderConfig
@@ -118,7 +118,7 @@ def test_the_wrong_tokenizer_is_refused(run: Path, tmp_path: Path) -> None:
     describe(run, tokenizer=load_tokenizer("bytes").fingerprint)
     TrainedModel.load(run)
     (tmp_path / "other").mkdir()
-    other = Tokenizer.train(["some text"], 257).save(tmp_path / "other")
+    other = train_tokenizer(["some text"], 257).save(tmp_path / "other")
     with pytest.raises(
         ConfigError,
         match=(

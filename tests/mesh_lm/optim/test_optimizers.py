@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from support import GPT, by_stage, host_batch, initial, on_devices, shard_on
 
 from mesh_lm.config import OptimizerConfig, PipelineConfig
-from mesh_lm.optim import RULES, ArraySpec, Optimizer, decayed, is_matrix, make_rule
+from mesh_lm.optim import (
+    RULES,
+    Adafactor,
+    AdamW,
+    ArraySpec,
+    Optimizer,
+    decayed,
+    is_matrix,
+    make_rule,
+)
 from mesh_lm.optim.adafactor import SHORTEST
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import abstract_state
@@ -66,7 +75,7 @@ def config(name: str, **changes: Any) -> OptimizerConfig:
         "weight_decay": DECAY,
         "clip_norm": CLIP,
     }
-    return OptimizerConfig(name=name, **(fields | changes))
+    return OptimizerConfig(make_rule(name), **(fields | changes))
 
 
 def arrays(random: np.random.Generator) -> dict[str, np.ndarray]:
@@ -111,7 +120,7 @@ def matrices(tree: dict[str, Any]) -> dict[str, Any]:
 
 def optax_chain(name: str, parts: dict[str, Any]) -> optax.GradientTransformation:
     """optax's updates of leaves that `layers` or `matrices` separates."""
-    c, of = OptimizerConfig(), {part: part.partition("#")[0] for part in parts}
+    c, of = AdamW(), {part: part.partition("#")[0] for part in parts}
     decays = {part: of[part] in decayed(LEAVES) for part in parts}
     adamw = optax.adamw(RATE, b1=c.beta1, b2=c.beta2, eps=c.eps, weight_decay=DECAY, mask=decays)
     chosen = {
@@ -204,7 +213,7 @@ def test_adafactor_keeps_means_over_the_dimension_that_a_slot_lacks() -> None:
     grads: Any = {
         name: random.normal(size=each.shape).astype(np.float32) for name, each in leaves.items()
     }
-    made = make_rule(config("adafactor"))
+    made = Adafactor()
     slots = made.slots(leaves)
     assert {slot: set(kept) for slot, kept in slots.items()} == {
         "v_row": {"blocks.w", "wide"},
@@ -249,7 +258,7 @@ def test_slots_are_what_comes_back(tree: dict[str, tuple[bool, str, list[str]]],
         n: leaf(*["layers"] * stacked, *(f"{scope}{axis}" for axis in axes))
         for n, (stacked, scope, axes) in tree.items()
     }
-    made = make_rule(config(name))
+    made = make_rule(name)
     slots = made.slots(leaves)
     for each in (each for kept in slots.values() for each in kept.values()):
         assert each.shape == leaf(*cast(Any, each.axes)).shape

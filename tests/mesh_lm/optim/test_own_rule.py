@@ -1,16 +1,20 @@
-"""optimizer.name=module:class: a custom rule is found, also in the config file, and missing members
+"""optimizer.rule=module:class: a custom rule is found, also in the config file, and missing members
 are reported."""
 
 import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 from support import GPT, shard_on
 
+from mesh_lm.commands.command_line import parse
 from mesh_lm.config import OptimizerConfig, load
+from mesh_lm.config.resolved import to_json
 from mesh_lm.errors import ConfigError
-from mesh_lm.optim import ArraySpec, Optimizer, is_matrix, make_rule
+from mesh_lm.optim import ArraySpec, Muon, Optimizer, is_matrix, make_rule, rule_name
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import masters, parts
 from mesh_lm.state.disk_form import from_disk, to_disk
@@ -20,14 +24,17 @@ from mesh_lm.training.check import check
 COMPILE_BUDGET = 60
 
 RULES = """
+import dataclasses
+from typing import ClassVar
+
+from mesh_lm.config import option
 from mesh_lm.optim import is_matrix
 
 
+@dataclasses.dataclass(frozen=True)
 class Plain:
-    elementwise = True
-
-    def __init__(self, config):
-        self.config = config
+    elementwise: ClassVar[bool] = True
+    scale: float = option(1.0, above=0)
 
     def slots(self, leaves):
         return {}
@@ -48,15 +55,15 @@ class Whole(Plain):
 class Half:
     elementwise = "yes"
 
-    def __init__(self, config):
-        pass
-
     def slots(self, leaves):
         return {}
 
 
 class Alone:
     direction = None
+
+    def __init__(self, scale):
+        pass
 """
 
 
@@ -69,10 +76,26 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "rules_of_my_own"
 
 
-def test_it_is_imported_and_made_from_the_section(module: str) -> None:
-    config = OptimizerConfig(name=f"{module}:Plain", beta1=0.5)
-    made = make_rule(config)
-    assert type(made).__name__ == "Plain" and vars(made)["config"] is config
+def test_its_fields_are_options(module: str, tmp_path: Path) -> None:
+    """On the command line, with their bounds, and in the config.json of the run."""
+    name = f"{module}:Plain"
+    config = parse(["gpt_tiny", f"--optimizer.rule={name}", "--optimizer.rule.scale=0.5"])
+    assert rule_name(config.optimizer.rule) == name and vars(config.optimizer.rule)["scale"] == 0.5
+    file = tmp_path / "config.json"
+    file.write_text(to_json(config), encoding="utf-8")
+    assert load(str(file)).optimizer == config.optimizer
+    for words, said in (
+        (["--optimizer.rule.scale=fast"], "--optimizer.rule.scale=fast: expected float"),
+        (
+            ["--optimizer.rule.beta1=1"],
+            f"not a hyperparameter of optimizer.rule={name}, which has scale",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            parse(["gpt_tiny", f"--optimizer.rule={name}", *words])
+    below = parse(["gpt_tiny", f"--optimizer.rule={name}", "--optimizer.rule.scale=0"])
+    with pytest.raises(ConfigError, match=r"optimizer\.rule\.scale=0\.0 must be above 0$"):
+        check(below, 1)
 
 
 def test_a_config_may_import_the_files_beside_it(tmp_path: Path) -> None:
@@ -103,17 +126,31 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
         + RULES
         + (
             "\n\ndef get_config():\n    return dataclasses.replace(tiny(), "
-            "optimizer=OptimizerConfig(name=f'{__name__}:Plain'))\n"
+            "optimizer=OptimizerConfig(Plain(scale=2.0)))\n"
         ),
         encoding="utf-8",
     )
     config = check(load(str(file)), 1)
-    assert type(make_rule(config.optimizer)).__name__ == "Plain"
+    assert rule_name(config.optimizer.rule) == f"{file}:Plain"
+    written = tmp_path / "config.json"
+    written.write_text(to_json(config), encoding="utf-8")
+    assert vars(load(str(written)).optimizer.rule) == {"scale": 2.0}
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("adamv", "there is no such optimizer; did you mean 'adamw'?"),
+        (
+            "sgd",
+            "there is no such optimizer; known: adafactor, adamw, lion, muon, or module:class for a "
+            "custom one",
+        ),
+        (
+            "no_such_file:Sgd",
+            "cannot import the module 'no_such_file' (ModuleNotFoundError: No module named "
+            "'no_such_file')",
+        ),
         (
             "rules_of_my_own:Plane",
             "'rules_of_my_own' has no optimizer of the name 'Plane'; did you mean 'Plain'?",
@@ -125,7 +162,8 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
         ("rules_of_my_own:Half", "lacks elementwise, direction; implement mesh_lm.optim.Rule"),
         (
             "rules_of_my_own:Alone",
-            "cannot be made from the section optimizer (TypeError: Alone() takes no arguments)",
+            "cannot be constructed without arguments (TypeError: Alone.__init__() missing 1 required "
+            "positional argument: 'scale'); give its fields defaults",
         ),
         (
             "broken_rules:Plain",
@@ -135,11 +173,33 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
     ],
 )
 def test_what_it_lacks_is_said(module: str, name: str, said: str) -> None:
-    """`check` reports it with the other problems."""
-    config = dataclasses.replace(load("configs/gpt_tiny.py"), optimizer=OptimizerConfig(name=name))
     with pytest.raises(ConfigError) as caught:
+        parse(["gpt_tiny", f"--optimizer.rule={name}"])
+    assert str(caught.value) == f"bad command line\n  - --optimizer.rule={name}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (
+            "muon",
+            "optimizer.rule='muon' is not an update rule: it is a name or a class; give a rule,",
+        ),
+        (
+            Muon,
+            "optimizer.rule=<class 'mesh_lm.optim.muon.Muon'> is not an update rule: it is a name",
+        ),
+        (
+            {1: 2},
+            "optimizer.rule=builtins:dict is not an update rule: it lacks elementwise, slots, direction",
+        ),
+        (Muon(momentum=1.0), "optimizer.rule.momentum=1.0 must be at least 0 and below 1"),
+    ],
+)
+def test_what_is_no_rule_in_a_config(rule: Any, said: str) -> None:
+    config = dataclasses.replace(load("configs/gpt_tiny.py"), optimizer=OptimizerConfig(rule))
+    with pytest.raises(ConfigError, match=re.escape(said)):
         check(config, 1)
-    assert str(caught.value) == f"this config cannot run\n  - optimizer.name={name}: {said}"
 
 
 def test_a_file_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +209,8 @@ def test_a_file_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ConfigError,
         match=r"No module named 'beside_me'\); a file is named by its path: beside_me\.py$",
     ):
-        make_rule(OptimizerConfig(name="beside_me:Plain"))
-    assert type(make_rule(OptimizerConfig(name="beside_me.py:Plain"))).__name__ == "Plain"
+        make_rule("beside_me:Plain")
+    assert type(make_rule("beside_me.py:Plain")).__name__ == "Plain"
 
 
 def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> None:
@@ -166,7 +226,7 @@ def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> No
         ("muon", False),
         ("adafactor", False),
     ):
-        optimizer = Optimizer(OptimizerConfig(name=name), 1)
+        optimizer = Optimizer(OptimizerConfig(make_rule(name)), 1)
         if works:
             assert all(kept == leaves for kept in optimizer.slots(leaves).values())
             continue
@@ -174,7 +234,7 @@ def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> No
             optimizer.slots(leaves)
         assert (
             str(caught.value)
-            == f"optimizer.name={name} works on whole matrices, and blocks is kept as flat vectors"
+            == f"optimizer.rule={name} works on whole matrices, and blocks is kept as flat vectors"
         )
 
 
@@ -183,7 +243,7 @@ def test_a_slot_of_matrices_in_another_type(module: str, rules: str) -> None:
     """A flat vector counts as a matrix; a slot has its type on disk and after a restore."""
     layout, optimizer = (
         ModelLayout.of(GPT, shard_on(rules, data=2)),
-        Optimizer(OptimizerConfig(name=f"{module}:Rough"), 9),
+        Optimizer(OptimizerConfig(make_rule(f"{module}:Rough")), 9),
     )
     kept = parts(layout, optimizer)["kept"].leaves
     assert (

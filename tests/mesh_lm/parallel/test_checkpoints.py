@@ -19,7 +19,7 @@ from mesh_lm.commands import checkpoint as checkpoint_command
 from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.trained import weights
-from mesh_lm.optim import Optimizer
+from mesh_lm.optim import Adafactor, Optimizer, make_rule
 from mesh_lm.parallel import relayout
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, abstract_state
@@ -142,7 +142,7 @@ def test_what_any_optimizer_keeps_goes_with_its_layers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Adafactor's slots have only some dimensions of their parameters."""
-    optimizer, random = Optimizer(OptimizerConfig(name="adafactor"), 10), np.random.default_rng(0)
+    optimizer, random = Optimizer(OptimizerConfig(Adafactor()), 10), np.random.default_rng(0)
     layout, other = layout_at("interleaved"), layout_at("one stage")
     described = abstract_state(layout, optimizer)
     state = jax.tree.map(
@@ -184,11 +184,11 @@ def test_another_optimizer_is_refused(runs: Runs, name: str, keeps: str) -> None
     are not confused."""
     saved, layout = saved_in(runs("interleaved")[0]), layout_at("one stage")
     with pytest.raises(ConfigError) as caught:
-        saved.resumed(layout, Optimizer(OptimizerConfig(name=name), 10))
+        saved.resumed(layout, Optimizer(OptimizerConfig(make_rule(name)), 10))
     assert not isinstance(caught.value, DamagedCheckpoint) and str(caught.value) == (
         f"{saved.path} is a checkpoint of another optimizer: adamw, which keeps mu, nu; this "
         f"config's keeps {keeps}\n"
-        f"set optimizer.name=adamw, or use a new output directory with init_from={saved.path} to "
+        f"set optimizer.rule=adamw, or use a new output directory with init_from={saved.path} to "
         "start from its weights"
     )
 

@@ -7,7 +7,10 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any
+from typing import (
+    Any,
+    cast,
+)
 
 import jax
 import ml_dtypes
@@ -30,7 +33,7 @@ from support import (
 from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig, TrainLoop
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
-from mesh_lm.optim import ArraySpec, Optimizer, is_matrix
+from mesh_lm.optim import AdamW, ArraySpec, Lion, Optimizer, is_matrix, make_rule
 from mesh_lm.parallel import flat
 from mesh_lm.parallel.flat import FlatLayout
 from mesh_lm.parallel.layout import ModelLayout, segment_of
@@ -260,7 +263,7 @@ def test_a_matrix_is_spread_as_far_as_it_divides(
 SMALL = dataclasses.replace(GPT, n_layers=3)
 HALF = dataclasses.replace(SMALL, dtype="bfloat16")
 LINEAR = OptimizerConfig(
-    learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9, eps=1.0
+    AdamW(eps=1.0), learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9
 )
 """A config in which an update is nearly linear in the gradient, and does not amplify its noise."""
 CASES: dict[str, tuple[str, dict[str, Any], int, PipelineConfig]] = {
@@ -325,7 +328,8 @@ def trained(case: str, optimizer: OptimizerConfig = LINEAR) -> Trained:
         losses.append(float(metrics["loss"]))
         held = jax.tree.map(np.asarray, state)
         if number == 0:
-            share = 1 - (optimizer.beta2 if optimizer.name == "lion" else optimizer.beta1)
+            rule = cast(AdamW | Lion, optimizer.rule)
+            share = 1 - (rule.beta2 if isinstance(rule, Lion) else rule.beta1)
             grads = {name: x / share for name, x in unflattened(layout, held["mu"]).items()}
         if number == 1:
             plain = {name: x for name, x in held["params"].items() if name not in layout.flat.names}
@@ -382,7 +386,7 @@ def test_a_step_in_int8_is_near_one_devices(case: str) -> None:
 def test_adamw_and_lion_do_not_know_that_they_are_flat(name: str) -> None:
     """With two replicas both sums round the same way, so hardly a sign differs. The gradient of a K
     bias is only noise."""
-    config = OptimizerConfig(name=name, warmup_steps=0, clip_norm=0)
+    config = OptimizerConfig(make_rule(name), warmup_steps=0, clip_norm=0)
     (losses, grads, params), (wanted_losses, wanted, wanted_params) = (
         on_two(rules, config) for rules in ("distributed", "ddp")
     )
@@ -463,7 +467,7 @@ def test_layers_use_the_master_cast(case: str) -> None:
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_optimizers_of_matrices_are_refused(name: str) -> None:
-    config = OptimizerConfig(name=name)
+    config = OptimizerConfig(make_rule(name))
     whole = TrainConfig(
         SMALL,
         "x",
@@ -475,8 +479,8 @@ def test_optimizers_of_matrices_are_refused(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(whole, 3)
     said = (
-        f"optimizer.name={name} needs full matrices, but rules 'distributed' store its state as "
-        "flat vectors (rules.optimizer['flat']=('pipeline', 'data')); use optimizer adamw or lion, "
+        f"optimizer.rule={name} needs full matrices, but rules 'distributed' store its state as "
+        "flat vectors (rules.optimizer['flat']=('pipeline', 'data')); use the rule adamw or lion, "
         "or rules without that row, such as zero2"
     )
     assert [line for line in str(caught.value).splitlines() if "optimizer" in line] == [
@@ -485,4 +489,4 @@ def test_optimizers_of_matrices_are_refused(name: str) -> None:
     layout = layout_of("three replicas")
     with pytest.raises(ConfigError) as caught:
         Optimizer(config, 9).slots(layout.leaves | layout.flat.leaves)
-    assert str(caught.value).startswith(f"optimizer.name={name} works on whole matrices, and ")
+    assert str(caught.value).startswith(f"optimizer.rule={name} works on whole matrices, and ")

@@ -10,7 +10,7 @@ from support import GPT, LLAMA, shard_on
 
 from mesh_lm.config import OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.data.abstract import abstract_batch
-from mesh_lm.optim import Optimizer
+from mesh_lm.optim import Optimizer, make_rule
 from mesh_lm.parallel.engine import batch_sharding
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning import state_bytes
@@ -39,7 +39,7 @@ class Declared(NamedTuple):
 
 def declared(optimizer: str, rules: str, **mesh: int) -> Declared:
     layout = ModelLayout.of(MODEL, shard_on(rules, **mesh))
-    made = Optimizer(OptimizerConfig(name=optimizer), 9)
+    made = Optimizer(OptimizerConfig(make_rule(optimizer)), 9)
     return Declared(layout, made, parts(layout, made))
 
 

@@ -12,7 +12,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.training.check import check
 from sharding_rules import preset
 
-APART = "mesh.island=2", "mesh.data=4", "rules=diloco", "optimizer.outer_steps=100"
+APART = "mesh.island=2", "mesh.data=4", "rules=diloco", "diloco.outer_steps=100"
 
 
 def config(*overrides: str) -> TrainConfig:
@@ -30,7 +30,7 @@ def problems(given: TrainConfig) -> list[str]:
 def test_what_can_run() -> None:
     assert check(config(), 8).mesh.island == 2
     assert (
-        check(config("mesh.island=1", "mesh.data=8", "rules=ddp"), 8).optimizer.outer_steps == 100
+        check(config("mesh.island=1", "mesh.data=8", "rules=ddp"), 8).diloco.outer_steps == 100
     ), "momentum on top of AdamW"
     assert check(
         config("rules=diloco+hsdp+megatron_sp", "mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2"), 8
@@ -41,9 +41,9 @@ def test_what_can_run() -> None:
     ("overrides", "problem"),
     [
         (
-            ["optimizer.outer_steps=0"],
-            "mesh.island=2, but optimizer.outer_steps=0 never averages the islands' weights; set "
-            "optimizer.outer_steps=100, or use mesh.data for replicas that sum their gradients in "
+            ["diloco.outer_steps=0"],
+            "mesh.island=2, but diloco.outer_steps=0 never averages the islands' weights; set "
+            "diloco.outer_steps=100, or use mesh.data for replicas that sum their gradients in "
             "every step",
         ),
         (
@@ -56,55 +56,55 @@ def test_what_can_run() -> None:
         (
             ["train.steps=650"],
             (
-                "train.steps=650 is not a multiple of optimizer.outer_steps=100: the last steps "
+                "train.steps=650 is not a multiple of diloco.outer_steps=100: the last steps "
                 "would not count; it can be 600 or 700"
             ),
         ),
         (
             ["train.steps=50"],
             (
-                "train.steps=50 is not a multiple of optimizer.outer_steps=100: the last steps "
+                "train.steps=50 is not a multiple of diloco.outer_steps=100: the last steps "
                 "would not count; it can be 100"
             ),
         ),
         (
             ["mesh.pipeline=2", "mesh.data=2"],
-            "optimizer.outer_steps=100: an island cannot have pipeline stages yet, and "
+            "diloco.outer_steps=100: an island cannot have pipeline stages yet, and "
             "mesh.pipeline=2; set mesh.pipeline=1, and use mesh.fsdp",
         ),
         (
             ["rules=diloco+distributed"],
-            "optimizer.outer_steps=100: the state of islands cannot be flat vectors yet, and "
+            "diloco.outer_steps=100: the state of islands cannot be flat vectors yet, and "
             "rules.optimizer['flat']=('pipeline', 'data'); use diloco with ddp, zero1, zero2, fsdp "
             "or hsdp",
         ),
         (
             ["rules=diloco+zero3"],
-            "optimizer.outer_steps=100: the state of islands cannot be flat vectors yet, and "
+            "diloco.outer_steps=100: the state of islands cannot be flat vectors yet, and "
             "rules.params['flat']='data'; use diloco with ddp, zero1, zero2, fsdp or hsdp",
         ),
         (
             ["rules=diloco+reduce_int8"],
-            "optimizer.outer_steps=100: islands do not keep the error feedback of sums in int8 "
+            "diloco.outer_steps=100: islands do not keep the error feedback of sums in int8 "
             "yet, and rules.reduction='int8'; use +reduce_bfloat16, or rules without +reduce_int8",
         ),
         (
             ["health.rewinds=1"],
-            "optimizer.outer_steps=100: islands skip steps on their own, so a run cannot roll back "
+            "diloco.outer_steps=100: islands skip steps on their own, so a run cannot roll back "
             "as one, and health.rewinds=1; set health.rewinds=0; a step that is not finite is "
             "skipped on its island only",
         ),
         (
             ["checkpoint.local=/dev/shm/x", "checkpoint.local_every=7"],
-            "optimizer.outer_steps=100: node-local checkpoints do not know islands yet; leave "
+            "diloco.outer_steps=100: node-local checkpoints do not know islands yet; leave "
             "checkpoint.local empty, and save to the output",
         ),
         (
-            ["optimizer.outer_learning_rate=0"],
-            "optimizer.outer_learning_rate=0.0 must be a number above 0",
+            ["diloco.outer_learning_rate=0"],
+            "diloco.outer_learning_rate=0.0 must be above 0 and finite",
         ),
-        (["optimizer.outer_momentum=1"], "optimizer.outer_momentum=1.0 must be in [0, 1)"),
-        (["optimizer.outer_steps=-1"], "optimizer.outer_steps=-1 must be at least 0"),
+        (["diloco.outer_momentum=1"], "diloco.outer_momentum=1.0 must be at least 0 and below 1"),
+        (["diloco.outer_steps=-1"], "diloco.outer_steps=-1 must be at least 0"),
         (
             ["train.global_batch=12"],
             (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support import GPT, assert_same_gradients, host_batch, on_devices, shard_on
 
-from mesh_lm.config import OptimizerConfig
-from mesh_lm.optim import Optimizer
+from mesh_lm.config import DilocoConfig, OptimizerConfig
+from mesh_lm.optim import AdamW, Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State
 from mesh_lm.state.initial import init_state
@@ -20,8 +20,8 @@ from mesh_lm.training.step import train_step
 COMPILE_BUDGET = 60
 H, STEPS = 3, 7
 # eps: the gradient of the keys' bias is noise
-INNER = OptimizerConfig(learning_rate=3e-3, warmup_steps=2, weight_decay=0.1, eps=1e-3)
-DILOCO = dataclasses.replace(INNER, outer_steps=H, outer_learning_rate=0.7, outer_momentum=0.9)
+INNER = OptimizerConfig(AdamW(eps=1e-3), learning_rate=3e-3, warmup_steps=2, weight_decay=0.1)
+DILOCO = DilocoConfig(outer_steps=H, outer_learning_rate=0.7, outer_momentum=0.9)
 
 
 def part(batch: dict[str, np.ndarray], island: int, n: int) -> dict[str, np.ndarray]:
@@ -32,12 +32,12 @@ def part(batch: dict[str, np.ndarray], island: int, n: int) -> dict[str, np.ndar
 
 
 def diloco(
-    config: OptimizerConfig, rules: str, microbatches: int = 2, **mesh: int
+    config: DilocoConfig, rules: str, microbatches: int = 2, **mesh: int
 ) -> tuple[State, list[dict[str, float]]]:
     """Returns the state after STEPS steps, and the metrics of each."""
     layout, optimizer, all_metrics = (
         ModelLayout.of(GPT, shard_on(rules, **mesh)),
-        Optimizer(config, 20),
+        Optimizer(INNER, 20, config),
         [],
     )
     state, step, outer = (

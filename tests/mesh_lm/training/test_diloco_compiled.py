@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from mesh_lm.config import OptimizerConfig, TrainConfig, TrainLoop
+from mesh_lm.config import DilocoConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
 from mesh_lm.planning.diloco import report_facts, wire_bytes
 from mesh_lm.planning.program import Program
@@ -33,7 +33,7 @@ def config(rules: str, **mesh: int) -> TrainConfig:
         model=GPT, output="islands", mesh=dataclasses.replace(MeshConfig(), **mesh),
         rules=preset(rules),
         train=TrainLoop(global_batch=batch, microbatches=2),
-        optimizer=OptimizerConfig(outer_steps=100),
+        diloco=DilocoConfig(outer_steps=100),
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def test_a_program_does_not_depend_on_the_order_of_sets(
     ]
     assert [process.wait(PATIENCE) for process in running] == [0, 0]
     first, second = (_texts(tmp_path / seed) for seed in seeds)
-    n_islands = sum(bool(CONFIGURATIONS[name].optimizer.outer_steps) for name in names)
+    n_islands = sum(bool(CONFIGURATIONS[name].diloco.outer_steps) for name in names)
     assert len(first) == 2 * len(names) - n_islands
     assert [name for name in first if first[name] != second[name]] == []
 

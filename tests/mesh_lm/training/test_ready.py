@@ -18,6 +18,7 @@ from mesh_lm.data.dataset import dataset_of
 from mesh_lm.data.indexed import write_documents
 from mesh_lm.errors import ConfigError, StorageError, storage_failed
 from mesh_lm.model import DecoderConfig
+from mesh_lm.optim import Adafactor
 from mesh_lm.report import weights_and_biases
 from mesh_lm.training.ready import require_ready
 from sharding_rules import MeshConfig, preset
@@ -187,7 +188,7 @@ def test_a_disk_without_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         require_ready(load("gpt2_124m"), thorough=True)
     assert not storage_failed(caught.value)
     require_ready(
-        given(DataConfig(path="text.txt"), optimizer=OptimizerConfig("adafactor")), thorough=True
+        given(DataConfig(path="text.txt"), optimizer=OptimizerConfig(Adafactor())), thorough=True
     )
 
 

@@ -28,7 +28,7 @@ def test_another_length_names_the_learning_rates(also: tuple[str, ...], clause: 
         unfinished=True, step=400, optimizer=Optimizer(config, 801), config=None
     )
     saved: Any = SimpleNamespace(
-        metadata={"config": {"train": {"steps": 400}}},
+        config={"train": {"steps": 400}},
         changed=lambda config: ["train.steps: 400 -> 801", *also],
         certificate="-",
     )

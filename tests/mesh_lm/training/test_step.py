@@ -118,9 +118,9 @@ def test_equals_optax() -> None:
         optax.clip_by_global_norm(0.5),
         optax.adamw(
             0.1,
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.eps,
+            b1=0.9,
+            b2=0.95,
+            eps=1e-8,
             weight_decay=0.3,
             mask={"a.weight": True, "a.bias": False, "b": False},
         ),

@@ -164,7 +164,7 @@ def test_islands_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
         "train__steps": 9,
         "checkpoint__every": 4,
         "model__dropout": 0.1,
-        "optimizer__outer_steps": 3,
+        "diloco__outer_steps": 3,
     }
     changes |= {
         "mesh__island": 2,
@@ -176,13 +176,13 @@ def test_islands_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
     killed, fix = (
         tmp_path / "killed",
         (
-            "set optimizer.outer_steps=3 and mesh.island=2, or use a new output directory with "
+            "set diloco.outer_steps=3 and mesh.island=2, or use a new output directory with "
             "init_from="
         ),
     )
     four = {"mesh__island": 4, "mesh__data": 1}
     plain = {
-        "optimizer__outer_steps": 0,
+        "diloco__outer_steps": 0,
         "mesh__island": 1,
         "mesh__data": 4,
         "rules": "megatron_sp+zero1",
