@@ -207,7 +207,7 @@ def all_problems_at_once(reader: Newcomer) -> None:
     says = [
         "this run cannot start",
         "data.path=nope.txt",
-        "nope.json: no such file",
+        "nope.json: no such tokenizer file",
         "model.n_heads=4 is not divisible by its number of shards, mesh.tensor=3",
     ]
     mistakes = (
@@ -225,7 +225,7 @@ def plans(reader: Newcomer) -> None:
     another is compared with."""
     cases = (
         {"--output=/proc/plan.html": "/proc/plan.html"},
-        {"--against=gpt_nope": "gpt_nope: no such file"},
+        {"--against=gpt_nope": "gpt_nope: there is no such config"},
     )
     for case in cases:
         for option, said in case.items():
