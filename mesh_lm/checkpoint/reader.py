@@ -182,7 +182,7 @@ class SavedCheckpoint:
         """
         # Fields unknown to an older version had today's default.
         defaults = as_dict(TrainConfig(config.model, config.output))
-        saved = {}
+        saved = {name: defaults[name] for name in _SECTIONS}
         for name, section in self.config.items():
             saved[name] = {**defaults[name], **section} if name in _SECTIONS else section
         default_rule = defaults["optimizer"]["rule"]

@@ -340,11 +340,12 @@ def _field_value(
             hint = f"; set its fields, as in {prefix}{section[0]}"
         raise ValueError(f"{name}: this is a section, not a field{hint}")
 
-    moved = todays(path, text or "")
+    moved = todays(path, text)
     if moved and moved[0] in known.fields:
         field, value = moved
-        default = "; its value is now the default, leave it out"
-        hint = did_you_mean([f"{prefix}{field}={value}"]) if value or not text else default
+        hint = "; its value is now the default, leave it out"
+        if value is not None:
+            hint = did_you_mean([f"{prefix}{field}={value}"])
         raise ValueError(f"{name}: this field has another name now{hint}")
     if path.startswith(f"{_RULE}.") or (moved and moved[0].startswith(f"{_RULE}.")):
         rule = context().config.optimizer.rule

@@ -34,19 +34,19 @@ _MOVED = {
 """section.field of release 0.1 -> the field that has its value now."""
 
 
-def todays(path: str, text: str) -> tuple[str, str] | None:
-    """Returns today's field and value for a field of release 0.1, as they are typed; None: it has
-    not moved.
+def todays(path: str, text: str | None) -> tuple[str, str | None] | None:
+    """Returns today's field for a field of release 0.1, and its value as it is typed; None: it has
+    not moved. The value is None where it is today's default.
 
-    path: section.field. text: the value that was typed. The value is empty where the field needs
-    none: it was the default.
+    path: section.field. text: the value that was typed; None: none was, which is true for a switch.
     """
     section, _, field = path.rpartition(".")
     if section == "data" and field in _MEGATRON:
         value, word = _MEGATRON[field]
-        return "data.megatron", word if text.lower() == str(value).lower() else ""
+        is_meant = (text or "true").lower() == str(value).lower()
+        return "data.megatron", word if is_meant else None
     if path in _MOVED:
-        return _MOVED[path], text
+        return _MOVED[path], text or ""
     return None
 
 

@@ -83,7 +83,8 @@ def test_changed_fields_are_reported(copy: Path) -> None:
     with Checkpoints(changed) as checkpoints:
         saved = checkpoints.newest()
     assert saved is not None
-    changes = {line for line in saved.changed(changed) if line.startswith(("optimizer", "seed"))}
+    sections = ("optimizer", "diloco", "checkpoint", "seed")
+    changes = {line for line in saved.changed(changed) if line.startswith(sections)}
     assert changes == {"optimizer.learning_rate: 0.0003 -> 1.0", "seed: 0 -> 5"}
 
 
