@@ -82,7 +82,7 @@ def rules_from(plain: Mapping[str, Any]) -> Rules:
         if column:
             column = {row: tuple(axes) or None for row, axes in column.items()}
         columns[kind] = column
-    optional = ("axes", "context", "reduction", "node_axis")
+    optional = ("axes", "context", "exchange", "reduction", "node_axis")
     settings: dict[str, Any] = {name: plain[name] for name in optional if name in plain}
     return Rules(plain["name"], **columns, **settings)
 

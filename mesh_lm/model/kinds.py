@@ -14,7 +14,7 @@ from sharding_rules import did_you_mean
 if TYPE_CHECKING:
     from mesh_lm.model.config import DecoderConfig
 
-KINDS = {"dense": "mesh_lm.model.dense"}
+KINDS = {"dense": "mesh_lm.model.dense", "moe": "mesh_lm.model.moe"}
 """Name -> the module that has what `Kind` asks for; it is imported when a model is measured or
 built, so that configs load without Flax."""
 
