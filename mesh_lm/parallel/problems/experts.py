@@ -55,6 +55,8 @@ def _column_problems(rules: Rules) -> Iterator[str]:
         if name_of(row) != "experts":
             continue
         for kind in get_args(Kind):
+            if kind == "gathered" and rules.gathered is None:
+                continue  # the default keeps experts where they are
             column = rules.column(kind)
             other_row = row_of(column, row)
             if other_row is None or axes_of(column[other_row]) == axes_of(entry):
@@ -78,6 +80,14 @@ def _axis_problems(config: TrainConfig, row: str) -> Iterator[str]:
     width_row = row_of(rules.params, f"{scope}/expert_mlp")
     width_axes = axes_of(rules.params[width_row]) if width_row else ()
     sizes = config.mesh.sizes()
+    manual_axes = rules.manual_axes()
+    ordered = sorted(axes_of(entry), key=lambda axis: axis not in manual_axes)
+    if tuple(ordered) != axes_of(entry):
+        # A step divides experts over its manual axes first, and XLA what is left.
+        yield (
+            f"{setting}: the mesh axes over which a step divides arrays itself come first; set it "
+            f"to {tuple(ordered)!r}"
+        )
     for axis in axes_of(entry):
         if axis in (ISLAND, "pipeline"):
             yield f"{setting}: experts of one layer are in one stage; remove {axis!r}"
