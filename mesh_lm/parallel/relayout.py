@@ -72,7 +72,7 @@ def to_memory(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> j
     if stack.is_contiguous:
         return leaf
     shape = (stack.padded_rows, *leaf.shape[1:])
-    return _converted(leaf, _program(stack, sharding, shape, to_memory=True))
+    return _converted(leaf, _program(stack, sharding, shape, is_load=True))
 
 
 def _converted(leaf: jax.Array, program: Any) -> jax.Array:
