@@ -191,10 +191,10 @@ class Rules:
     def _require_summed_node_axis(self) -> None:
         summed_axes = self.manual_axes() - {ISLAND, "pipeline"}
         if self.node_axis and self.node_axis not in summed_axes:
-            known = ", ".join(axis for axis in self.order() if axis in summed_axes)
+            axis_names = ", ".join(axis for axis in self.order() if axis in summed_axes)
             raise ShardingRuleError(
                 f"rules.node_axis={self.node_axis!r}: gradients are not summed along it once a "
-                f"step; known: {known}"
+                f"step; known: {axis_names}"
             )
 
     def column(self, kind: Kind) -> Column:
@@ -376,11 +376,11 @@ class Rules:
 
     def mesh_axes(self) -> set[str]:
         """Returns all mesh axes that some row uses."""
-        used: set[str] = set()
+        used_axes: set[str] = set()
         for kind in get_args(Kind):
             for entry in (getattr(self, kind) or {}).values():
-                used.update(axes_of(entry))
-        return used
+                used_axes.update(axes_of(entry))
+        return used_axes
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the rules as plain data for JSON, without fields that have their defaults."""
@@ -426,19 +426,19 @@ def row_of(column: Column, logical: str) -> str | None:
     return None
 
 
-def unknown_scopes(rules: Rules, known: Collection[str]) -> list[str]:
+def unknown_scopes(rules: Rules, model_scopes: Collection[str]) -> list[str]:
     """Returns a sentence for each scope of the rules that the model does not have.
 
-    The rows of such a scope would have no effect. known: the scopes of the model.
+    The rows of such a scope would have no effect. model_scopes: the scopes of the model.
     """
     sentences = []
-    for scope in sorted(rules.scopes() - set(known)):
+    for scope in sorted(rules.scopes() - set(model_scopes)):
         rows = sorted(row for row in rules._rows() if row.startswith(f"{scope}/"))
-        near = difflib.get_close_matches(scope, known, n=1)
+        near = difflib.get_close_matches(scope, model_scopes, n=1)
         if near:
             hint = f"did you mean {near[0]!r}?"
         else:
-            hint = f"the model has {', '.join(map(repr, sorted(known))) or 'none'}"
+            hint = f"the model has {', '.join(map(repr, sorted(model_scopes))) or 'none'}"
         sentences.append(
             f"rules have the scope {scope!r} ({', '.join(rows)}), which the model does not "
             f"have; {hint}"
@@ -446,14 +446,14 @@ def unknown_scopes(rules: Rules, known: Collection[str]) -> list[str]:
     return sentences
 
 
-def did_you_mean(word: str, known: Sequence[str] | Column) -> str:
+def did_you_mean(word: str, known_words: Sequence[str] | Column) -> str:
     """Returns the end of a message about an unknown name: the nearest known one, or all of them."""
     # In a scoped word, the name or the scope may be misspelt.
     for spelling in (word.rpartition("/")[2], word):
-        near = difflib.get_close_matches(spelling, list(known), n=1, cutoff=0.6)
+        near = difflib.get_close_matches(spelling, list(known_words), n=1, cutoff=0.6)
         if near:
             return f"; did you mean {near[0]!r}?"
-    return f"; known: {', '.join(sorted(known))}"
+    return f"; known: {', '.join(sorted(known_words))}"
 
 
 def _is_entry(entry: object) -> bool:

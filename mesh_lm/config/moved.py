@@ -83,8 +83,8 @@ def _optimizer(plain: Mapping[str, Any]) -> dict[str, Any]:
         if field in plain:
             rule[field] = plain[field]
     moved = {path.removeprefix("optimizer.") for path in _MOVED}
-    others = {field: value for field, value in plain.items() if field not in moved}
-    return {"class": others.pop("class", "OptimizerConfig"), "rule": rule, **others}
+    other_fields = {field: value for field, value in plain.items() if field not in moved}
+    return {"class": other_fields.pop("class", "OptimizerConfig"), "rule": rule, **other_fields}
 
 
 def _with_experts(column: Any) -> Any:
@@ -99,6 +99,6 @@ def _with_experts(column: Any) -> Any:
 
 def _data(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the section `data` with Megatron's switches as one list."""
-    others = {field: value for field, value in plain.items() if field not in _MEGATRON}
+    other_fields = {field: value for field, value in plain.items() if field not in _MEGATRON}
     words = [word for field, (value, word) in _MEGATRON.items() if plain.get(field) is value]
-    return {**others, "megatron": words}
+    return {**other_fields, "megatron": words}
