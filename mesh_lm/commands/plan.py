@@ -20,7 +20,7 @@ from mesh_lm.commands.plan_options import SCREEN as SCREEN
 from mesh_lm.commands.plan_options import Plan as Plan
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning import attention, diloco, stages, state_bytes
+from mesh_lm.planning import attention, diloco, experts, stages, state_bytes
 from mesh_lm.planning.changes import candidates
 from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import Program, compile_config, devices_for, flags_of
@@ -163,6 +163,7 @@ def _facts(config: TrainConfig, report: Report) -> list[Fact]:
         ratio = compiled_flops / report.model_flops
         text = f"{flop(compiled_flops)} per device and step, {ratio:.2f} x the model's"
         facts.append(("matmuls", text))
+    facts += experts.report_facts(config)
     return [*facts, *attention.report_facts(config, report, report.target)]
 
 

@@ -135,7 +135,7 @@ def exchanged(
 
     def deliver(delivered: Tokens, *, first: bool) -> jax.Array:
         if first and not inner:
-            delivered = delivered._replace(x=checkpoint_name(delivered.x, RECEIVED))
+            delivered = Tokens(*(checkpoint_name(array, RECEIVED) for array in delivered))
         return exchanged(exchange, inner, delivered, mlp, first=first)
 
     behind = exchange.experts_behind(inner)

@@ -1,0 +1,143 @@
+"""What expert parallelism sends, in closed form: tokens to experts, or, under other rules, the
+weights of experts to tokens.
+
+The forms count the first round of an exchange (`mesh_lm.model.exchange`), which is all of it while
+routing is balanced. Bytes are those that a device sends in a layer and microbatch, forward and
+backward, with activations saved that the exchange has delivered (remat=save_names).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mesh_lm.config import TrainConfig
+from mesh_lm.model import DecoderConfig
+from mesh_lm.model.exchange import Exchange, Hop
+from sharding_rules import axes_of, setting
+from sharding_rules.lab.summary import size
+
+_INT32 = 4
+_FLOAT32 = 4
+_BYTES = {"bfloat16": 2, "float32": 4}
+"""Of an element of activations and of weights in use."""
+
+
+def exchange_of(config: TrainConfig, segment: str) -> Exchange:
+    """Returns the exchange of a layer of a segment with experts, under a config that passes
+    `check`.
+    """
+    model = config.model
+    if not isinstance(model, DecoderConfig):
+        raise TypeError(f"{type(model).__name__} has no layers with experts")
+    sizes = config.mesh.sizes()
+    rules = config.rules
+    row = rules.row("params", f"{segment}/experts")
+    hops: list[Hop] = []
+    for axis in axes_of(rules.params[row] if row else None):
+        if sizes.get(axis, 1) == 1:
+            continue
+        exchange = rules.exchange[axis]
+        if hops and hops[-1].exchange == exchange:
+            last = hops.pop()
+            hops.append(Hop((*last.axes, axis), exchange, last.n_devices * sizes[axis]))
+        else:
+            hops.append(Hop((axis,), exchange, sizes[axis]))
+    return Exchange(
+        tuple(hops),
+        model.experts.number,
+        model.experts.active,
+        _tokens_of_device(config, segment),
+        model.experts.factor,
+    )
+
+
+def _tokens_of_device(config: TrainConfig, segment: str) -> int:
+    """Returns the tokens of a microbatch that enter the exchange on a device: along axes that shard
+    the width of experts they have been gathered.
+    """
+    sizes = config.mesh.sizes()
+    activations = config.rules.activations
+    width_row = config.rules.row("activations", f"{segment}/expert_mlp")
+    width_axes = axes_of(activations[width_row]) if width_row else ()
+    n_shards = 1
+    for name in ("batch", "seq_resid"):
+        row = config.rules.row("activations", f"{segment}/{name}")
+        for axis in axes_of(activations[row]) if row else ():
+            if axis not in width_axes:
+                n_shards *= sizes.get(axis, 1)
+    n_tokens = config.train.global_batch // config.train.microbatches * config.model.seq_len
+    return n_tokens // n_shards
+
+
+def token_bytes(exchange: Exchange, d_model: int, dtype: str = "bfloat16") -> float:
+    """Returns the bytes for moving tokens: each hop sends rows to the experts, and sums back, and
+    the backward pass does the same for gradients. Beside a row go the numbers and weights of its
+    experts, and back the gradients of these weights.
+    """
+    total = 0.0
+    n_tokens = exchange.n_tokens
+    row = 4 * d_model * _BYTES[dtype] + exchange.active * (_INT32 + 2 * _FLOAT32)
+    for number, hop in enumerate(exchange.hops):
+        inner = exchange.hops[number + 1 :]
+        sent = n_tokens
+        if hop.exchange == "padded":
+            sent = exchange.sent_tokens(hop, inner, n_tokens)
+        total += (hop.n_devices - 1) * sent * row
+        n_tokens = hop.n_devices * sent
+    return total
+
+
+def balanced_token_bytes(exchange: Exchange, d_model: int, dtype: str = "bfloat16") -> float:
+    """Returns the least that all-to-alls of one row for each token and expert send in one layer,
+    where routing is balanced: k T rows, of which (G - 1) / G leave the device, four times. Several
+    experts of a token on one device share a row, so that an exchange may send less.
+    """
+    n_devices = math.prod(hop.n_devices for hop in exchange.hops)
+    n_rows = exchange.active * exchange.n_tokens * (n_devices - 1) / n_devices
+    return 4 * n_rows * d_model * _BYTES[dtype]
+
+
+def weight_bytes(exchange: Exchange, expert_weights: int, dtype: str = "bfloat16") -> float:
+    """Returns the bytes for moving weights instead (FSDP of experts over the same devices): all
+    matrices of a layer's experts are gathered in the forward and in the backward pass, and their
+    gradients reduce-scattered.
+
+    expert_weights: the weights of one expert.
+    """
+    n_devices = math.prod(hop.n_devices for hop in exchange.hops)
+    gathered = exchange.n_experts * expert_weights * _BYTES[dtype]
+    return 3 * gathered * (n_devices - 1) / n_devices
+
+
+def report_facts(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yields a line for the report of each segment with experts: the exchange, what it sends, and
+    what weights would.
+    """
+    model = config.model
+    if not isinstance(model, DecoderConfig):
+        return
+    segments = [segment for segment in model.segment_configs() if segment.kind == "moe"]
+    matrices = 3 if model.activation == "swiglu" else 2
+    for segment in segments:
+        exchange = exchange_of(config, segment.name)
+        name = "experts" if len(segments) == 1 else f"experts of {segment.name}"
+        chosen = f"{model.experts.active} of {model.experts.number}"
+        if not exchange.hops:
+            yield name, f"{chosen}, all on each device"
+            continue
+        sizes = config.mesh.sizes()
+        words = [
+            f"{hop.exchange} over {' x '.join(setting(axis, sizes[axis]) for axis in hop.axes)}"
+            for hop in exchange.hops
+        ]
+        dtype = model.within(segment).dtype
+        tokens = token_bytes(exchange, model.d_model, dtype)
+        weights = weight_bytes(exchange, matrices * model.d_model * model.d_expert, dtype)
+        cheaper = "tokens are" if tokens <= weights else "weights (fsdp) would be"
+        yield (
+            name,
+            f"{chosen}, {exchange.local_experts} on each device, {', then '.join(words)}; a layer "
+            f"sends {size(tokens)} of tokens in a microbatch, and would send {size(weights)} of "
+            f"weights: {cheaper} cheaper",
+        )
