@@ -12,9 +12,8 @@ import jax
 import numpy as np
 import pytest
 from covering import Row
+from experts_model import EXPERTS, MODEL
 from support import (
-    SEQ,
-    VOCAB,
     Outcome,
     assert_same_gradients,
     gradients,
@@ -26,7 +25,6 @@ from support import (
 
 from mesh_lm.config import OptimizerConfig, PipelineConfig
 from mesh_lm.model import DecoderConfig, SegmentConfig
-from mesh_lm.model.experts_config import ExpertsConfig
 from mesh_lm.optim import AdamW, Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state.initial import fresh_state
@@ -35,16 +33,6 @@ from sharding_rules import Rules, preset
 
 COMPILE_BUDGET = 160
 
-EXPERTS = ExpertsConfig(
-    number=8, active=2, d_ff=24, shared=16, score="sigmoid", groups=4, active_groups=2, scale=2.5,
-    bias_rate=0.01, z_loss=1e-2, balance_loss=1e-2,
-)  # fmt: skip
-MODEL = DecoderConfig(
-    vocab_size=VOCAB, vocab_multiple=16, seq_len=SEQ, n_layers=2, d_model=32, n_heads=4,
-    n_kv_heads=2, positions="rotary", norm="rmsnorm", activation="swiglu", biases=False, tied=False,
-    init_std=0.1, dtype="float32", loss_chunk=24, remat="full", block="moe", experts=EXPERTS,
-)  # fmt: skip
-"""A model with all that a router can have."""
 MIXED = dataclasses.replace(
     MODEL,
     n_layers=3,
