@@ -27,6 +27,7 @@ import dataclasses
 
 import jax
 import numpy as np
+from experts_model import MODEL as MOE
 from flat_layout import unflattened
 from support import (
     GPT,
@@ -49,9 +50,9 @@ from mesh_lm.training.check import check
 from mesh_lm.training.step import train_step
 from sharding_rules import MeshConfig, ShardingRuleError, preset
 
-MODELS = {"gpt": GPT, "llama": dataclasses.replace(LLAMA, window=())}
+MODELS = {"gpt": GPT, "llama": dataclasses.replace(LLAMA, window=()), "moe": MOE}
 BASE = "hsdp+megatron"
-"""The rules that an example changes."""
+"""The rules that an example changes, if it names no others."""
 OPTIMIZER = OptimizerConfig(
     AdamW(eps=1.0), learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9
 )
@@ -60,8 +61,8 @@ Example = dict[str, Any]
 
 
 def config_of(example: Example) -> TrainConfig:
-    """The config of {"model", "mesh", "rules" (column -> row -> mesh axes), "microbatches",
-    "pipeline"}."""
+    """The config of {"model", "mesh", "base", "rules" (column -> row -> mesh axes), "exchange",
+    "microbatches", "pipeline"}."""
     changes: dict[str, Any] = {
         kind: {row: tuple(axes) or None for row, axes in rows.items()}
         for kind, rows in example["rules"].items()
@@ -70,7 +71,9 @@ def config_of(example: Example) -> TrainConfig:
         model=MODELS[example["model"]],
         output="nowhere",
         mesh=MeshConfig(**example["mesh"]),
-        rules=preset(BASE).replace("random", **changes),
+        rules=preset(example.get("base", BASE)).replace(
+            "random", exchange=example.get("exchange"), **changes
+        ),
         train=TrainLoop(steps=10, global_batch=16, microbatches=example.get("microbatches", 1)),
         optimizer=OPTIMIZER,
         data=DataConfig(tokenizer_vocab=64),

@@ -20,6 +20,7 @@ from processes import ROOT
 
 SCRIPT = ROOT / "tests" / "random_rules.py"
 SIZES = (1, 2, 4)
+AXES_OF_EXPERTS = ("pipeline", "data", "fsdp", "expert", "tensor")
 MESHES = [
     {
         axis: size
@@ -79,6 +80,47 @@ def examples(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+EXPERT_MESHES = [
+    {axis: size for axis, size in zip(AXES_OF_EXPERTS, sizes, strict=True) if size > 1}
+    for sizes in itertools.product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2))
+    if 1 < math.prod(sizes) <= 8
+]
+
+
+@st.composite
+def expert_examples(draw: st.DrawFn) -> dict[str, Any]:
+    """A mesh, and rules by which experts are on any of its axes, with any exchanges."""
+    mesh = draw(st.sampled_from(EXPERT_MESHES))
+    likely = [axis for axis in mesh if axis in ("expert", "data", "fsdp")]
+    axes = likely if likely and draw(st.integers(0, 4)) else list(mesh)
+    experts = draw(st.lists(st.sampled_from(axes), unique=True, max_size=2))
+    width = draw(st.sampled_from(([], ["tensor"]))) if "tensor" in mesh else []
+    rows = {"experts": experts, "expert_mlp": width}
+    rules: dict[str, dict[str, list[str]]] = {"params": dict(rows), "activations": dict(rows)}
+    if "fsdp" in experts:
+        rules["params"]["embed"] = []
+    tensor = draw(st.sampled_from(("megatron", "megatron_sp")))
+    exchange = {
+        axis: draw(st.sampled_from(("gather", "padded")))
+        for axis in experts
+        if draw(st.integers(0, 9))
+    }
+    if draw(st.integers(0, 4)) == 0:
+        column = draw(st.sampled_from(COLUMNS))
+        row = draw(st.sampled_from(("experts", "expert_mlp", "router", "embed")))
+        rules.setdefault(column, {})[row] = draw(
+            st.lists(st.sampled_from(list(mesh)), unique=True, max_size=2)
+        )
+    return {
+        "model": "moe",
+        "base": f"experts_gather+hsdp+{tensor}",
+        "mesh": mesh,
+        "rules": rules,
+        "exchange": exchange,
+        "microbatches": 2,
+    }
+
+
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     one = Runner(SCRIPT, tmp_path_factory.mktemp("random_rules"))
@@ -99,11 +141,13 @@ def _settings(count: int) -> settings:
     )
 
 
-def _all_are_right_or_refused(runner: Runner, count: int) -> None:
+def _all_are_right_or_refused(
+    runner: Runner, count: int, strategy: st.SearchStrategy[dict[str, Any]]
+) -> None:
     runner.verdicts.clear()
 
     @_settings(count)
-    @given(examples())
+    @given(strategy)
     def each(example: dict[str, Any]) -> None:
         runner(example)
 
@@ -113,9 +157,19 @@ def _all_are_right_or_refused(runner: Runner, count: int) -> None:
 
 @pytest.mark.slow
 def test_random_rules_are_right_or_refused(runner: Runner) -> None:
-    _all_are_right_or_refused(runner, 16)
+    _all_are_right_or_refused(runner, 16, examples())
+
+
+@pytest.mark.slow
+def test_random_rules_of_experts_are_right_or_refused(runner: Runner) -> None:
+    _all_are_right_or_refused(runner, 12, expert_examples())
+
+
+@pytest.mark.exhaustive
+def test_many_random_rules_of_experts_are_right_or_refused(runner: Runner) -> None:
+    _all_are_right_or_refused(runner, 120, expert_examples())
 
 
 @pytest.mark.exhaustive
 def test_many_random_rules_are_right_or_refused(runner: Runner) -> None:
-    _all_are_right_or_refused(runner, 400)
+    _all_are_right_or_refused(runner, 400, examples())
