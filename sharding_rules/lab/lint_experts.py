@@ -5,9 +5,11 @@ Tokens are exchanged so that each reaches the devices of its experts.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 
+from sharding_rules.lab.hlo import arrays
 from sharding_rules.lab.lint_context import (
     EXCHANGES,
     LARGE_MEMORY,
@@ -19,11 +21,14 @@ from sharding_rules.lab.lint_context import (
     name_list,
     wire_bytes,
 )
-from sharding_rules.lab.report import Argument, Collective, Location
+from sharding_rules.lab.report import Argument, Location
 from sharding_rules.rules import Kind, axes_of, row_of
 
 _EXPERTS = "experts"
 """The logical axis of the parameters of several experts."""
+
+# A dimension of fewer elements may be anything, such as gate and up.
+_SEVERAL = 4
 
 # FLOPs that are recomputed, as a share of those of the forward pass: with less, the results of
 # matmuls are saved.
@@ -74,7 +79,7 @@ def _saves_matmuls(context: LintContext) -> bool:
 def _is_token_exchange(context: LintContext, piece: Piece) -> bool:
     """Whether an array holds tokens that are sent to devices with other experts."""
     collective = piece.collective
-    if not _is_in_experts(context, collective):
+    if not _is_in_experts(context, collective.where):
         return False
     if context.piece_weights(piece):
         return False
@@ -84,8 +89,8 @@ def _is_token_exchange(context: LintContext, piece: Piece) -> bool:
     return collective.kind == "all-gather" and bool(_exchange_axes(context) & set(collective.axes))
 
 
-def _is_in_experts(context: LintContext, collective: Collective) -> bool:
-    return context.vocabulary.experts_part in re.split(r"[/+]", collective.where.part)
+def _is_in_experts(context: LintContext, where: Location) -> bool:
+    return context.vocabulary.experts_part in re.split(r"[/+]", where.part)
 
 
 # Experts' weights.
@@ -94,7 +99,7 @@ def _is_in_experts(context: LintContext, collective: Collective) -> bool:
 def experts_replicated(context: LintContext) -> Iterator[Finding]:
     """Experts that each device has, or gathers, although a mesh axis is there to shard them.
 
-    It needs the names of the parameters' dimensions.
+    The check needs the names of the parameters' dimensions.
     """
     yield from _gathered_experts(context)
     yield from _unsharded_experts(context)
@@ -148,8 +153,7 @@ def _unsharded_experts(context: LintContext) -> Iterator[Finding]:
     for param in context.params:
         if not _has_experts(context, param) or axis in param.axes:
             continue
-        n_experts = param.shape[list(map(_name, context.logical_axes(param))).index(_EXPERTS)]
-        if n_experts % ways == 0:
+        if _n_experts(context, param) % ways == 0:
             replicated.append(param)
     wasted = sum(param.bytes for param in replicated) * (ways - 1) // ways
     if not replicated or wasted < LARGE_MEMORY * context.report.peak_bytes:
@@ -164,6 +168,91 @@ def _unsharded_experts(context: LintContext) -> Iterator[Finding]:
         ),
         fix=f"put {axis!r} into rules.params['experts'] and rules.activations['experts']",
     )
+
+
+# Matmuls with experts.
+
+
+def dense_experts(context: LintContext) -> Iterator[Finding]:
+    """Temporaries that hold each row once for every expert of the device.
+
+    A grouped matmul needs each row once. The check needs the names of the parameters' dimensions.
+    """
+    n_experts = _n_local_experts(context)
+    if n_experts < _SEVERAL:
+        return
+    # With fewer elements, a row may be there once, and the first dimension number the experts.
+    smallest = n_experts * _largest_rows(context)
+    weight_sizes = _weight_sizes(context)
+    dense = []
+    for buffer in context.report.memory.buffers:
+        if buffer.kind != "activations" or not _is_in_experts(context, buffer.where):
+            continue
+        for array in arrays(buffer.shape):
+            size = math.prod(array.dims)
+            if n_experts in array.dims and size >= smallest and size not in weight_sizes:
+                dense.append(buffer)
+    wasted = sum(buffer.bytes for buffer in dense) * (n_experts - 1) // n_experts
+    if not dense or wasted < LARGE_MEMORY * context.report.peak_bytes:
+        return
+    worst = max(dense, key=lambda buffer: buffer.bytes)
+    yield Finding(
+        check="dense-experts",
+        bytes=wasted,
+        where=worst.where,
+        text=(
+            f"{worst.shape} holds every row once for each of the {n_experts} experts of a device, "
+            "which are then all multiplied"
+        ),
+        fix=context.vocabulary.fix(
+            "dense-experts",
+            "sort the rows by expert and multiply them by a grouped kernel; jax.lax.ragged_dot "
+            "becomes a dense matmul on GPUs",
+        ),
+    )
+
+
+def _n_local_experts(context: LintContext) -> int:
+    """Returns the experts of a layer that a device uses; 0 where they are not known.
+
+    They are not known either if a device has as many layers.
+    """
+    ways = context.ways(_exchange_axes(context))
+    sizes = set()
+    for param in context.params:
+        if _has_experts(context, param):
+            sizes.add(_n_experts(context, param) // ways)
+    if len(sizes) != 1 or sizes & set(context.depth.values()):
+        return 0
+    return sizes.pop()
+
+
+def _largest_rows(context: LintContext) -> int:
+    """Returns the elements of the tokens that a device sends or receives, at least its own."""
+    sizes = [context.residual_size]
+    for piece in context.pieces:
+        if _is_token_exchange(context, piece):
+            sizes.append(math.prod(piece.array.dims))
+    return max(sizes)
+
+
+def _weight_sizes(context: LintContext) -> set[int]:
+    """Returns the elements of the experts' weights in a layer, as stored and as used."""
+    exchange_axes = _exchange_axes(context)
+    sizes = set()
+    for param in context.params:
+        if not _has_experts(context, param):
+            continue
+        layer_size = math.prod(param.shape) // context.depth[param.name]
+        for axes in (param.axes, exchange_axes & set(param.axes)):
+            sizes.add(layer_size // context.ways(axes))
+    return sizes
+
+
+def _n_experts(context: LintContext, param: Argument) -> int:
+    """Returns the experts of a layer in a parameter that has them."""
+    names = list(map(_name, context.logical_axes(param)))
+    return param.shape[names.index(_EXPERTS)]
 
 
 def _has_experts(context: LintContext, param: Argument) -> bool:
@@ -198,4 +287,5 @@ def _expert_axes(context: LintContext, kind: Kind) -> set[str]:
 CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
     exchange_repeated,
     experts_replicated,
+    dense_experts,
 )

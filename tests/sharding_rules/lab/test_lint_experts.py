@@ -1,4 +1,4 @@
-"""Findings about a mixture of experts in plain JAX, compiled: each mistake, and its lawful twin."""
+"""Findings about a mixture of experts in plain JAX, compiled: each mistake, and the step without it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sharding_rules.lab import Finding, compile_report, h100, lint
 from sharding_rules.lab.report import Argument, Report
 from tests.sharding_rules.lab.test_lint import only
 
-COMPILE_BUDGET = 9
+COMPILE_BUDGET = 11
 pytestmark = pytest.mark.deviceless
 
 L, E, T, D, F, G = 4, 16, 512, 1024, 1024, 8
@@ -52,6 +52,11 @@ class Program:
     """Of the experts where they are used."""
     stored: str | None = "expert"
     """Mesh axis that shards the stored experts."""
+    n_experts: int = E
+    n_tokens: int = T
+    """Of a device."""
+    ragged: bool = False
+    """Rows are sorted by expert, and multiplied by `lax.ragged_dot`."""
 
     def report(self) -> Report:
         mesh = h100(expert=G)
@@ -60,10 +65,10 @@ class Program:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
         params = {
-            "up": array((L, E, D, F), jnp.float32, None, self.stored),
-            "down": array((L, E, F, D), jnp.float32, None, self.stored),
+            "up": array((L, self.n_experts, D, F), jnp.float32, None, self.stored),
+            "down": array((L, self.n_experts, F, D), jnp.float32, None, self.stored),
         }
-        batch = {"x": array((G * T, D), jnp.bfloat16, "expert")}
+        batch = {"x": array((G * self.n_tokens, D), jnp.bfloat16, "expert")}
         experts = jax.shard_map(
             self._experts,
             mesh=mesh,
@@ -103,9 +108,14 @@ class Program:
             up = lax.all_gather(up, "expert", tiled=True)
             down = lax.all_gather(down, "expert", tiled=True)
         received = checkpoint_name(received, "received")
-        h = jnp.einsum("etd,edf->etf", received.reshape(len(up), -1, D), up)
-        h = checkpoint_name(h, "up")
-        y = jnp.einsum("etf,efd->etd", jax.nn.gelu(h), down).reshape(received.shape)
+        if self.ragged:
+            sizes = jnp.full(len(up), len(received) // len(up), jnp.int32)
+            h = checkpoint_name(lax.ragged_dot(received, up, sizes), "up")
+            y = lax.ragged_dot(jax.nn.gelu(h), down, sizes)
+        else:
+            h = jnp.einsum("etd,edf->etf", received.reshape(len(up), -1, D), up)
+            h = checkpoint_name(h, "up")
+            y = jnp.einsum("etf,efd->etd", jax.nn.gelu(h), down).reshape(received.shape)
         if self.exchange == "padded":
             return lax.all_to_all(y, "expert", 0, 0, tiled=True)
         if self.exchange == "gather":
@@ -118,7 +128,7 @@ def findings(program: Program, program_rules: Rules | None) -> tuple[Finding, ..
 
 
 @pytest.mark.parametrize("exchange", ["padded", "gather"])
-def test_saved_exchanges_and_sharded_experts_are_lawful(exchange: str) -> None:
+def test_saved_exchanges_and_sharded_experts_are_no_finding(exchange: str) -> None:
     assert findings(Program(exchange), rules()) == ()
 
 
@@ -172,6 +182,36 @@ def test_experts_that_no_row_shards() -> None:
     # A parameter that several experts share is no expert.
     shared = tuple(map(_without_experts, report.arguments))
     assert not _has_replicated(dataclasses.replace(report, arguments=shared), rules(None))
+
+
+def test_rows_that_are_there_once_for_each_expert() -> None:
+    """XLA has no grouped matmul for GPUs: it multiplies all rows by all experts."""
+    n_experts = 8  # of a device
+    n_tokens = 4096
+    batched = Program(n_experts=n_experts * G, n_tokens=n_tokens)
+    assert findings(batched, rules()) == (), "each row once, in a dimension of experts"
+    report = dataclasses.replace(batched, ragged=True).report()
+    one = only(lint(report, rules(), AXES))
+    assert one.check == "dense-experts" and one.severity == "error"
+    assert f"each of the {n_experts} experts" in one.text and "grouped kernel" in one.fix
+    flops = 2 * n_tokens * D * F * 2 * L
+    assert report.flops["forward"] == n_experts * flops
+    # Without names of the dimensions nothing tells what an expert is.
+    assert lint(report, rules(), {}) == ()
+
+    # A gradient of all experts is as large, where an expert is wider than there are tokens.
+    gradient = f"bf16[{n_experts},{D},{F}]"
+    buffers = [
+        dataclasses.replace(buffer, shape=gradient) if "[" in buffer.shape else buffer
+        for buffer in report.memory.buffers
+    ]
+    memory = dataclasses.replace(report.memory, buffers=tuple(buffers))
+    batch = tuple(
+        dataclasses.replace(a, shape=(G * 128, D)) if a.kind == "batch" else a
+        for a in report.arguments
+    )
+    few_tokens = dataclasses.replace(report, memory=memory, arguments=batch, collectives=())
+    assert lint(few_tokens, rules(), AXES) == ()
 
 
 def _has_replicated(report: Report, program_rules: Rules) -> bool:
