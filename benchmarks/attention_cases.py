@@ -66,12 +66,12 @@ class Case:
 
     def features(self) -> dict[str, Any]:
         """Keywords that are not arrays."""
-        found = dict(self.static)
+        features = dict(self.static)
         if self.traced_offset:
-            del found["q_offset"]
+            del features["q_offset"]
         if self.mask:
-            found["block_mask"] = self.mask(self.S, self.keys)
-        return found
+            features["block_mask"] = self.mask(self.S, self.keys)
+        return features
 
     def arrays(self) -> tuple[Arrays, Arrays, Arrays]:
         """Returns (arrays with gradients: q, k, v, perhaps sinks; the other arrays; weights of a

@@ -34,9 +34,9 @@ different places."""
 def compared(case: Case, dry_run: bool, reruns: int) -> Row:
     moving, still, weights = case.arrays()
     static = case.features()
-    there = peers.HOPPER if dry_run else {}
+    hopper_options = peers.HOPPER if dry_run else {}
     exact = {name: x.astype("float32") for name, x in moving.items()}
-    wanted = _values(
+    expected = _values(
         lambda **x: reference_attention(**{**static, **x}), case, exact, still, weights
     )
 
@@ -44,7 +44,7 @@ def compared(case: Case, dry_run: bool, reruns: int) -> Row:
         return with_gradients(
             lambda **x: _door(
                 case,
-                **{**static, **x, **there},
+                **{**static, **x, **hopper_options},
                 implementation="mosaic",
                 deterministic=deterministic,
             ),
@@ -53,15 +53,18 @@ def compared(case: Case, dry_run: bool, reruns: int) -> Row:
 
     fixed = ours(deterministic=True)
     runs = [fixed(moving, still, weights) for _ in range(1 + reruns)]
-    errors, others = (
-        array_errors(found, wanted)
-        for found in (runs[0], ours(deterministic=False)(moving, still, weights))
+    errors, nondeterministic_errors = (
+        array_errors(results, expected)
+        for results in (runs[0], ours(deterministic=False)(moving, still, weights))
     )
     # nan if either is
-    errors = {name: float(np.maximum(error, others[name])) for name, error in errors.items()}
+    errors = {
+        name: float(np.maximum(error, nondeterministic_errors[name]))
+        for name, error in errors.items()
+    }
     row: Row = {"dtype": case.dtype}
     try:
-        theirs = _cudnn_errors(case, static, moving, still, weights, wanted)
+        theirs = _cudnn_errors(case, static, moving, still, weights, expected)
     except Exception as error:  # in cuDNN's attention
         theirs, row["cudnn_fails"] = {}, f"{type(error).__name__}: {error}"[:200]
     limits = TOLERANCES[case.dtype]
@@ -117,12 +120,12 @@ def with_gradients(
         if not case.lse:
             return total, {"out": out}
         assert lse is not None
-        seen = jnp.where(lse == -jnp.inf, 0, lse)
-        return total + (jnp.sin(seen) * weights["lse"]).sum(), {"out": out, "lse": lse}
+        finite_lse = jnp.where(lse == -jnp.inf, 0, lse)
+        return total + (jnp.sin(finite_lse) * weights["lse"]).sum(), {"out": out, "lse": lse}
 
     def values(moving: Any, still: Any, weights: Any) -> dict[str, jax.Array]:
-        gradients, found = jax.grad(loss, has_aux=True)(moving, still, weights)
-        return {**found, **{f"d{name}": x for name, x in gradients.items()}}
+        gradients, outputs = jax.grad(loss, has_aux=True)(moving, still, weights)
+        return {**outputs, **{f"d{name}": x for name, x in gradients.items()}}
 
     return jax.jit(values)
 
@@ -131,26 +134,27 @@ def _values(attend: Callable[..., Any], case: Case, *arrays: Any) -> dict[str, j
     return with_gradients(attend, case)(*arrays)
 
 
-def array_errors(found: dict[str, jax.Array], wanted: dict[str, jax.Array]) -> dict[str, float]:
+def array_errors(results: dict[str, jax.Array], expected: dict[str, jax.Array]) -> dict[str, float]:
     return {
-        name: relative(np.asarray(found[name], np.float32), np.asarray(x, np.float32))
-        for name, x in wanted.items()
+        name: relative(np.asarray(results[name], np.float32), np.asarray(x, np.float32))
+        for name, x in expected.items()
     }
 
 
-def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Returns |found - wanted| / |wanted|; nan if they differ in where they are not finite, or in
-    the sign of an infinity."""
-    finite = np.isfinite(wanted)
-    if (np.where(finite, 0, found) != np.where(finite, 0, wanted)).any():
+def relative(result: np.ndarray, expected: np.ndarray) -> float:
+    """Returns |result - expected| / |expected|; nan if they differ in where they are not finite,
+    or in the sign of an infinity."""
+    finite = np.isfinite(expected)
+    if (np.where(finite, 0, result) != np.where(finite, 0, expected)).any():
         return float("nan")
     return float(
-        np.linalg.norm(found[finite] - wanted[finite]) / max(np.linalg.norm(wanted[finite]), 1e-30)
+        np.linalg.norm(result[finite] - expected[finite])
+        / max(np.linalg.norm(expected[finite]), 1e-30)
     )
 
 
 def _cudnn_errors(
-    case: Case, static: dict[str, Any], moving: Any, still: Any, weights: Any, wanted: Any
+    case: Case, static: dict[str, Any], moving: Any, still: Any, weights: Any, expected: Any
 ) -> dict[str, float]:
     """Returns cuDNN's errors by array; empty if it does not support the case."""
     if (
@@ -168,5 +172,5 @@ def _cudnn_errors(
             still,
             weights,
         ),
-        wanted,
+        expected,
     )

@@ -43,31 +43,31 @@ def row_of(name: str, shape: tuple[int, int, int, int], width: int, window: int 
     of values together."""
     B, S, N, K = shape
     queries = of_queries(B, S, S, N, K, width=width, window=window)
-    by_kv, by_query = (
+    kv_tiles, query_tiles = (
         of_keys(B, S, S, N, K, split=split, width=width, window=window) for split in (False, True)
     )
     split = by_query_head(B, N, K, S)
     return {
         "name": name, "B": B, "S": S, "N": N, "K": K, "forward_blocks": queries.blocks,
         "forward": round(queries.efficiency, 3),
-        "keys_blocks": by_kv.blocks, "keys": round(by_kv.efficiency, 3),
-        "split_blocks": by_query.blocks,
-        "split": round(by_query.efficiency, 3),
-        "chosen": round((by_query if split else by_kv).efficiency, 3),
+        "keys_blocks": kv_tiles.blocks, "keys": round(kv_tiles.efficiency, 3),
+        "split_blocks": query_tiles.blocks,
+        "split": round(query_tiles.efficiency, 3),
+        "chosen": round((query_tiles if split else kv_tiles).efficiency, 3),
     }  # fmt: skip
 
 
 def rows() -> list[Row]:
     """One row for each config and width of its windows; those for CPUs are left out."""
-    found = []
+    table = []
     for path in sorted(Path(ROOT, "configs").glob("[!_]*.py")):
         if path.stem not in FOR_CPUS:
             config: Any = load(str(path))
             shape = local_shape(config, PUBLISHED[path.stem])
             for window in config.model.windows():
                 name = path.stem + (f", window {window}" if window else "")
-                found.append(row_of(name, shape, 2 * config.model.d_head, window))
-    return found
+                table.append(row_of(name, shape, 2 * config.model.d_head, window))
+    return table
 
 
 def main() -> None:

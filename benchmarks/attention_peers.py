@@ -45,10 +45,10 @@ def attention(peer: str, static: Row, dry_run: bool = False) -> Callable[..., ja
         return _mgpu(static["causal"])
     if peer == "tokamax":
         return _tokamax(static["causal"])
-    there = HOPPER if dry_run and peer == OURS else {}
+    hopper_options = HOPPER if dry_run and peer == OURS else {}
 
     def ours(q: jax.Array, k: jax.Array, v: jax.Array, **arrays: jax.Array) -> jax.Array:
-        features: Row = {**static, **arrays, **there, "implementation": peer}
+        features: Row = {**static, **arrays, **hopper_options, "implementation": peer}
         return flash_attention(q, k, v, **features)
 
     return ours

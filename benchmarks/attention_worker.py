@@ -163,12 +163,12 @@ def duel(shape: Row, entrants: dict[str, Any], dry_run: bool) -> None:
                 except Exception as error:
                     emit(**shape, peer=name, error=f"{type(error).__name__}: {error}"[:600])
                     del built[name]
-            began = time.time()
+            start_time = time.time()
             times = rounds(ways, 1 if dry_run else 0) if ways else {}
             ended = time.time()
     for name, timed in built.items():
-        found = {way: times[other, way] for other, way in times if other == name}
-        emit(**shape, peer=name, **timed.row(found), began=began, ended=ended)
+        own_times = {way: times[other, way] for other, way in times if other == name}
+        emit(**shape, peer=name, **timed.row(own_times), began=start_time, ended=ended)
 
 
 def speed(variants: list[Row], dry_run: bool) -> None:
@@ -194,13 +194,15 @@ def smoke(variants: list[Row], dry_run: bool) -> None:
     A variant is a shape, a peer and a way, fwd or bwd. rel: |x - formula| / |formula|, of out or of
     the gradients.
     """
-    kept: dict[str, Timed] = {}
+    timed_by_peer: dict[str, Timed] = {}
 
     def measure(variant: Row) -> Row:
         peer, way = variant["peer"], variant["way"]
         with interpreting(dry_run):
             with compiling():
-                timed = kept[peer] = kept.get(peer) or Timed(peer, variant, dry_run)
+                timed = timed_by_peer[peer] = timed_by_peer.get(peer) or Timed(
+                    peer, variant, dry_run
+                )
             call = timed.warm(way)[way]
             errors = against_formula(timed, way, call())
             with measuring():
@@ -217,7 +219,7 @@ def smoke(variants: list[Row], dry_run: bool) -> None:
     emit_each(variants, measure)
 
 
-def against_formula(timed: Timed, way: str, found: Any) -> dict[str, float]:
+def against_formula(timed: Timed, way: str, results: Any) -> dict[str, float]:
     """Returns the errors of one direction's results for the data of `Timed.data`."""
     *qkv, dout = (x.astype(jnp.float32) for x in timed.data())
     attend = partial(reference_attention, causal=timed.case.static["causal"])
@@ -228,9 +230,10 @@ def against_formula(timed: Timed, way: str, found: Any) -> dict[str, float]:
         return (out,) if way == "fwd" else pull(dout)
 
     names = ("out",) if way == "fwd" else ("dq", "dk", "dv")
-    pairs = zip(names, jax.tree.leaves(found), formula(*qkv, dout), strict=True)
+    pairs = zip(names, jax.tree.leaves(results), formula(*qkv, dout), strict=True)
     return {
-        name: relative(np.asarray(x, np.float32), np.asarray(wanted)) for name, x, wanted in pairs
+        name: relative(np.asarray(x, np.float32), np.asarray(expected))
+        for name, x, expected in pairs
     }
 
 
@@ -293,15 +296,15 @@ class Timed:
         return ways
 
     def row(self, times: dict[str, Any]) -> Row:
-        found: Row = {}
+        columns: Row = {}
         for way, flops in (("fwd", self.flops), ("bwd", 2.5 * self.flops)):
             if way in times:
-                found |= {
+                columns |= {
                     f"{way}_ms": 1e3 * times[way].median,
                     f"{way}_tflops": flops / times[way].median / 1e12,
                 }
-                found |= {f"{way}_spread": times[way].spread}
-        return found | self.norms
+                columns |= {f"{way}_spread": times[way].spread}
+        return columns | self.norms
 
 
 def _norm(x: jax.Array) -> float:
@@ -333,15 +336,15 @@ def correct(variants: list[Row], dry_run: bool, reruns: int) -> None:
 # A program compiled without a GPU.
 
 
-def _block(x: jax.Array, into: jax.Array, out: jax.Array, there: dict[str, Any]) -> jax.Array:
+def _block(x: jax.Array, into: jax.Array, out: jax.Array, options: dict[str, Any]) -> jax.Array:
     """A small attention block, with a loss."""
     q, k, v = jnp.moveaxis(jnp.einsum("bsd,dfnh->bsfnh", x, into), 2, 0)
-    y = flash_attention(q, k, v, implementation="mosaic", **there)
+    y = flash_attention(q, k, v, implementation="mosaic", **options)
     return jnp.square(jnp.einsum("bsnh,dnh->bsd", y, out).astype(jnp.float32)).mean()
 
 
-def _program(there: dict[str, Any]) -> Callable[..., Any]:
-    return jax.jit(jax.value_and_grad(partial(_block, there=there), argnums=(0, 1, 2)))
+def _program(options: dict[str, Any]) -> Callable[..., Any]:
+    return jax.jit(jax.value_and_grad(partial(_block, options=options), argnums=(0, 1, 2)))
 
 
 def _block_shapes(tiny: bool) -> list[tuple[int, ...]]:
@@ -356,11 +359,12 @@ def deviceless(path: str, target: str, tiny: bool) -> None:
 
     from sharding_rules.lab.targets import devices
 
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     device = jax.devices()[0] if target == "cpu" else devices(target, 1)[0]
-    place = jax.sharding.SingleDeviceSharding(device)
+    sharding = jax.sharding.SingleDeviceSharding(device)
     arguments = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in _block_shapes(tiny)
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+        for shape in _block_shapes(tiny)
     ]
     compiled = (
         _program({"platform": "gpu", "capability": (9, 0)}).lower(*arguments).compile()
@@ -369,7 +373,7 @@ def deviceless(path: str, target: str, tiny: bool) -> None:
     )
     serialised, _, _ = serialize_executable.serialize(compiled)
     Path(path).write_bytes(serialised)
-    emit(target=target, compile_s=time.perf_counter() - began, bytes=len(serialised))
+    emit(target=target, compile_s=time.perf_counter() - start_time, bytes=len(serialised))
 
 
 def _on_cpu(arguments: list[jax.ShapeDtypeStruct]) -> Any:
@@ -397,27 +401,27 @@ def load(path: str, tiny: bool) -> None:
     ]
     into = jax.tree.structure((tuple(arguments), {}))
     out = jax.tree.structure((0, (0, 0, 0)))
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     device = jax.devices()[0]
     program = serialize_executable.deserialize_and_load(
         Path(path).read_bytes(), into, out, device.client, [device]
     )
-    loaded = time.perf_counter() - began
-    found = jax.block_until_ready(program(*arguments))
-    began = time.perf_counter()
-    here = (
+    loaded = time.perf_counter() - start_time
+    results = jax.block_until_ready(program(*arguments))
+    start_time = time.perf_counter()
+    recompiled = (
         _program({})
         if device.platform == "gpu"
         else jax.jit(jax.value_and_grad(_plain_block, argnums=(0, 1, 2)))
     )
     with compiling():
-        wanted = jax.block_until_ready(here(*arguments))
-    compiled = time.perf_counter() - began
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+        expected = jax.block_until_ready(recompiled(*arguments))
+    compiled = time.perf_counter() - start_time
+    pairs = zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
     errors = [relative(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in pairs]
     with measuring():
         times = rounds(
-            {"loaded": lambda: program(*arguments), "here": lambda: here(*arguments)},
+            {"loaded": lambda: program(*arguments), "here": lambda: recompiled(*arguments)},
             1 if tiny else 0,
         )
     row = {

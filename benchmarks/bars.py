@@ -47,7 +47,7 @@ class Bar:
     """At most."""
     mfu: float = 0.0
     """At least."""
-    of_published: float = 0.0
+    published_share: float = 0.0
     """Share of the published TFLOP/s, at least."""
     changes: str = ""
     """Options of train.py that the config names for this number of devices."""
@@ -67,13 +67,13 @@ BARS = (
     Bar("llama3_8b", mfu=0.60), Bar("llama3_8b_128k"),
     Bar("llama3_70b", 512, mfu=0.57, changes="--train.microbatches=4"),
     Bar("llama3_70b", mfu=0.57), Bar("llama3_405b", mfu=0.30),
-    Bar("megatron_1_7b", of_published=1.0), Bar("megatron_7_1b", of_published=1.0),
-    Bar("megatron_16b", of_published=1.0),
-    Bar("megatron_32b", of_published=0.9), Bar("megatron_70b", of_published=0.9),
-    Bar("megatron_119b", of_published=0.9),
-    Bar("megatron_177b", step_s=5.2, step_all_on_s=4.9, of_published=1.0),
-    Bar("megatron_314b", of_published=0.9),
-    Bar("megatron_462b", of_published=1.0),
+    Bar("megatron_1_7b", published_share=1.0), Bar("megatron_7_1b", published_share=1.0),
+    Bar("megatron_16b", published_share=1.0),
+    Bar("megatron_32b", published_share=0.9), Bar("megatron_70b", published_share=0.9),
+    Bar("megatron_119b", published_share=0.9),
+    Bar("megatron_177b", step_s=5.2, step_all_on_s=4.9, published_share=1.0),
+    Bar("megatron_314b", published_share=0.9),
+    Bar("megatron_462b", published_share=1.0),
 )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def main() -> None:
         print(json.dumps(compiled(bar, args.on.split())))
         return
     only = "gpt2_124m" if args.quick else args.only
-    wanted = [bar for bar in BARS if any(word in bar.name for word in only.split(","))]
+    bars = [bar for bar in BARS if any(word in bar.name for word in only.split(","))]
     kind = f"{TARGET} jax {importlib.metadata.version('jax')}"
     record = Record("bars", args.output, kind=kind)
     if args.freeze:
@@ -112,7 +112,7 @@ def main() -> None:
         if args.freeze
         else rows_of(record.directory / f"{record.stem.replace(record.data['date'], 'base')}.json")
     )
-    for bar in wanted:
+    for bar in bars:
         figures = in_a_process(bar, "")
         if args.on:
             figures["all_on_s"] = in_a_process(bar, args.on)["step_s"]
@@ -139,9 +139,9 @@ def main() -> None:
 def kept(record: Record) -> dict[str, Row]:
     """Returns the rows of the file that is about to be written, else those of the newest results of
     these versions."""
-    own = record.directory / f"{record.stem}.json"
-    if own.is_file() or "base" in record.stem:
-        return rows_of(own)
+    own_file = record.directory / f"{record.stem}.json"
+    if own_file.is_file() or "base" in record.stem:
+        return rows_of(own_file)
     dated = sorted(
         record.directory.glob(record.stem.replace(record.data["date"], "????-??-??") + ".json")
     )
@@ -208,13 +208,13 @@ def figures(config: Any, report: Any) -> Row:
     from sharding_rules.lab.summary import over, ratios
 
     line = report.timeline
-    of_step = ratios(report)
-    exposed = of_step.pop("exposed_us")
+    step_ratios = ratios(report)
+    exposed = step_ratios.pop("exposed_us")
     waits = sorted(report.collectives, key=lambda one: -one.exposed)[:WAITS]
     return {
         "GPUs": report.n_devices, "pipelined": config.mesh.pipeline != 1, "step_s": line.step / 1e6,
         "peak_gib": report.peak_bytes / 2**30,
-        "tflops": megatron_flops(config) / report.n_devices / line.step / 1e6, **of_step,
+        "tflops": megatron_flops(config) / report.n_devices / line.step / 1e6, **step_ratios,
         "waits_for": ", ".join(f"{axes} {us / line.step:.1%}" for axes, us in exposed["axes"].items()),
         "waits_in": ", ".join(f"{phase} {us / line.step:.1%}" for phase, us in exposed["phase"].items()),
         "longest": "; ".join(
@@ -227,21 +227,22 @@ def figures(config: Any, report: Any) -> Row:
 
 def compared(bar: Bar, row: Row, base: Row | None) -> Row:
     """Returns a line of the table: each figure, that of the base, and the bars that are not met."""
-    before = base or {}
-    missed = unmet(bar, row)
+    base_row = base or {}
+    unmet_bars = unmet(bar, row)
     return {
         "config": bar.name, "GPUs": row["GPUs"],
-        "step, s": row["step_s"], "base step": before.get("step_s"), "all on": row.get("all_on_s"),
-        "peak, GiB": row["peak_gib"], "base peak": before.get("peak_gib"),
-        "TFLOP/s": row["tflops"], "base TFLOP/s": before.get("tflops"),
+        "step, s": row["step_s"], "base step": base_row.get("step_s"),
+        "all on": row.get("all_on_s"),
+        "peak, GiB": row["peak_gib"], "base peak": base_row.get("peak_gib"),
+        "TFLOP/s": row["tflops"], "base TFLOP/s": base_row.get("tflops"),
         "published": TFLOPS.get(bar.config),
-        "MFU, %": _percent(row["mfu"]), "base MFU": _percent(before.get("mfu")),
+        "MFU, %": _percent(row["mfu"]), "base MFU": _percent(base_row.get("mfu")),
         "exposed, %": _percent(row["exposed_share"]),
-        "base exposed": _percent(before.get("exposed_share")),
-        "ratio": row["model_ratio"], "base ratio": before.get("model_ratio"),
+        "base exposed": _percent(base_row.get("exposed_share")),
+        "ratio": row["model_ratio"], "base ratio": base_row.get("model_ratio"),
         "waits for": row["longest"] if row["exposed_share"] > EXPOSED else row["waits_for"],
         "bars": "; ".join(f"{name} {limit:g}" for name, _, limit, _ in limits(bar, row)),
-        "met": not missed, "missed": "; ".join(missed),
+        "met": not unmet_bars, "missed": "; ".join(unmet_bars),
     }  # fmt: skip
 
 
@@ -258,12 +259,12 @@ def limits(bar: Bar, row: Row) -> list[tuple[str, float | None, float, bool]]:
         ("exposed <=", row["exposed_share"], EXPOSED if published else 0.0),
     ]
     least = [
-        ("TFLOP/s >=", row["tflops"], bar.of_published * published),
+        ("TFLOP/s >=", row["tflops"], bar.published_share * published),
         ("MFU >=", row["mfu"], bar.mfu),
     ]
-    found = [(name, value, limit, value is None or value <= limit) for name, value, limit in most]
-    found += [(name, value, limit, value >= limit) for name, value, limit in least]
-    return [each for each in found if each[2]]
+    checks = [(name, value, limit, value is None or value <= limit) for name, value, limit in most]
+    checks += [(name, value, limit, value >= limit) for name, value, limit in least]
+    return [each for each in checks if each[2]]
 
 
 def unmet(bar: Bar, row: Row) -> list[str]:

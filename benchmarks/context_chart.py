@@ -108,10 +108,10 @@ def _lines(axes: Axes, rows: Sequence[Mapping[str, Any]], key: str) -> None:
         axes.plot(
             *zip(*points, strict=True), color=colour, marker=marker, markersize=4.5, linewidth=1.4
         ) if points else None
-    whole = [(row["tokens"], row[key]) for row in rows if row["form"] == WHOLE and row[key]]
+    whole_points = [(row["tokens"], row[key]) for row in rows if row["form"] == WHOLE and row[key]]
     axes.plot(
-        *zip(*whole, strict=True), color=INK, marker="_", markersize=9, linestyle="none"
-    ) if whole else None
+        *zip(*whole_points, strict=True), color=INK, marker="_", markersize=9, linestyle="none"
+    ) if whole_points else None
     axes.set_xscale("log", base=2)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

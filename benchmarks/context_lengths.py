@@ -68,9 +68,9 @@ def subjects() -> Iterator[Subject]:
         OF_A_NODE: lambda _: NODE,
         ALL: lambda _: DEVICES,
     }
-    for table, ways_of in tables.items():
+    for table, ways_for_length in tables.items():
         for length in LENGTHS:
-            ways = ways_of(length)
+            ways = ways_for_length(length)
             if table == FEW or 1024 <= length // ways <= TOKENS:
                 yield from (Subject(table, form, length, ways) for form in forms(ways))
 
@@ -142,20 +142,22 @@ def crossovers(rows: Sequence[Row], key: str) -> list[Row]:
     Values are joined by straight lines over the logarithm of the length. Forms count where both
     lengths have them.
     """
-    found: list[Row] = []
-    by_length: dict[int, dict[str, float]] = {}
+    rows_found: list[Row] = []
+    values_by_length: dict[int, dict[str, float]] = {}
     for row in rows:
-        by_length.setdefault(row["tokens"], {})[row["form"]] = row[key]
-    for (short, before), (long, after) in itertools.pairwise(sorted(by_length.items())):
-        both = sorted(before.keys() & after.keys())
+        values_by_length.setdefault(row["tokens"], {})[row["form"]] = row[key]
+    for (short, short_values), (long, long_values) in itertools.pairwise(
+        sorted(values_by_length.items())
+    ):
+        both = sorted(short_values.keys() & long_values.keys())
         if not both:
             continue
-        first, last = (min(both, key=values.__getitem__) for values in (before, after))
-        gap, then = before[last] - before[first], after[first] - after[last]
+        first, last = (min(both, key=values.__getitem__) for values in (short_values, long_values))
+        gap, then = short_values[last] - short_values[first], long_values[first] - long_values[last]
         if first != last and gap + then > 0:
             at = math.log2(short) + gap / (gap + then) * math.log2(long / short)
-            found.append({"of": key, "from": first, "to": last, "tokens": round(2**at)})
-    return found
+            rows_found.append({"of": key, "from": first, "to": last, "tokens": round(2**at)})
+    return rows_found
 
 
 def main() -> int:
@@ -184,23 +186,23 @@ def collect(args: Any) -> None:
     record = Record(
         f"context_lengths{'-quick' * args.quick}", args.output, kind=f"h100 jax {jax.__version__}"
     )
-    known = record.directory / f"{record.stem}.json"
+    earlier_file = record.directory / f"{record.stem}.json"
     tables: Mapping[str, Any] = (
-        json.loads(known.read_text(encoding="utf-8"))["tables"]
-        if known.is_file() and not args.again
+        json.loads(earlier_file.read_text(encoding="utf-8"))["tables"]
+        if earlier_file.is_file() and not args.again
         else {}
     )
     done = {row["name"]: row for table in tables.values() for row in table["rows"] if "name" in row}
-    wanted = list(subjects())
+    selected = list(subjects())
     if args.quick:
-        wanted = [
+        selected = [
             one
-            for one in wanted
+            for one in selected
             if one.table == OF_A_NODE
             and one.length in LENGTHS[:2]
             and one.form in ("ring", "ulysses")
         ]
-    for subject in wanted:
+    for subject in selected:
         if subject.name not in done:
             done[subject.name] = measured(subject, args.quick)
             print(
@@ -210,8 +212,8 @@ def collect(args: Any) -> None:
                 },
                 flush=True,
             )
-        for title in dict.fromkeys(one.table for one in wanted):
-            rows = [done[one.name] for one in wanted if one.table == title and one.name in done]
+        for title in dict.fromkeys(one.table for one in selected):
+            rows = [done[one.name] for one in selected if one.table == title and one.name in done]
             record.table(title, rows, NOTES[title], show=False)
         record.write()
     changes = [

@@ -31,9 +31,9 @@ def newest() -> Path:
 
 def write(data: Mapping[str, Any], source: str) -> None:
     """Replaces what is between the two marks of the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    head, _, tail = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(
-        f"{before}{BEGIN}{figures(data, source)}{END}{rest.partition(END)[2]}", encoding="utf-8"
+        f"{head}{BEGIN}{figures(data, source)}{END}{tail.partition(END)[2]}", encoding="utf-8"
     )
 
 
@@ -65,10 +65,12 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     head = ["tokens", *["ways"] * several, *(f"`{form}`" for form in forms)]
     lines = [head, ["---:"] * len(head)]
     for length in dict.fromkeys(row["tokens"] for row in rows):
-        of_length = {row["form"]: row for row in rows if row["tokens"] == length}
-        best = min(row["step_s"] for row in of_length.values())
-        ways = [str(row["ways"]) for row in of_length.values()][: int(several)]
-        lines.append([short(length), *ways, *(_cell(of_length.get(form), best) for form in forms)])
+        row_by_form = {row["form"]: row for row in rows if row["tokens"] == length}
+        best = min(row["step_s"] for row in row_by_form.values())
+        ways = [str(row["ways"]) for row in row_by_form.values()][: int(several)]
+        lines.append(
+            [short(length), *ways, *(_cell(row_by_form.get(form), best) for form in forms)]
+        )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

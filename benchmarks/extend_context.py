@@ -41,35 +41,35 @@ def main() -> int:
     record = Record(f"extend_context{'-quick' * args.quick}", args.output)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        text = place / "text"
+        workdir = Path(directory)
+        text = workdir / "text"
         text.mkdir()
         for name in TEXTS[-1:] if args.quick else TEXTS:
             (text / name.replace(".py", ".txt")).write_text(
                 (Path(np.__file__).parent / "lib" / name).read_text(encoding="utf-8"),
                 encoding="utf-8",
             )
-        more = [
+        overrides = [
             "--init-from=short",
             "--optimizer.learning-rate=4e-3",
             "--optimizer.warmup-steps=10",
         ]
         runs = {
             "short": (SHORT, STEPS, []),
-            "short, continued": (SHORT, MORE, more),
-            "long": (LONG, MORE, [*more, *LONGER, *RING]),
+            "short, continued": (SHORT, MORE, overrides),
+            "long": (LONG, MORE, [*overrides, *LONGER, *RING]),
         }
         for name, (length, steps, arguments) in runs.items():
             steps = 4 if args.quick else steps
             output = name.replace(", ", "-")
             command = train(output, length, steps, arguments)
             begin = time.monotonic()
-            called(command, place)
+            called(command, workdir)
             seconds = time.monotonic() - begin
             called(
-                ["evaluate", f"--checkpoint={output}", "--text=text", "--json=score.json"], place
+                ["evaluate", f"--checkpoint={output}", "--text=text", "--json=score.json"], workdir
             )
-            score = json.loads((place / "score.json").read_text(encoding="utf-8"))
+            score = json.loads((workdir / "score.json").read_text(encoding="utf-8"))
             rows.append(
                 about(name, length, steps, seconds, score)
                 | {"command": " ".join(["mesh-lm", *command])}
@@ -102,7 +102,7 @@ def train(output: str, length: int, steps: int, arguments: Sequence[str]) -> lis
     ]
 
 
-def called(command: Sequence[str], place: Path) -> None:
+def called(command: Sequence[str], workdir: Path) -> None:
     """Runs mesh-lm. Raises RuntimeError with its last output if it fails."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -110,7 +110,7 @@ def called(command: Sequence[str], place: Path) -> None:
     }
     done = subprocess.run(
         [sys.executable, "-m", "mesh_lm", *command],
-        cwd=place,
+        cwd=workdir,
         env=environment,
         capture_output=True,
         text=True,

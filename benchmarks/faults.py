@@ -130,7 +130,7 @@ def _row(case: ElementTree.Element) -> Row | None:
         if problem.tag != "skipped"
         else f"skipped: {problem.get('message')}"
     )
-    noted = {found.get("name", ""): found.get("value") for found in case.iter("property")}
+    noted = {element.get("name", ""): element.get("value") for element in case.iter("property")}
     return {
         "fault": match[1].upper(),
         "test": name,
@@ -141,19 +141,19 @@ def _row(case: ElementTree.Element) -> Row | None:
 
 def table(rows: list[Row]) -> list[Row]:
     """Returns a row for each fault that was tested, over all runs."""
-    by_fault: dict[str, list[Row]] = defaultdict(list)
+    rows_by_fault: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        by_fault[row["fault"]].append(row)
+        rows_by_fault[row["fault"]].append(row)
     out = []
-    for fault, (what, must_hold) in FAULTS.items():
-        if not (mine := by_fault[fault]):
+    for fault, (description, must_hold) in FAULTS.items():
+        if not (mine := rows_by_fault[fault]):
             continue
         skipped = next((row["outcome"] for row in mine if row["outcome"].startswith("skipped")), "")
-        held = sum(row["outcome"] == "passed" for row in mine)
+        n_passed = sum(row["outcome"] == "passed" for row in mine)
         seconds = [row["seconds"] for row in mine if row["outcome"] == "passed"]
         out.append({
-            "": fault, "what happens": what, "what must hold": must_hold,
-            "held": f"{held} of {len(mine)}" + (f"; {skipped}" if skipped else ""),
+            "": fault, "what happens": description, "what must hold": must_hold,
+            "held": f"{n_passed} of {len(mine)}" + (f"; {skipped}" if skipped else ""),
             "seconds": f"{statistics.median(seconds):.0f}" if seconds else "",
         })  # fmt: skip
     return out
@@ -165,11 +165,11 @@ def corruptions(rows: list[Row]) -> list[Row]:
     last = {row["files"]: row for row in rows if row.get("files")}
     out = [
         {
-            "file": what,
+            "file": file,
             "damaged": str(sum(int(row[name]) for name in _OUTCOMES)),
             **{name: str(row[name]) for name in _OUTCOMES},
         }
-        for what, row in last.items()
+        for file, row in last.items()
     ]
     return (
         [
@@ -197,23 +197,23 @@ def section(results: list[tuple[str, dict[str, Any]]]) -> str:
     oldest first; a fault's row is from the newest that has it.
     """
     tables = {name: data["tables"]["Faults"] for name, data in results}
-    source = {row[""]: name for name, found in tables.items() for row in found["rows"]}
+    source = {row[""]: name for name, table_data in tables.items() for row in table_data["rows"]}
     rows = [
         next(row for row in tables[source[fault]]["rows"] if row[""] == fault)
         for fault in FAULTS
         if fault in source
     ]
     shown = [{"": row[""], "fault": FAULTS[row[""]][0]} for row in rows]
-    held, total = (
+    n_held, total = (
         sum(int(row["held"].split(";")[0].split(" of ")[n]) for row in rows) for n in (0, 1)
     )
-    used = dict.fromkeys(source[row[""]] for row in rows)
+    sources = dict.fromkeys(source[row[""]] for row in rows)
     links = ", ".join(
         f"[{n}](../benchmarks/results/{name.replace('.json', '.md')})"
-        for n, name in enumerate(used, 1)
+        for n, name in enumerate(sources, 1)
     )
-    others = ", ".join(_WITHOUT_BITS[:-1]) + f" and {_WITHOUT_BITS[-1]}"
-    head = _filled(_HEAD.format(others=others, links=links, held=held, total=total))
+    checks = ", ".join(_WITHOUT_BITS[:-1]) + f" and {_WITHOUT_BITS[-1]}"
+    head = _filled(_HEAD.format(others=checks, links=links, held=n_held, total=total))
     damaged = {
         row["files"]: row
         for _, data in results
@@ -230,11 +230,11 @@ def _damaged_files(rows: list[Row]) -> list[str]:
     *kinds, everything = rows
     numbers = {name: "none" if number == "0" else number for name, number in everything.items()}
     heading, _, text = _DAMAGE.format(**numbers).partition("\n\n")
-    seen = [name for name in _OUTCOMES if name != "no effect"]
+    outcomes = [name for name in _OUTCOMES if name != "no effect"]
     shown = [
         {
             "file": row["file"],
-            "if it is damaged": " or ".join(name for name in seen if row[name] != "0"),
+            "if it is damaged": " or ".join(name for name in outcomes if row[name] != "0"),
         }
         for row in kinds
     ]
@@ -258,24 +258,24 @@ def shown() -> str:
 def write() -> None:
     """Replaces what is between MARKS on the page, from all results."""
     begin, end = MARKS
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    head, _, tail = PAGE.read_text(encoding="utf-8").partition(begin)
     PAGE.write_text(
-        f"{before}{begin}{section(newest())}{end}{rest.partition(end)[2]}", encoding="utf-8"
+        f"{head}{begin}{section(newest())}{end}{tail.partition(end)[2]}", encoding="utf-8"
     )
 
 
 def newest() -> list[tuple[str, dict[str, Any]]]:
     """Returns the names and contents of all results, oldest first. Raises FileNotFoundError if
     there are none."""
-    found = [
+    results = [
         (path.name, json.loads(path.read_text(encoding="utf-8")))
         for path in sorted(RESULTS.glob("faults_*.json"))
     ]
-    if not found:
+    if not results:
         raise FileNotFoundError(
             "no benchmarks/results/faults_*.json; run: python benchmarks/faults.py"
         )
-    return sorted(found, key=lambda each: each[1]["date"])
+    return sorted(results, key=lambda each: each[1]["date"])
 
 
 def main() -> int:

@@ -41,8 +41,8 @@ def main() -> int:
         "--resume", action="store_true", help="run only the rows that the newest record lacks"
     )
     arguments = parser.parse_args()
-    fitting, others = feature_rows.array()
-    rows = [(row, ("same",)) for row in fitting] + [(row, ("refused", "same")) for row in others]
+    fitting, refused = feature_rows.array()
+    rows = [(row, ("same",)) for row in fitting] + [(row, ("refused", "same")) for row in refused]
     if arguments.quick:
         rows = [rows[0], rows[-1]]
 
@@ -53,14 +53,15 @@ def main() -> int:
         factors=len(feature_rows.FACTORS),
         pairs=n_pairs,
     )
-    known = _recorded(record) if arguments.resume else {}
+    recorded = _recorded(record) if arguments.resume else {}
     outcomes: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="features-") as directory:
         runner = Runner(ROOT / "tests" / "feature_rows.py", Path(directory), feature_rows.N_DEVICES)
         for number, (row, expected) in enumerate(rows):
             name = _name(row)
             outcomes.append(
-                known.get(name) or {"date": record.data["date"], **_outcome(runner, row, expected)}
+                recorded.get(name)
+                or {"date": record.data["date"], **_outcome(runner, row, expected)}
             )
             print(f"{number + 1}/{len(rows)} {outcomes[-1]['verdict']}: {name}", flush=True)
             record.table(

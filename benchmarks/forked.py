@@ -75,21 +75,21 @@ class Forked:
         self.stdout: IO[bytes] | None = None
         sys.stdout.flush()
         sys.stderr.flush()
-        theirs_in, ours_in = (
+        child_stdin, parent_stdin = (
             os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), -1)
         )
-        ours_out, theirs_out = (
+        parent_stdout, child_stdout = (
             os.pipe() if stdout == subprocess.PIPE else (-1, os.dup(_number(stdout)))
         )
         self.pid = os.fork()
         if not self.pid:
-            _become(run, (theirs_in, theirs_out, stderr.fileno()), env, start_new_session)
-        os.close(theirs_in)
-        os.close(theirs_out)
-        if ours_in >= 0:
-            self.stdin = os.fdopen(ours_in, "wb")
-        if ours_out >= 0:
-            self.stdout = os.fdopen(ours_out, "rb", buffering=0)
+            _become(run, (child_stdin, child_stdout, stderr.fileno()), env, start_new_session)
+        os.close(child_stdin)
+        os.close(child_stdout)
+        if parent_stdin >= 0:
+            self.stdin = os.fdopen(parent_stdin, "wb")
+        if parent_stdout >= 0:
+            self.stdout = os.fdopen(parent_stdout, "rb", buffering=0)
 
     def poll(self) -> int | None:
         """Returns the exit status, as Popen.poll does; None while it runs."""

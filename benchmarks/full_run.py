@@ -175,17 +175,17 @@ def ran(name: str, cache: Path, reports: Path) -> Row:
 
 def counted(report: Path) -> Row:
     """Returns how many tests passed, failed (errors included) and were skipped."""
-    found = dict.fromkeys(OUTCOMES, 0)
+    counts = dict.fromkeys(OUTCOMES, 0)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         tags = {child.tag for child in case}
-        found[
+        counts[
             "failed"
             if tags & {"failure", "error"}
             else "skipped"
             if "skipped" in tags
             else "passed"
         ] += 1
-    return found
+    return counts
 
 
 def fast_tests_of(version: str, packages: list[str]) -> int:

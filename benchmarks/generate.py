@@ -40,7 +40,9 @@ def streamed(engine: Engine, prompts: list[list[int]], new: int) -> Callable[[],
     def run() -> list:
         session, made = engine.start(prompts, new), [[] for _ in prompts]
         while not session.done:
-            made = [row + more for row, more in zip(made, session.advance(1), strict=True)]
+            made = [
+                row + new_tokens for row, new_tokens in zip(made, session.advance(1), strict=True)
+            ]
         return made
 
     return run
@@ -79,7 +81,7 @@ def main() -> int:
             for way, run in runs.items()
         }
         for way, rate in rates.items():
-            alike = np.mean(
+            agreement = np.mean(
                 [
                     a == b
                     for x, y in zip(texts[way], texts["cache"], strict=True)
@@ -87,7 +89,7 @@ def main() -> int:
                 ]
             )
             rows.append({"batch": batch, "way": way, "tokens_per_s": rate, "ratio": rate / rates["no cache"],
-                         "tokens_as_with_cache": float(alike)})  # fmt: skip
+                         "tokens_as_with_cache": float(agreement)})  # fmt: skip
     note = (
         f"Prompts of {PROMPT} tokens, {config.model.seq_len - PROMPT} new ones in each text; the "
         "prompts are read within the time."

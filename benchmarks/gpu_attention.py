@@ -70,15 +70,17 @@ def changed(lab: Lab) -> Iterator[Table]:
     the FLOPs. spread: (slowest - fastest) / median of five samples."""
     title = "Attention that changed"
     names = [OURS, "xla" if lab.dry_run else "cudnn"]
-    wanted = CHANGED if not lab.dry_run else TINY_SHAPES[:1]
+    selected = CHANGED if not lab.dry_run else TINY_SHAPES[:1]
     earlier = [
         row
-        for row in (lab.known(title, shape | {"peer": name}) for shape in wanted for name in names)
+        for row in (
+            lab.known(title, shape | {"peer": name}) for shape in selected for name in names
+        )
         if row is not None
     ]
     missing = [
         shape
-        for shape in wanted
+        for shape in selected
         if sum(shape.items() <= row.items() for row in earlier) < len(names)
     ]
     rows = list(earlier)
@@ -93,11 +95,11 @@ def changed(lab: Lab) -> Iterator[Table]:
         def tell(rows: list[Row]) -> None:
             lab.progress(title, earlier + _attention(rows), note_of(changed))
 
-        found = lab.run("headline", worker=WORKER, tell=tell, **options)
-        roof = [row for row in found if "matmul" in row]
+        headline = lab.run("headline", worker=WORKER, tell=tell, **options)
+        roof = [row for row in headline if "matmul" in row]
         lab.found["roof"] = roof[0]["tflops"] if roof else None
         yield "Matmul roof", roof, ROOF
-        rows += _attention(found)
+        rows += _attention(headline)
     yield title, rows, note_of(changed)
     yield f"{title}, compared", compared(lab, rows), COMPARED
     lab.problems += unlike(rows)
@@ -125,7 +127,7 @@ def peers(lab: Lab) -> Iterator[Table]:
     )
     if not theirs:
         lab.left_out.append("torch is not installed")
-    how: dict[str, Any] = {"patience": 120, "needed": False, "dry_run": lab.dry_run}
+    limits: dict[str, Any] = {"patience": 120, "needed": False, "dry_run": lab.dry_run}
     with ThreadPoolExecutor(2) as pool:
         title = "Attention, PyTorch"
         torch = pool.submit(
@@ -136,7 +138,7 @@ def peers(lab: Lab) -> Iterator[Table]:
             lanes=1,
             title=title,
             note=note_of(peers),
-            **how,
+            **limits,
         )
         rows = lab.spread(
             "speed",
@@ -145,12 +147,12 @@ def peers(lab: Lab) -> Iterator[Table]:
             lanes=lanes(lab),
             title="Attention, JAX",
             note=note_of(peers),
-            **how,
+            **limits,
         )
-        found = torch.result()
+        torch_rows = torch.result()
     yield "Attention, JAX", rows, note_of(peers)
-    yield "Attention, PyTorch", found, note_of(peers)
-    both = [*lab.found.get("headline", ()), *rows, *found]
+    yield "Attention, PyTorch", torch_rows, note_of(peers)
+    both = [*lab.found.get("headline", ()), *rows, *torch_rows]
     yield "Attention, compared", compared(lab, both), COMPARED
     lab.problems += unlike(both)
     yield (
@@ -169,7 +171,7 @@ def correct(lab: Lab) -> Iterator[Table]:
     names = (
         CASES_TINY if lab.dry_run else lab.run("cases", worker=WORKER, platform="cpu")[0]["names"]
     )
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "patience": 120,
         "dry_run": lab.dry_run,
         "reruns": 1 if lab.dry_run else 3,
@@ -181,7 +183,7 @@ def correct(lab: Lab) -> Iterator[Table]:
         worker=WORKER,
         lanes=lanes(lab),
         **table,
-        **how,
+        **options,
     )
     yield table["title"], rows, table["note"]
 
@@ -220,8 +222,8 @@ def torch_variants(row: Row, dry_run: bool) -> list[Row]:
     names = [name for name in names if name == "torch flash"] if dry_run else names
     if row["shape"]["head_dim"] > 256:
         return []
-    more = {"flops": row["flops"], "window": row["window"], "lengths": row["lengths"]}
-    return [row["shape"] | {"peer": name} | more for name in names]
+    columns = {"flops": row["flops"], "window": row["window"], "lengths": row["lengths"]}
+    return [row["shape"] | {"peer": name} | columns for name in names]
 
 
 def note_of(part: Any) -> str:
@@ -238,22 +240,26 @@ def compared(lab: Lab, rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if not {"error", "unserved"} & row.keys():
             shapes.setdefault(tuple(row[name] for name in SHAPE), {})[row["peer"]] = row
-    order = list(dict.fromkeys(peer for found in shapes.values() for peer in found if peer != OURS))
+    order = list(
+        dict.fromkeys(
+            peer for row_by_peer in shapes.values() for peer in row_by_peer if peer != OURS
+        )
+    )
     table = []
-    for shape, found in shapes.items():
+    for shape, row_by_peer in shapes.items():
         for way in ("fwd", "bwd"):
-            rates = {peer: row.get(f"{way}_tflops") for peer, row in found.items()}
-            ours, others = (
+            rates = {peer: row.get(f"{way}_tflops") for peer, row in row_by_peer.items()}
+            ours, other_rates = (
                 rates.pop(OURS, None),
                 {peer: rate for peer, rate in rates.items() if rate},
             )
-            best = max(others, key=lambda peer: others[peer]) if others else None
+            best = max(other_rates, key=lambda peer: other_rates[peer]) if other_rates else None
             quotients = {
                 "best_peer": best,
-                "ratio": ours / others[best] if ours and best else None,
+                "ratio": ours / other_rates[best] if ours and best else None,
                 "roof": ours / lab.found["roof"] if ours and lab.found.get("roof") else None,
             }
-            columns = {peer: others.get(peer) for peer in order}
+            columns = {peer: other_rates.get(peer) for peer in order}
             table.append(
                 {
                     **dict(zip(SHAPE, shape, strict=True)),
@@ -269,12 +275,12 @@ def compared(lab: Lab, rows: Sequence[Row]) -> list[Row]:
 def unlike(rows: Sequence[Row]) -> list[str]:
     """Returns a line for each norm in which our kernel differs from cuDNN (or xla) on the same
     data."""
-    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    rows_by_shape: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         if row["peer"] in (OURS, "cudnn", "xla") and "fwd_ms" in row:
-            found.setdefault(tuple(row[name] for name in SHAPE), {})[row["peer"]] = row
+            rows_by_shape.setdefault(tuple(row[name] for name in SHAPE), {})[row["peer"]] = row
     wrong = []
-    for shape, pair in found.items():
+    for shape, pair in rows_by_shape.items():
         ours, other = pair.get(OURS), pair.get("cudnn", pair.get("xla"))
         if not ours or not other:
             continue
@@ -293,21 +299,21 @@ def goals(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if row["seq"] == 16_384 and row["heads"] == row["kv_heads"]:
             at[row["mask"], row["head_dim"], row["peer"]] = row
-    found = []
+    table = []
     for mask, dim, way, least, ratio in GOALS:
         ours, cudnn = (
             at.get((mask, dim, peer), {}).get(f"{way}_tflops") for peer in (OURS, "cudnn")
         )
         met = ours >= max(least, ratio * (cudnn or 0.0)) if ours and (cudnn or not ratio) else None
         versus = ours / cudnn if ours and cudnn else None
-        about = {"goal": f"{mask} {way} d{dim}", "least": least, "ours": ours, "cudnn": cudnn}
-        found.append(about | {"vs_cudnn": versus, "least_vs_cudnn": ratio or None, "met": met})
+        columns = {"goal": f"{mask} {way} d{dim}", "least": least, "ours": ours, "cudnn": cudnn}
+        table.append(columns | {"vs_cudnn": versus, "least_vs_cudnn": ratio or None, "met": met})
     for way in ("fwd", "bwd"):
         packed, causal = (
             at.get((mask, 128, OURS), {}).get(f"{way}_tflops") for mask in ("packed", "causal")
         )
         least = PACKED * causal if causal else None
-        found.append(
+        table.append(
             {
                 "goal": f"packed {way} d128",
                 "least": least,
@@ -315,7 +321,7 @@ def goals(rows: Sequence[Row]) -> list[Row]:
                 "met": packed >= least if packed and least else None,
             }
         )
-    return found
+    return table
 
 
 def shape(

@@ -46,11 +46,11 @@ def draw(record: Record) -> None:
             figure.savefig(record.directory / charts[-1], dpi=140, metadata={"Software": None})
 
 
-def _figure(**how: Any) -> Any:
+def _figure(**options: Any) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(layout="constrained", **how)
+    figure = Figure(layout="constrained", **options)
     FigureCanvasAgg(figure)
     return figure
 
@@ -84,8 +84,8 @@ def _attention(rows: list[Row]) -> Any:
         line.set_ylim(bottom=0)  # after all plots of a row, which share the axis
     handles = {
         label: line
-        for line_of in axes.flat
-        for line, label in zip(*line_of.get_legend_handles_labels(), strict=True)
+        for axis in axes.flat
+        for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     figure.legend(
         handles.values(),

@@ -71,11 +71,11 @@ def smoke(lab: Lab) -> Iterator[Table]:
             "names"
         ]
     ]
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "patience": 4 * PATIENCE if lab.dry_run else PATIENCE,
         "reruns": 1 if lab.dry_run else 20,
     }
-    how["alone"] = not lab.dry_run
+    options["alone"] = not lab.dry_run
     table = {"title": "Smoke", "note": note_of(smoke)}
     rows = lab.spread(
         "smoke",
@@ -84,7 +84,7 @@ def smoke(lab: Lab) -> Iterator[Table]:
         lanes=min(4, lanes(lab)),
         dry_run=lab.dry_run,
         **table,
-        **how,
+        **options,
     )
     yield table["title"], rows, table["note"]
 
@@ -113,15 +113,15 @@ def variants(lab: Lab) -> Iterator[Table]:
     matmuls. The forward's variants are schedules and tiles that compile without spills. norms:
     equal data gives equal ones."""
     shapes = TINY_SHAPES[:1] if lab.dry_run else AB_SHAPES
-    wanted = [
+    selected = [
         row | {"peer": name, "way": name[:3]}
         for row in shapes
         for name in names_for(row["head_dim"], row["mask"])
     ]
-    wanted = [row for row in wanted if row["peer"] in DRY_VARIANTS] if lab.dry_run else wanted
-    how: dict[str, Any] = {"patience": 120, "needed": False, "dry_run": lab.dry_run}
+    selected = [row for row in selected if row["peer"] in DRY_VARIANTS] if lab.dry_run else selected
+    options: dict[str, Any] = {"patience": 120, "needed": False, "dry_run": lab.dry_run}
     table = {"title": "Variants", "note": note_of(variants)}
-    rows = lab.spread("speed", wanted, worker=ATTENTION, lanes=lanes(lab), **table, **how)
+    rows = lab.spread("speed", selected, worker=ATTENTION, lanes=lanes(lab), **table, **options)
     yield table["title"], rows, table["note"]
     lab.problems += odd_norms(rows)
     yield (
@@ -145,40 +145,40 @@ def odd_norms(rows: Sequence[Row]) -> list[str]:
         )
         for name, x in norms.items():
             if not abs(x / other[name] - 1) <= ALIKE:
-                about = f"{row['peer']}, {row['mask']} {row['head_dim']} {row['seq']}"
-                wrong.append(f"{about}: {name} is {x:.6g}, of {other['peer']} {other[name]:.6g}")
+                label = f"{row['peer']}, {row['mask']} {row['head_dim']} {row['seq']}"
+                wrong.append(f"{label}: {name} is {x:.6g}, of {other['peer']} {other[name]:.6g}")
     return wrong
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
     """Returns a row for each variant that ran: the fastest first, for each shape and direction."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    rows_by_shape: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if rate := row.get(f"{row['way']}_tflops"):
-            about = {name: row[name] for name in ("mask", "head_dim", "seq", "way")}
-            found.setdefault(tuple(about.values()), []).append(
-                {**about, "variant": row["peer"], "tflops": rate}
+            columns = {name: row[name] for name in ("mask", "head_dim", "seq", "way")}
+            rows_by_shape.setdefault(tuple(columns.values()), []).append(
+                {**columns, "variant": row["peer"], "tflops": rate}
             )
-    for group in found.values():
+    for group in rows_by_shape.values():
         first = group[0]["tflops"]
         group[:] = sorted(
             ({**row, "vs_first": row["tflops"] / first} for row in group),
             key=lambda row: -row["tflops"],
         )
-    return [row for group in found.values() for row in group]
+    return [row for group in rows_by_shape.values() for row in group]
 
 
 def grouped_repaired(lab: Lab) -> Iterator[Table]:
     """The grouped matmul, which was wrong when it first ran on a GPU: compared with a loop at a
     small shape, and timed if it is right."""
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "patience": PATIENCE,
         "reruns": 1,
         "title": "Smoke",
         "note": note_of(smoke),
     }
     rows = lab.spread(
-        "smoke", [{"kernel": GROUPED}], worker=KERNELS, lanes=1, dry_run=lab.dry_run, **how
+        "smoke", [{"kernel": GROUPED}], worker=KERNELS, lanes=1, dry_run=lab.dry_run, **options
     )
     yield "Smoke", rows, note_of(smoke)
     if not lab.problems:
@@ -195,10 +195,10 @@ def grouped(lab: Lab) -> Iterator[Table]:
     time over this one's. chosen: what a model takes. bwd: both gradients."""
     names = ("mosaic", "xla")
     shapes = [TINY_EXPERTS] if lab.dry_run else EXPERTS
-    wanted = [row | {"peer": name} for row in shapes for name in names]
-    how: dict[str, Any] = {"patience": 120, "dry_run": lab.dry_run}
+    selected = [row | {"peer": name} for row in shapes for name in names]
+    options: dict[str, Any] = {"patience": 120, "dry_run": lab.dry_run}
     table = {"title": "Grouped matmul", "note": note_of(grouped)}
-    rows = lab.spread("groups", wanted, worker=KERNELS, lanes=lanes(lab), **table, **how)
+    rows = lab.spread("groups", selected, worker=KERNELS, lanes=lanes(lab), **table, **options)
     yield table["title"], rows, table["note"]
     goals = [
         {"goal": (f"grouped {way}, {row['tokens']} tokens, {row['groups']} groups, spread "
@@ -219,7 +219,7 @@ def stacked(lab: Lab) -> Iterator[Table]:
     adding a result in bf16; product and transposed, x @ w and x @ w^T, XLA with a copy of the
     matrix. tile: that of our result, by our plan or as stated. ratio and xla_ratio: their time over
     ours. rel: the difference of ours from XLA's form."""
-    how: dict[str, Any] = {"patience": 120, "dry_run": lab.dry_run}
+    options: dict[str, Any] = {"patience": 120, "dry_run": lab.dry_run}
     table = {"title": "Stacked matmul", "note": note_of(stacked)}
     rows = lab.spread(
         "stacks",
@@ -227,7 +227,7 @@ def stacked(lab: Lab) -> Iterator[Table]:
         worker=KERNELS,
         lanes=lanes(lab),
         **table,
-        **how,
+        **options,
     )
     yield table["title"], rows, table["note"]
     goals = [
@@ -259,14 +259,14 @@ def sanitizer(lab: Lab) -> Iterator[Table]:
     rows: list[Row] = []
     for check in SANITIZED:
         for name in names:
-            about = {"tool": check, "kernel": name}
-            if known := lab.known("Sanitizer", about):
-                rows.append(known)
+            variant = {"tool": check, "kernel": name}
+            if earlier_row := lab.known("Sanitizer", variant):
+                rows.append(earlier_row)
                 continue
             if lab.left() < 10:
                 lab.left_out.append(f"{check} of {name}: no time left")
                 continue
-            rows.append(about | sanitized(lab, [tool, "--tool", check], name))
+            rows.append(variant | sanitized(lab, [tool, "--tool", check], name))
             lab.progress("Sanitizer", rows, note_of(sanitizer))
     yield "Sanitizer", rows, note_of(sanitizer)
 
@@ -332,22 +332,22 @@ def ncu(lab: Lab) -> Iterator[Table]:
     rows: list[Row] = []
     for row in TINY_SHAPES[:1] if lab.dry_run else AB_SHAPES:
         for way, (peer, kernel) in PROFILED.items():
-            about = row | {"way": way}
-            if known := lab.known("Counters", about):
-                rows.append(known)
+            variant = row | {"way": way}
+            if earlier_row := lab.known("Counters", variant):
+                rows.append(earlier_row)
                 continue
             if lab.left() < 10:
                 lab.left_out.append(
                     f"counters of {row['mask']} {row['head_dim']} {way}: no time left"
                 )
                 continue
-            rows.append(about | counted(lab, [tool], metrics, about, peer, kernel))
+            rows.append(variant | counted(lab, [tool], metrics, variant, peer, kernel))
             lab.progress("Counters", rows, note_of(ncu))
     yield "Counters", rows, note_of(ncu)
 
 
 def counted(
-    lab: Lab, command: list[str], metrics: Sequence[str], about: Row, peer: str, kernel: str
+    lab: Lab, command: list[str], metrics: Sequence[str], variant: Row, peer: str, kernel: str
 ) -> Row:
     """Returns the columns of one direction at one shape."""
     log = lab.directory / f"ncu-{next(lab.n)}.csv"
@@ -373,20 +373,20 @@ def counted(
         "--metrics",
         ",".join(metrics),
     ]
-    shape = {name: x for name, x in about.items() if name != "way"}
+    shape = {name: x for name, x in variant.items() if name != "way"}
     lab.run(
         "profile",
         worker=KERNELS,
         under=under,
         shape=shape,
         peer=peer,
-        way=about["way"],
+        way=variant["way"],
         dry_run=lab.dry_run,
     )
     row = counters(log.read_text(encoding="utf-8") if log.exists() else "")
     if "error" in row:
         lab.problems.append(
-            f"ncu, {about['mask']} {about['head_dim']} {about['way']}: {row['error']}"
+            f"ncu, {variant['mask']} {variant['head_dim']} {variant['way']}: {row['error']}"
         )
     return row
 
@@ -407,7 +407,7 @@ def counters(text: str) -> Row:
     row |= {column: values[metric] for column, metric in METRICS.items() if metric in values}
     if "ms" in row:
         row["ms"] /= 1e6  # the base unit is ns
-    stalls = {found[1]: x for name, x in values.items() if (found := STALLS.match(name))}
+    stalls = {match[1]: x for name, x in values.items() if (match := STALLS.match(name))}
     most = sorted(stalls, key=lambda name: -stalls[name])[:3]
     return row | {"stalls": ", ".join(f"{name} {stalls[name]:.2f}" for name in most)}
 
@@ -425,13 +425,15 @@ def known_metrics(tool: str) -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     bases = {line.split()[0] for line in done.stdout.splitlines() if "__" in line}
-    wanted = [
+    selected = [
         name
         for name in METRICS.values()
         if name.partition(".")[0] in bases or name.startswith("launch__")
     ]
     return (
-        [*wanted, *sorted(f"{name}.ratio" for name in bases if STALLS.match(name))] if bases else []
+        [*selected, *sorted(f"{name}.ratio" for name in bases if STALLS.match(name))]
+        if bases
+        else []
     )
 
 

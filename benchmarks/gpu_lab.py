@@ -107,14 +107,14 @@ class Lab:
 
         tell: called with the rows so far, whenever there are more.
         """
-        what = f"{task} {flags} {platform}".strip()
+        label = f"{task} {flags} {platform}".strip()
         if self.left() < 1:
-            self.problems.append(f"{what}: not started, no time left")
+            self.problems.append(f"{label}: not started, no time left")
             return []
         process, out, err = self.start(task, flags=flags, platform=platform, **arguments)
-        if problem := self._wait(process, out, more=lambda: tell(self.rows(out))):
-            self.note(f"{what}: {problem}", err)
-        return self._noted(what, self.rows(out))
+        if problem := self._wait(process, out, poll=lambda: tell(self.rows(out))):
+            self.note(f"{label}: {problem}", err)
+        return self._noted(label, self.rows(out))
 
     def each(
         self,
@@ -173,40 +173,43 @@ class Lab:
         lanes: int,
         title: str,
         note: str = "",
-        before: Sequence[Row] = (),
+        earlier_rows: Sequence[Row] = (),
         alone: bool = False,
-        **how: Any,
+        **options: Any,
     ) -> list[Row]:
         """As `each`, in several processes, which compile in parallel and measure one at a time
         (gpu_lock).
 
         They take variants in turn, so that the first ones are done first. title, note: the table
-        that grows with each row; before: rows that it already has. alone: each variant has a
+        that grows with each row; earlier_rows: rows that it already has. alone: each variant has a
         process of its own. The rows are in the order of the variants, after those that an earlier
         run measured.
         """
         measured = [self.known(title, variant) for variant in variants]
         variants = [variant for variant, row in zip(variants, measured, strict=True) if row is None]
-        before = [*before, *(earlier := [row for row in measured if row is not None])]
+        earlier_rows = [*earlier_rows, *(earlier := [row for row in measured if row is not None])]
         lanes = min(lanes, len(variants)) or 1
-        found: list[list[Row]] = [[] for _ in range(lanes)]
+        lane_rows: list[list[Row]] = [[] for _ in range(lanes)]
 
         def so_far() -> list[Row]:
             return [
-                row for group in itertools.zip_longest(*found) for row in group if row is not None
+                row
+                for group in itertools.zip_longest(*lane_rows)
+                for row in group
+                if row is not None
             ]
 
         def lane(i: int) -> None:
             mine = list(variants[i::lanes])
             for some in [[variant] for variant in mine] if alone else [mine]:
-                done = found[i]
+                done = lane_rows[i]
 
                 def tell(rows: list[Row], done: list[Row] = done) -> None:
                     with self._telling:
-                        found[i] = [*done, *rows]
-                        self.progress(title, [*before, *so_far()], note)
+                        lane_rows[i] = [*done, *rows]
+                        self.progress(title, [*earlier_rows, *so_far()], note)
 
-                found[i] = [*done, *self.each(task, some, tell=tell, **how)]
+                lane_rows[i] = [*done, *self.each(task, some, tell=tell, **options)]
 
         with ThreadPoolExecutor(lanes) as pool:
             list(pool.map(lane, range(lanes)))
@@ -217,19 +220,19 @@ class Lab:
         process: subprocess.Popen[bytes],
         out: Path,
         patience: float = math.inf,
-        more: Callable[[], None] = lambda: None,
+        poll: Callable[[], None] = lambda: None,
     ) -> str:
         """Waits until the process ends, and returns the problem, if any. A process that is late, or
         silent for `patience` s, is killed.
 
-        more: called whenever the process has printed something.
+        poll: called whenever the process has printed something.
         """
         size, since = 0, time.monotonic()
         try:
             while process.poll() is None:
-                if (now := out.stat().st_size) > size:
-                    size, since = now, time.monotonic()
-                    more()
+                if (new_size := out.stat().st_size) > size:
+                    size, since = new_size, time.monotonic()
+                    poll()
                 if self.left() < 0:
                     return "stopped at the time limit"
                 if time.monotonic() - since > patience:
@@ -240,7 +243,7 @@ class Lab:
             process.kill()
             process.wait()
 
-    def _noted(self, what: str, rows: list[Row]) -> list[Row]:
+    def _noted(self, label: str, rows: list[Row]) -> list[Row]:
         """Returns the rows, and records those with an "error" as problems."""
         for row in rows:
             if "error" in row:
@@ -249,7 +252,7 @@ class Lab:
                     for key, value in row.items()
                     if key != "error" and not isinstance(value, float)
                 )
-                self.problems.append(f"{what} {variant}: {row['error']}")
+                self.problems.append(f"{label} {variant}: {row['error']}")
         return rows
 
     def note(self, problem: str, err: Path) -> None:
@@ -352,8 +355,8 @@ class Lab:
     def with_power(self, row: Row) -> Row:
         """Returns a row with the GPU's power, clock and heat in place of the times of its
         measurement."""
-        kept = {name: value for name, value in row.items() if name not in ("began", "ended")}
-        return kept | (self.power.during(row["began"], row["ended"]) if "began" in row else {})
+        columns = {name: value for name, value in row.items() if name not in ("began", "ended")}
+        return columns | (self.power.during(row["began"], row["ended"]) if "began" in row else {})
 
     def gpt2(self, batch: int, layers: int = 12) -> dict[str, Any]:
         """Returns the directory and the config of a GPT-2 124M in bf16 (tiny in a dry run), with a
@@ -391,7 +394,7 @@ def probed(lab: Lab, rehearsal: str) -> Row | int:
 
 
 def measure(
-    name: str, parts: Sequence[Part], lab: Lab, device: Row, output: Path, began: float,
+    name: str, parts: Sequence[Part], lab: Lab, device: Row, output: Path, start_time: float,
     finish: Callable[[Record], None] | None = None, resume: bool = False,
 ) -> int:  # fmt: skip
     """Runs all parts, and writes the results under this name after each. Returns the exit status, 1
@@ -412,7 +415,7 @@ def measure(
         earlier.progress(title, rows)
 
     lab.deadline, lab.device, lab.output, lab.progress, lab.known = (
-        began,
+        start_time,
         device,
         output,
         progress,
@@ -456,7 +459,8 @@ def measure(
         f"{', '.join(sorted(lab.modules)) or 'nothing'}"
     )
     print(
-        f"{time.monotonic() - began:.0f} s in all; written to {path.name} and .md in {output.name}/"
+        f"{time.monotonic() - start_time:.0f} s in all; written to {path.name} and .md "
+        f"in {output.name}/"
     )
     return int(any(row["status"] != "ok" for row in summary))
 
@@ -465,7 +469,7 @@ def suite(
     name: str,
     description: str,
     parts: Sequence[Part],
-    by_name: Sequence[Part] = (),
+    optional_parts: Sequence[Part] = (),
     *,
     slow: float,
     finish: Callable[[Record], None] | None = None,
@@ -473,15 +477,15 @@ def suite(
     """Runs the command line of a suite for one GPU. Returns the exit status: 0 if every part
     succeeded, or there is no GPU.
 
-    by_name: parts that run only if --parts names them. slow: the factor of a part's seconds in a
-    dry run. finish: as in `measure`.
+    optional_parts: parts that run only if --parts names them. slow: the factor of a part's seconds
+    in a dry run. finish: as in `measure`.
     """
     parser = options(
         description,
         quick="--dry-run",
         quick_help="the same on a CPU, with tiny shapes, as a rehearsal",
     )
-    names = [part.run.__name__ for part in (*parts, *by_name)]
+    names = [part.run.__name__ for part in (*parts, *optional_parts)]
     parser.add_argument(
         "--parts",
         default="",
@@ -504,7 +508,7 @@ def suite(
     )
     if unknown := [name for name in chosen if name not in names]:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(names)}")
-    picked = [part for part in (*parts, *by_name) if part.run.__name__ in chosen]
+    picked = [part for part in (*parts, *optional_parts) if part.run.__name__ in chosen]
     scale = (
         arguments.seconds / sum(part.seconds for part in picked)
         if arguments.seconds
@@ -516,7 +520,7 @@ def suite(
         lab = Lab(Path(directory), arguments.dry_run)
         # several processes share the GPU
         lab.environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        began = time.monotonic()
+        start_time = time.monotonic()
         if isinstance(device := probed(lab, "--dry-run"), int):
             return device
         if not lab.dry_run:
@@ -531,7 +535,7 @@ def suite(
                 lab,
                 device,
                 arguments.output,
-                began,
+                start_time,
                 finish,
                 arguments.resume,
             )

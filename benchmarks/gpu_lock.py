@@ -46,9 +46,9 @@ def measuring() -> Iterator[None]:
     with _files() as (gate, room):
         _lock(gate, fcntl.LOCK_EX)
         _lock(room, fcntl.LOCK_EX)
-        began = time.time()
+        start_time = time.time()
         yield
-        _windows.append((began, time.time()))
+        _windows.append((start_time, time.time()))
 
 
 @contextlib.contextmanager
@@ -62,6 +62,6 @@ def _files() -> Iterator[tuple[IO[bytes] | None, IO[bytes] | None]]:
         yield gate, room
 
 
-def _lock(file: IO[bytes] | None, how: int) -> None:
+def _lock(file: IO[bytes] | None, operation: int) -> None:
     if file:
-        fcntl.flock(file, how)
+        fcntl.flock(file, operation)

@@ -73,7 +73,7 @@ SLOW = 4
 def main() -> int:
     """Runs the command line. Returns the exit status: 1 if a block failed, or nothing could be
     measured for a fault of the machine."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     parser = options(
         __doc__ or "",
         quick="--dry-run",
@@ -104,17 +104,17 @@ def main() -> int:
     interrupted_by_sigterm()
     try:
         with (
-            locked(arguments.output) as held,
+            locked(arguments.output) as refusal,
             tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory,
         ):
-            if held:
-                say(f"not started: {held}")
+            if refusal:
+                say(f"not started: {refusal}")
                 return 1
             blocks = [block for block in BLOCKS if block.name in chosen]
             if arguments.dry_run:
                 # tiny shapes, but perhaps a busy CPU
                 blocks = [block._replace(least=5.0, most=SLOW * block.most) for block in blocks]
-            return measure(arguments, blocks, Path(directory), began)
+            return measure(arguments, blocks, Path(directory), start_time)
     except KeyboardInterrupt:
         say("interrupted; the rows so far are kept")
         return 130
@@ -124,7 +124,7 @@ def main() -> int:
 
 
 def measure(
-    arguments: argparse.Namespace, blocks: list[Block], directory: Path, began: float
+    arguments: argparse.Namespace, blocks: list[Block], directory: Path, start_time: float
 ) -> int:
     """Probes the device, and runs the blocks. Returns the exit status."""
     if arguments.dry_run:
@@ -138,16 +138,16 @@ def measure(
     name = f"{NAME}{'-dry-run' * arguments.dry_run}"
     record = Record(name, arguments.output, kind=kind, device=device, driver=driver)
     results = Results(record, earlier_of(arguments.output, name, kind, arguments.resume))
-    given: Row = {
+    job: Row = {
         "output": str(arguments.output.resolve()),
         "kind": kind,
         "device": device,
         "dry_run": arguments.dry_run,
     }
-    given |= {"resume": arguments.resume, "file": name, "caches": str(directory)}
+    job |= {"resume": arguments.resume, "file": name, "caches": str(directory)}
 
     def start(block: Block, seconds: float, found: Row, stderr: IO[str]) -> subprocess.Popen[bytes]:
-        words = given | {
+        words = job | {
             "name": block.name,
             "seconds": seconds,
             "found": found,
@@ -166,15 +166,15 @@ def measure(
             **streams,
         )
 
-    session = Session(results, began + arguments.seconds, start, directory / "log")
+    session = Session(results, start_time + arguments.seconds, start, directory / "log")
     status = session.run(blocks, lanes=2 if arguments.dry_run else 1)
     say(
         "imported though a GPU machine may lack it: "
         f"{', '.join(sorted(session.modules)) or 'nothing'}"
     )
     say(
-        f"{time.monotonic() - began:.0f} s of {arguments.seconds:g}; results: {record.stem}.json "
-        f"and .md in {arguments.output.name}/"
+        f"{time.monotonic() - start_time:.0f} s of {arguments.seconds:g}; results: "
+        f"{record.stem}.json and .md in {arguments.output.name}/"
     )
     return status
 

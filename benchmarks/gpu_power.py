@@ -42,9 +42,9 @@ class Power:
         try:
             read = _pynvml() or _nvidia_smi
             while not self._over.wait(EVERY):
-                began = time.time()
+                start_time = time.time()
                 sample = read()
-                self.samples.append(((began + time.time()) / 2, sample))
+                self.samples.append(((start_time + time.time()) / 2, sample))
         except Exception:  # no driver, or one without power readings
             return
 
@@ -56,14 +56,14 @@ class Power:
     ) -> None:
         self._over.set()
 
-    def during(self, began: float, ended: float) -> dict[str, Any]:
+    def during(self, start_time: float, ended: float) -> dict[str, Any]:
         """Returns the means between two times of time.time(): watts, sm_mhz, celsius. Empty without
         three samples.
 
         The first 0.3 s are left out if three samples remain, because nvidia-smi's values lag.
         """
-        inside = [sample for at, sample in self.samples if began <= at <= ended]
-        late = [sample for at, sample in self.samples if began + 0.3 <= at <= ended]
+        inside = [sample for at, sample in self.samples if start_time <= at <= ended]
+        late = [sample for at, sample in self.samples if start_time + 0.3 <= at <= ended]
         inside = late if len(late) >= 3 else inside
         if len(inside) < 3:
             return {}

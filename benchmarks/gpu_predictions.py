@@ -54,11 +54,11 @@ def traced(lab: Lab) -> Row:
 def programs(lab: Lab) -> dict[str, Row]:
     """Returns the programs that are measured and predicted: block -> the config's name, its changed
     fields, and the rules."""
-    found = {"trace": traced(lab)}
+    specifications = {"trace": traced(lab)}
     for block, name in (("steps_124m", "gpt2_124m"), ("steps_1_3b", "gpt_1_3b")):
         changes = twin(lab, name)["changes"] | {"launch": {"compile_cache": ""}}
-        found[block] = {"changes": changes, "name": name, "rules": "ddp"}
-    return found
+        specifications[block] = {"changes": changes, "name": name, "rules": "ddp"}
+    return specifications
 
 
 def predicted(lab: Lab, block: str) -> Row:

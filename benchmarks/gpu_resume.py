@@ -28,9 +28,9 @@ class Earlier:
         self.path, identity = path, {"kind": kind, "kernels": kernels_digest()}
         self.data: dict[str, Any] = {"identity": identity, "parts": {}, "rows": {}}
         if use and path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["identity"] == identity:
-                self.data = found
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            if saved["identity"] == identity:
+                self.data = saved
             else:
                 print(
                     f"{path.name} is of another device, of other versions or of other kernels: "
@@ -60,13 +60,13 @@ class Earlier:
 
     def row(self, title: str, variant: Row) -> Row | None:
         """Returns the row of a variant in a table; None if there is none without an error."""
-        wanted = {
+        columns = {
             name: x
             for name, x in variant.items()
             if name not in NOT_IN_ROWS and not isinstance(x, dict | list)
         }
         for row in self.data["rows"].get(title, ()):
-            if wanted.items() <= row.items() and "error" not in row:
+            if columns.items() <= row.items() and "error" not in row:
                 return row
         return None
 

@@ -204,9 +204,9 @@ class Session:
 
     def _run(self, block: Block) -> Row:
         """Runs a block, and returns its row of the summary."""
-        left = self.deadline - time.monotonic()
-        if left < block.least:
-            reason = f"it needs {block.least:.0f} s, and {max(0.0, left):.0f} s are left"
+        remaining_s = self.deadline - time.monotonic()
+        if remaining_s < block.least:
+            reason = f"it needs {block.least:.0f} s, and {max(0.0, remaining_s):.0f} s are left"
             return {
                 "block": block.name,
                 "status": Status.SKIPPED,
@@ -214,7 +214,7 @@ class Session:
                 "problems": "",
                 "left_out": reason,
             }
-        limit = min(block.most, left)
+        limit = min(block.most, remaining_s)
         tables: dict[str, Any] = {}
         done: list[Row] = []
 
@@ -283,18 +283,18 @@ def run_group(
 
     start: takes a file for the standard error. take: gets the process's lines.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     with log.open("w", encoding="utf-8") as stderr:
         process = start(stderr)
     assert process.stdin and process.stdout
     try:
         with process.stdin, process.stdout:
-            late = not _read(process, process.stdout, began + limit, take)
+            late = not _read(process, process.stdout, start_time + limit, take)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return Ended(time.monotonic() - began, None if late else process.returncode)
+    return Ended(time.monotonic() - start_time, None if late else process.returncode)
 
 
 def _read(

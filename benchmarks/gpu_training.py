@@ -83,8 +83,12 @@ def end_to_end(lab: Lab) -> Iterator[Table]:
             if torch_there()
             else []
         )
-        how: dict[str, Any] = {"patience": 150, "needed": False, "steps": 1 if lab.dry_run else 15}
-        here = {
+        options: dict[str, Any] = {
+            "patience": 150,
+            "needed": False,
+            "steps": 1 if lab.dry_run else 15,
+        }
+        context = {
             "directory": str(lab.directory),
             "changes": {},
             "interpret": lab.dry_run,
@@ -98,11 +102,13 @@ def end_to_end(lab: Lab) -> Iterator[Table]:
                 lanes=1,
                 title="Train step",
                 note=note_of(end_to_end),
-                before=rows,
-                **here,
-                **how,
+                earlier_rows=rows,
+                **context,
+                **options,
             )
-            second = pool.submit(lab.each, "train", twins, worker=TORCH, dry_run=lab.dry_run, **how)
+            second = pool.submit(
+                lab.each, "train", twins, worker=TORCH, dry_run=lab.dry_run, **options
+            )
         rows += [finished(lab, row, shapes) for row in first.result() + second.result()]
         yield "Train step", rows, note_of(end_to_end)
     lab.problems += [f"{name}: {problem}" for name, problem in disagreeing(rows)]
@@ -128,13 +134,15 @@ def finished(lab: Lab, row: Row, shapes: dict[str, Row]) -> Row:
     name = row.get("config") or row["model"]
     shape, rate = shapes[name], row.get("tokens_per_s")
     first = {"model": name, "attention": row.get("attention", "torch")}
-    kept = {key: value for key, value in row.items() if key not in ("config", "model", "attention")}
+    columns = {
+        key: value for key, value in row.items() if key not in ("config", "model", "attention")
+    }
     if rate:
         peak = shape["peak_flops"]
-        kept["mfu"] = rate * shape["flops_per_token"] / peak if peak else None
-        if "watts" in kept:
-            kept["joules_per_token"] = kept["watts"] / rate
-    return first | kept
+        columns["mfu"] = rate * shape["flops_per_token"] / peak if peak else None
+        if "watts" in columns:
+            columns["joules_per_token"] = columns["watts"] / rate
+    return first | columns
 
 
 def disagreeing(rows: list[Row]) -> Iterator[tuple[str, str]]:
@@ -143,13 +151,13 @@ def disagreeing(rows: list[Row]) -> Iterator[tuple[str, str]]:
     for name in dict.fromkeys(row["model"] for row in ours):
         first = {row["attention"]: row["loss_first"] for row in ours if row["model"] == name}
         for attention, loss in first.items():
-            wanted = next(iter(first.values()))
-            if not abs(loss - wanted) <= AGREE * abs(wanted):
+            expected = next(iter(first.values()))
+            if not abs(loss - expected) <= AGREE * abs(expected):
                 yield (
                     name,
                     (
                         f"the first loss with {attention} is {loss:.5f}, with {next(iter(first))} "
-                        f"{wanted:.5f}"
+                        f"{expected:.5f}"
                     ),
                 )
 
@@ -248,7 +256,7 @@ class TrainRun:
     def train_and_kill(self) -> str:
         """Starts the run and kills it. Returns the problem, if any."""
         process, log = spawned(self.lab, self.command())
-        began = time.time()
+        start_time = time.time()
         first = 0.0
         while process.poll() is None and self.lab.left() > 0:
             first = first or (time.time() if metrics(self.output) else 0.0)
@@ -261,24 +269,27 @@ class TrainRun:
         process.wait()
         if status is not None:
             return f"exit status {status}: {last_line(log)}"
-        self.before = metrics(self.output)
+        self.first_metrics = metrics(self.output)
         saved = steps_saved(self.output)
         if len(saved) < 2:
-            return f"too slow: {len(self.before)} steps, checkpoints {saved}"
+            return f"too slow: {len(self.first_metrics)} steps, checkpoints {saved}"
         self.resumed_at, self.twice = saved[-2:]
         aside = self.lab.directory / "set-aside"
         aside.mkdir()
         (self.output / "checkpoints" / str(self.twice)).rename(aside / str(self.twice))
-        losses = [self.before[step]["loss"] for step in (min(self.before), max(self.before))]
+        losses = [
+            self.first_metrics[step]["loss"]
+            for step in (min(self.first_metrics), max(self.first_metrics))
+        ]
         self.row |= {
-            "first_step_s": first - began,
+            "first_step_s": first - start_time,
             "trained_s": ended - first,
-            "steps": len(self.before),
+            "steps": len(self.first_metrics),
             "loss_first": losses[0],
         }
         self.row |= {
             "loss_last": losses[1],
-            **drawn_per_token(self.lab.power.during(first, ended), self.before),
+            **drawn_per_token(self.lab.power.during(first, ended), self.first_metrics),
         }
         return "" if losses[1] < losses[0] else f"the loss does not fall: {losses}"
 
@@ -289,7 +300,7 @@ class TrainRun:
     def resume(self) -> str:
         """Resumes the run, and ends it by SIGTERM when it has written the checkpoint that was set
         aside. Returns the problem, if any."""
-        began = time.time()
+        start_time = time.time()
         process, log = spawned(self.lab, self.command())
         while (
             process.poll() is None
@@ -297,7 +308,7 @@ class TrainRun:
             and self.twice not in steps_saved(self.output)
         ):
             time.sleep(0.05)
-        written_s = time.time() - began
+        written_s = time.time() - start_time
         status = process.poll()
         process.send_signal(signal.SIGTERM)
         try:
@@ -308,9 +319,17 @@ class TrainRun:
             return "SIGTERM did not end it"
         if status is not None or self.twice not in steps_saved(self.output):
             return f"resumed: exit status {status}: {last_line(log)}"
-        after = metrics(self.output)
-        repeated = [step for step in self.before if step > self.resumed_at and step in after]
-        differ = [step for step in repeated if self.before[step]["loss"] != after[step]["loss"]]
+        resumed_metrics = metrics(self.output)
+        repeated = [
+            step
+            for step in self.first_metrics
+            if step > self.resumed_at and step in resumed_metrics
+        ]
+        differ = [
+            step
+            for step in repeated
+            if self.first_metrics[step]["loss"] != resumed_metrics[step]["loss"]
+        ]
         self.row |= {
             "resumed_at": self.resumed_at,
             "written_again_s": written_s,
@@ -343,7 +362,7 @@ class TrainRun:
 
     def generate(self) -> str:
         """Continues a prompt. Returns the problem, if any."""
-        began = time.time()
+        start_time = time.time()
         status, text = self._run(
             "-m",
             "mesh_lm.generate",
@@ -352,7 +371,7 @@ class TrainRun:
             "--tokens=16",
         )
         generated = " ".join(text[text.find(PROMPT) :].split())
-        self.row |= {"generate_s": time.time() - began, "generated": generated[:100]}
+        self.row |= {"generate_s": time.time() - start_time, "generated": generated[:100]}
         return (
             f"generate.py: exit status {status}: {generated[-200:]}"
             if status or len(generated) <= len(PROMPT)
@@ -457,12 +476,13 @@ def losses(lab: Lab) -> Iterator[Table]:
         for name in lab.implementations
     ]
     steps = 3 if lab.dry_run else 6
-    wanted = lab.run("losses", **run, platform="cpu", variants=[exact], steps=steps)
-    found = lab.run(
+    exact_rows = lab.run("losses", **run, platform="cpu", variants=[exact], steps=steps)
+    device_rows = lab.run(
         "losses", **run, variants=[exact, exact | {"precision": "default"}, *bf16], steps=steps
     )
-    runs = {f"{where} {row['dtype']} {row['attention']} {row['precision']}": row
-            for where, rows in (("cpu", wanted), ("device", found)) for row in rows if "losses" in row}  # fmt: skip
+    runs = {f"{platform} {row['dtype']} {row['attention']} {row['precision']}": row
+            for platform, rows in (("cpu", exact_rows), ("device", device_rows))
+            for row in rows if "losses" in row}  # fmt: skip
     rows = [
         {"step": i + 1, **{name: row["losses"][i] for name, row in runs.items()}}
         for i in range(steps)
@@ -523,12 +543,12 @@ def rerun(lab: Lab) -> Iterator[Table]:
                 break  # the first row matters most; the others are taken while there is time
             run = lab.gpt2(8, layers=4)
             run["changes"]["model"] = run["changes"]["model"] | {"attention": name}
-            found = [
+            pairs = [
                 lab.run("rerun", flags=flags, **run, steps=3 if lab.dry_run else 8)
                 for _ in range(2)
             ]
-            if [len(pair) for pair in found] == [2, 2]:
-                (a, b), (c, _) = ([row["digests"] for row in pair] for pair in found)
+            if [len(pair) for pair in pairs] == [2, 2]:
+                (a, b), (c, _) = ([row["digests"] for row in pair] for pair in pairs)
                 same, new = ([leaf for leaf in a if a[leaf] != other[leaf]] for other in (b, c))
                 rows.append({"attention": name, "xla_flags": flags or "(none)", "leaves": len(a), "differ_same_program": len(same),
                              "differ_new_process": len(new), "for_example": next(iter(same + new), "")})  # fmt: skip

@@ -64,8 +64,8 @@ def smoke(lab: Lab, title: str, peer: str, note: str) -> Iterator[Table]:
         (TINY_HEADLINE if lab.dry_run else HEADLINE) | {"peer": peer, "way": way}
         for way in ("fwd", "bwd")
     ]
-    how = {"patience": max(1.0, lab.left() / 2), "dry_run": lab.dry_run}
-    rows = lab.spread("smoke", variants, lanes=1, title=title, note=note, worker=WORKER, **how)
+    options = {"patience": max(1.0, lab.left() / 2), "dry_run": lab.dry_run}
+    rows = lab.spread("smoke", variants, lanes=1, title=title, note=note, worker=WORKER, **options)
     yield title, rows, note
 
 
@@ -127,13 +127,13 @@ def steps(lab: Lab) -> Iterator[Table]:
             "name": CONFIG,
             "rules": RULES,
         }
-        about = {
+        labels = {
             "config": CONFIG,
             "layers": model["n_layers"],
             "sequences": train["global_batch"],
             "microbatches": train["microbatches"],
         }
-        about |= {"attention": shipped["attention"]}
+        labels |= {"attention": shipped["attention"]}
         if lab.dry_run and not compiler_there():
             lab.left_out.append("XLA's compiler for CUDA is not installed")
             plan = []
@@ -141,10 +141,10 @@ def steps(lab: Lab) -> Iterator[Table]:
             plan = lab.run(
                 "predicted", platform="cpu", hidden=True, target=target_of(lab), **options
             )
-        rows.append(compared(lab, about, plan, []))
+        rows.append(compared(lab, labels, plan, []))
         yield title, rows, note_of(steps)
         ran = lab.run("stepped", steps=1 if lab.dry_run else STEPS, **options)
-        rows[-1] = compared(lab, about, plan, ran)
+        rows[-1] = compared(lab, labels, plan, ran)
         yield title, rows, note_of(steps)
         if not any("RESOURCE_EXHAUSTED" in row.get("error", "") for row in ran):
             return
@@ -155,34 +155,34 @@ def target_of(lab: Lab) -> str:
     return "h200" if "H200" in lab.device.get("device_kind", "") else "h100"
 
 
-def compared(lab: Lab, about: Row, plan: list[Row], ran: list[Row]) -> Row:
+def compared(lab: Lab, labels: Row, plan: list[Row], ran: list[Row]) -> Row:
     """Returns a row with both; if one of them failed, with its error."""
-    wanted, found = (next(iter(rows), {}) for rows in (plan, ran))
-    row = about | {
-        name: wanted.get(name)
+    prediction, run = (next(iter(rows), {}) for rows in (plan, ran))
+    row = labels | {
+        name: prediction.get(name)
         for name in ("target", "predicted_step_s", "predicted_peak_gib", "fits")
     }
     measured = {
-        "measured_step_s": found["step_ms"] / 1e3 if "step_ms" in found else None,
-        "measured_peak_gib": found.get("high_water_gib"),
-        "compiled_peak_gib": found.get("peak_gib"),
+        "measured_step_s": run["step_ms"] / 1e3 if "step_ms" in run else None,
+        "measured_peak_gib": run.get("high_water_gib"),
+        "compiled_peak_gib": run.get("peak_gib"),
     }
-    for what in ("step_s", "peak_gib"):
-        both = measured[f"measured_{what}"], wanted.get(f"predicted_{what}")
-        measured[f"{what.partition('_')[0]}_ratio"] = (
+    for figure in ("step_s", "peak_gib"):
+        both = measured[f"measured_{figure}"], prediction.get(f"predicted_{figure}")
+        measured[f"{figure.partition('_')[0]}_ratio"] = (
             both[0] / both[1] if both[0] and both[1] else None
         )
-    kept = (
+    columns = (
         "slowest_ms", "tokens_per_s", "mfu", "trace_s", "compile_s", "loss_first", "loss_last",
         "flags", "watts", "sm_mhz", "celsius",
         "host_load",
     )  # fmt: skip
     errors = {
-        f"{what}_error": rows["error"]
-        for what, rows in (("prediction", wanted), ("run", found))
+        f"{figure}_error": rows["error"]
+        for figure, rows in (("prediction", prediction), ("run", run))
         if "error" in rows
     }
-    return row | measured | {name: found.get(name) for name in kept} | errors
+    return row | measured | {name: run.get(name) for name in columns} | errors
 
 
 PARTS = (

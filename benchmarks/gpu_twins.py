@@ -135,14 +135,14 @@ def twins(lab: Lab, name: str) -> Iterator[Table]:
         lab.left_out.append("torch is not installed: ours alone")
     together = lab.dry_run or lab.device.get("memory_limit_gib", 0) >= TOGETHER[name]
     plan = predicted(lab, BLOCKS[name])
-    found: dict[str, list[Row]] = {entrant: [] for entrant in starts}
+    rows_by_entrant: dict[str, list[Row]] = {entrant: [] for entrant in starts}
     for entrant, row in _rows(lab, starts, together):
-        found[entrant].append(row)
-        turns = [row for rows in found.values() for row in rows if "step_ms" in row]
+        rows_by_entrant[entrant].append(row)
+        turns = [row for rows in rows_by_entrant.values() for row in rows if "step_ms" in row]
         yield f"{name}, turns", turns, note_of(twins)
         yield (
             f"{name} beside torch.compile",
-            compared(name, shape, batch, found, plan),
+            compared(name, shape, batch, rows_by_entrant, plan),
             note_of(twins),
         )
 
@@ -194,13 +194,13 @@ def _group(
         for number in range(rounds):
             for entrant in order.sample([*running], len(running)):
                 for _, row in asked(entrant, running[entrant].turn):
-                    kept = {
+                    columns = {
                         column: value for column, value in row.items() if column in TURN_COLUMNS
                     }
                     yield (
                         entrant,
                         {"entrant": entrant, "start": start, "round": start * rounds + number}
-                        | kept,
+                        | columns,
                     )
     finally:
         for entrant in entrants.values():
@@ -208,12 +208,15 @@ def _group(
 
 
 def compared(
-    name: str, shape: Row, batch: int, found: dict[str, list[Row]], plan: Row
+    name: str, shape: Row, batch: int, rows_by_entrant: dict[str, list[Row]], plan: Row
 ) -> list[Row]:
     """Returns a row for each framework: medians and spreads of its turns, and the ratio of the
     two."""
     tokens = batch * shape["fields"]["seq_len"]
-    turns = {entrant: [row for row in rows if "step_ms" in row] for entrant, rows in found.items()}
+    turns = {
+        entrant: [row for row in rows if "step_ms" in row]
+        for entrant, rows in rows_by_entrant.items()
+    }
     rows: list[Row] = []
     for entrant, each in turns.items():
         if not each:
@@ -237,7 +240,10 @@ def compared(
             values = [turn[column] for turn in each if column in turn]
             row |= {column: statistics.fmean(values)} if values else {}
         row |= {"joules_per_token": row["watts"] / rate} if "watts" in row else {}
-        row |= {column: found[entrant][0].get(column) for column in ("compile_s", "loss_first")}
+        row |= {
+            column: rows_by_entrant[entrant][0].get(column)
+            for column in ("compile_s", "loss_first")
+        }
         if entrant == OURS and plan:
             predicted = 1e3 * plan["predicted_step_s"]
             row |= {"predicted_ms": predicted, "measured_by_predicted": ms / predicted}
@@ -254,8 +260,12 @@ def compared(
 
 def ratios_of(ours: list[Row], theirs: list[Row]) -> list[float]:
     """Returns their time over ours for each round that both have."""
-    by_round = {row["round"]: row["step_ms"] for row in theirs}
-    return [by_round[row["round"]] / row["step_ms"] for row in ours if row["round"] in by_round]
+    ours_by_round = {row["round"]: row["step_ms"] for row in theirs}
+    return [
+        ours_by_round[row["round"]] / row["step_ms"]
+        for row in ours
+        if row["round"] in ours_by_round
+    ]
 
 
 def trace(lab: Lab) -> Iterator[Table]:
@@ -279,16 +289,18 @@ def _traced_step(lab: Lab, program: str, note: str, model: str = "") -> Iterator
     options: Row = {"directory": str(lab.directory), "cache": "tuned", **programs(lab)[program]}
     ran = lab.run("traced", **options, steps=0 if lab.dry_run else 5, trace=str(directory))
     row = {name: value for part in ran for name, value in part.items()}
-    about = {name: plan.get(name) for name in ("target", "predicted_step_s", "predicted_peak_gib")}
-    yield f"Traced step{model}", [row | about], note
+    predictions = {
+        name: plan.get(name) for name in ("target", "predicted_step_s", "predicted_peak_gib")
+    }
+    yield f"Traced step{model}", [row | predictions], note
     if "step_ms" not in row:
         return
     kernels = gpu_trace.kernels(directory)
     if not kernels:
         lab.problems.append("the trace has no kernels: may this user profile the GPU?")
         return
-    by_kind = gpu_trace.by_kind(kernels, plan.get("kinds", {}), row["step_ms"])
-    yield f"One step{model} by kind", [*by_kind], note
+    kind_rows = gpu_trace.by_kind(kernels, plan.get("kinds", {}), row["step_ms"])
+    yield f"One step{model} by kind", [*kind_rows], note
     yield (
         f"Longest kernels of a step{model}",
         gpu_trace.longest(kernels),

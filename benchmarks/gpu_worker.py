@@ -61,12 +61,12 @@ def hopper(interpret: bool) -> Iterator[None]:
     door = context.flash_attention
 
     def interpreted_door(*arrays: Any, **features: Any) -> Any:
-        there = (
+        device = (
             {"platform": "gpu", "capability": (9, 0)}
             if features["implementation"] == "mosaic"
             else {}
         )
-        return door(*arrays, **{**features, **there})
+        return door(*arrays, **{**features, **device})
 
     context.flash_attention = interpreted_door
     try:
@@ -115,19 +115,19 @@ class Run:
         sharding, length = batch_sharding(self.layout), rows["tokens"].shape[1]
         shaped = {name: x.reshape(parts, size // parts, *x.shape[1:]) for name, x in rows.items()}
         shaped["indices"] = np.broadcast_to(np.arange(length, dtype=np.int32), (parts, 1, length))
-        where = {
+        shardings = {
             name: jax.NamedSharding(sharding.mesh, leaf_spec(sharding.spec, x.shape))
             for name, x in shaped.items()
         }
-        return {name: jax.device_put(x, where[name]) for name, x in shaped.items()}
+        return {name: jax.device_put(x, shardings[name]) for name, x in shaped.items()}
 
     def steps(self, state: State, n: int, first: int = 0) -> tuple[State, list[dict[str, float]]]:
         """Runs n steps from step `first` on. Returns the state and their metrics."""
-        found = []
+        history = []
         for i in range(first, first + n):
             state, metrics = self.step(state, self.batch(i * self.config.train.global_batch))
-            found.append({name: float(value) for name, value in metrics.items()})
-        return state, found
+            history.append({name: float(value) for name, value in metrics.items()})
+        return state, history
 
 
 def configured(
@@ -205,7 +205,7 @@ def shapes(models: dict[str, dict[str, Any]], device_kind: str) -> None:
         model: Any = dataclasses.replace(
             importlib.import_module(f"mesh_lm.configs.{name}").get_config().model, **fields
         )
-        kept = (
+        field_names = (
             "seq_len",
             "n_layers",
             "d_model",
@@ -223,7 +223,7 @@ def shapes(models: dict[str, dict[str, Any]], device_kind: str) -> None:
             "n_kv_heads": model.kv_heads,
             "d_ff": model.d_mlp,
         }
-        fields = {field: getattr(model, field) for field in kept} | derived
+        fields = {field: getattr(model, field) for field in field_names} | derived
         peak = peak_flops(device_kind)
         emit(
             model=name,
@@ -277,21 +277,21 @@ class Steps:
         size = run.config.train.global_batch
         self.batches = [run.batch(i * size) for i in range(4)]
         with compiling():
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             lowered = run.step.lower(abstract_state(run.layout, run.optimizer), self.batches[0])  # pyright: ignore[reportFunctionMemberAccess]
             traced = time.perf_counter()
             self.compiled = lowered.compile()
             compiled = time.perf_counter()
             self.state = jax.block_until_ready(run.state())
-        self.compiling: Row = {"trace_s": traced - began, "compile_s": compiled - traced}
+        self.compiling: Row = {"trace_s": traced - start_time, "compile_s": compiled - traced}
         self.losses: list[float] = []
 
     def step(self) -> float:
         """Makes a step. Returns its seconds."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         self.state, metrics = self.compiled(self.state, self.batches[len(self.losses) % 4])
         jax.block_until_ready((self.state, metrics))
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start_time
         self.losses.append(float(metrics["loss"]))
         return seconds
 
@@ -337,7 +337,7 @@ def timed(run: Run, steps: int) -> Row:
     with measuring():
         for _ in range(3):
             made.step()
-        began = time.time()
+        start_time = time.time()
         times = [made.step() for _ in range(steps)]
         ended = time.time()
     first = made.losses[0]
@@ -348,7 +348,7 @@ def timed(run: Run, steps: int) -> Row:
         **made.compiling,
         "loss_first": first,
         "loss_last": last,
-        "began": began,
+        "began": start_time,
         "ended": ended,
     }
     return row | (
@@ -412,7 +412,7 @@ def predicted(directory: str, changes: dict[str, dict], name: str, rules: str, t
 
     timeline.SPANS = 10**6  # all spans, because they are summed by kind
     config = configured(directory, changes, rules, name)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with reported(target=target):
         report = compile_config(config, target, 1, options(flags_of(config, target)))
         assert report.timeline is not None
@@ -420,19 +420,19 @@ def predicted(directory: str, changes: dict[str, dict], name: str, rules: str, t
             target=target, predicted_step_s=report.timeline.step / 1e6,
             predicted_peak_gib=report.peak_bytes / 2**30, fits=report.fits,
             predicted_matmul_tflop=sum(report.flops.values()) / 1e12,
-            lab_s=time.perf_counter() - began, kinds=kinds(report.timeline),
+            lab_s=time.perf_counter() - start_time, kinds=kinds(report.timeline),
         )  # fmt: skip
 
 
 def kinds(line: Any) -> Row:
     """Returns the predicted milliseconds and kernels of each kind in a timeline: matmul, attention,
     elementwise, copy, and collectives."""
-    found: Row = {}
+    totals: Row = {}
     for span in line.spans:
         times = math.prod(span.loops)
-        ms, n = found.get(span.kind, (0.0, 0))
-        found[span.kind] = (ms + times * span.duration / 1e3, n + times)
-    return {kind: {"ms": ms, "kernels": n} for kind, (ms, n) in found.items()}
+        ms, n = totals.get(span.kind, (0.0, 0))
+        totals[span.kind] = (ms + times * span.duration / 1e3, n + times)
+    return {kind: {"ms": ms, "kernels": n} for kind, (ms, n) in totals.items()}
 
 
 def stepped(directory: str, changes: dict[str, dict], name: str, rules: str, steps: int) -> None:
@@ -460,11 +460,11 @@ def losses(
                     | {"dtype": variant["dtype"], "attention": variant["attention"]},
                 },
             )
-            found = run.steps(run.state(), steps)[1]
+            history = run.steps(run.state(), steps)[1]
             emit(
                 **variant,
-                losses=[m["loss"] for m in found],
-                grad_norms=[m["grad_norm"] for m in found],
+                losses=[m["loss"] for m in history],
+                grad_norms=[m["grad_norm"] for m in history],
             )
 
 
@@ -472,8 +472,8 @@ def rerun(directory: str, changes: dict[str, dict], steps: int) -> None:
     """Runs the same steps twice with one compiled program."""
     run = Run(directory, changes)
     for _ in range(2):
-        state, found = run.steps(run.state(), steps)
-        emit(digests=digests(state), loss=found[-1]["loss"])
+        state, history = run.steps(run.state(), steps)
+        emit(digests=digests(state), loss=history[-1]["loss"])
 
 
 def train(directory: str, changes: dict[str, dict], steps: int, save_at: int) -> None:

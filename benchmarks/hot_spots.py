@@ -100,8 +100,10 @@ def multiplying_us(flops: float) -> float:
 def traffic(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Traffic:
     """Compiles for one H100 and returns the program's traffic. Raises LabError if the compiler is
     not installed."""
-    place = jax.NamedSharding(h100(), jax.P())
-    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), inputs)
+    sharding = jax.NamedSharding(h100(), jax.P())
+    placed = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), inputs
+    )
     compiled = jax.jit(function).lower(*placed).compile()
     module = hlo.parse(compiled.as_text() or "")
     prices = _Bytes(module, Provenance(module), TARGETS["h100"])
@@ -149,7 +151,7 @@ def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
     def kept_norm(h: jax.Array, *vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
         return h, norm(h, *vectors)
 
-    found = {
+    named_spots = {
         "norm": Spot((norm, (x, *vectors)), gradient(norm, x, *vectors), 2),
         "residual and norm": Spot(
             (lambda x, y, *vectors: kept_norm(x + y, *vectors), (x, x, *vectors)),
@@ -159,8 +161,8 @@ def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
     }
     if config.norm == "layernorm" and config.biases:
         name = "residual and norm, other gradient"
-        found[name] = dataclasses.replace(
-            found["residual and norm"],
+        named_spots[name] = dataclasses.replace(
+            named_spots["residual and norm"],
             backward=(one_pass(config.norm_eps), (x, vectors[0], (x, x))),
         )
     if config.positions == "rotary":
@@ -170,9 +172,11 @@ def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
             angles = attention.rope_table(config, jnp.arange(S))
             return attention.rotate(q, angles), attention.rotate(k, angles)
 
-        found["rotary, q and k"] = Spot((rotary, heads), gradient(rotary, *heads))
+        named_spots["rotary, q and k"] = Spot((rotary, heads), gradient(rotary, *heads))
     if config.activation == "swiglu":
-        found["SwiGLU"] = Spot((mlp.swiglu, (up := of(B, S, 2, F),)), gradient(mlp.swiglu, up))
+        named_spots["SwiGLU"] = Spot(
+            (mlp.swiglu, (up := of(B, S, 2, F),)), gradient(mlp.swiglu, up)
+        )
     else:
 
         def bias_gelu(raw: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -183,10 +187,10 @@ def spots(config: DecoderConfig, T: int) -> dict[str, Spot]:
             (dup,) = jax.vjp(mlp.gelu, up)[1](dh)
             return jax.vjp(layers.add_bias, up, jnp.zeros(F))[1](dup)
 
-        found["bias and GELU"] = Spot(
+        named_spots["bias and GELU"] = Spot(
             (bias_gelu, (up := of(B, S, F), of(F, dtype="float32"))), (back, (up, up))
         )
-    return found
+    return named_spots
 
 
 def one_pass(eps: float) -> Callable[..., Any]:
@@ -269,14 +273,21 @@ def in_layers(name: str, config: DecoderConfig, T: int) -> tuple[list[Row], list
 def of_loss(name: str, config: DecoderConfig, T: int, layer: float) -> Row:
     """The minimum: each logit read once in fp32, its gradient written once in bf16, the head cast
     once."""
-    found = traffic(*loss(config, T))
+    loss_traffic = traffic(*loss(config, T))
     least = 6 * config.padded_vocab * (T + config.d_model)
-    excess = moving_us(found.moved - least)
-    step = config.n_layers * layer + found.matmul_us + found.waits_us + moving_us(found.moved)
-    return {"model": name, "least_mib": least / 2**20, "moved_mib": found.moved / 2**20, "ratio": found.moved / least,
-            "excess_ms": excess / 1e3, "matmuls_ms": found.matmul_us / 1e3,
-            "matmuls_wait_ms": found.waits_us / 1e3, "step_ms": step / 1e3,
-            "share_percent": 100 * excess / step, "wait_percent": 100 * found.waits_us / step, "kernel": excess > WORTH * step}  # fmt: skip
+    excess = moving_us(loss_traffic.moved - least)
+    step = (
+        config.n_layers * layer
+        + loss_traffic.matmul_us
+        + loss_traffic.waits_us
+        + moving_us(loss_traffic.moved)
+    )
+    return {"model": name, "least_mib": least / 2**20, "moved_mib": loss_traffic.moved / 2**20,
+            "ratio": loss_traffic.moved / least,
+            "excess_ms": excess / 1e3, "matmuls_ms": loss_traffic.matmul_us / 1e3,
+            "matmuls_wait_ms": loss_traffic.waits_us / 1e3, "step_ms": step / 1e3,
+            "share_percent": 100 * excess / step, "wait_percent": 100 * loss_traffic.waits_us / step,
+            "kernel": excess > WORTH * step}  # fmt: skip
 
 
 def of_grouped_matmul(T: int, D: int, F: int, groups: list[int]) -> list[Row]:
@@ -291,10 +302,10 @@ def of_grouped_matmul(T: int, D: int, F: int, groups: list[int]) -> list[Row]:
         y, back = jax.vjp(lambda x, w: by(name)(x, w, sizes), x, w)
         return y, back(dy)
 
-    rows, place = [], jax.sharding.SingleDeviceSharding(h100().devices.flat[0])
+    rows, sharding = [], jax.sharding.SingleDeviceSharding(h100().devices.flat[0])
     for E in groups:
         inputs = of(T, D), of(E, D, F), of(E, dtype="int32"), of(T, F)
-        placed = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place) for s in inputs]
+        placed = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in inputs]
         row: Row = {"tokens": T, "d_in": D, "d_out": F, "groups": E}
         for name in ("mosaic", "xla", "jax.lax.ragged_dot"):
             memory = jax.jit(partial(both, name)).lower(*placed).compile().memory_analysis()
@@ -321,19 +332,19 @@ def main() -> int:
             shares + share,
             [*losses, of_loss(name, config, TOKENS, layer)],
         )
-    of_what = f"{TOKENS:,} tokens on one H100, "
+    heading = f"{TOKENS:,} tokens on one H100, "
     record.table(
-        "Bytes of a call", details, of_what + "bf16. Kernels: those that move more than a MiB."
+        "Bytes of a call", details, heading + "bf16. Kernels: those that move more than a MiB."
     )
     note = (
         f"forward and backward. Times are predicted, never measured. Kernel: more than {WORTH:.0%} "
         "of the layer is excess."
     )
-    record.table("Share of a layer", shares, of_what + note)
+    record.table("Share of a layer", shares, heading + note)
     record.table(
         "Loss",
         losses,
-        of_what
+        heading
         + (
             "in chunks; matmuls apart. Their wait: bytes beyond what their FLOPs take. Step: all "
             "layers and this."
@@ -343,7 +354,7 @@ def main() -> int:
     record.table(
         "Temp memory of grouped matmul",
         groups,
-        of_what + "bf16: result and both gradients, beside arguments and results.",
+        heading + "bf16: result and both gradients, beside arguments and results.",
     )
     record.write()
     return 0

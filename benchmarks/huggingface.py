@@ -64,7 +64,7 @@ def synthesise(directory: Path, config: DecoderConfig) -> None:
         "F": config.d_mlp,
         "V": config.vocab_size,
     }
-    random, where = np.random.default_rng(0), {}
+    random, weight_map = np.random.default_rng(0), {}
     rows = [row for row in LLAMA.mappings if ".qkv." not in row.param]
     for i in range(-1, config.n_layers):
         chosen = [row for row in rows if ("L" in row.dims) == (i >= 0)]
@@ -77,8 +77,8 @@ def synthesise(directory: Path, config: DecoderConfig) -> None:
         }
         file = f"model-{i + 1}.safetensors"
         files.write(directory / file, tensors)
-        where |= dict.fromkeys(tensors, file)
-    (directory / files.INDEX).write_text(json.dumps({"weight_map": where}), encoding="utf-8")
+        weight_map |= dict.fromkeys(tensors, file)
+    (directory / files.INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
 
 
 class Peak:
@@ -86,7 +86,7 @@ class Peak:
     the system can drop."""
 
     def __enter__(self) -> Peak:
-        self.before = self.top = anonymous()
+        self.baseline = self.top = anonymous()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -136,22 +136,23 @@ def case(name: str, directory: Path, quick: bool) -> Row:
     huggingface.config_of(directory)
     jax.block_until_ready(jax.device_put(np.zeros(8)))
     settle()
-    with Peak() as there:
-        began = time.perf_counter()
+    with Peak() as load_peak:
+        start_time = time.perf_counter()
         params = jax.block_until_ready(huggingface.load(directory, layout))
-        seconds = time.perf_counter() - began
-    held = on_devices(params)
+        seconds = time.perf_counter() - start_time
+    array_bytes = on_devices(params)
     parts = [np.prod(x.sharding.shard_shape(x.shape)) * 4 for x in params.values()]
     settle()
     with tempfile.TemporaryDirectory(dir=directory) as output, Peak() as back:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         huggingface.save(Path(output) / "out", layout, params, max_shard_bytes=128 * MIB)
-        seconds_back = time.perf_counter() - began
+        seconds_back = time.perf_counter() - start_time
     return {
-        "mesh": name, "import_s": seconds, "read_MiB": sum(read) / MIB, "arrays_MiB": held / MIB,
+        "mesh": name, "import_s": seconds, "read_MiB": sum(read) / MIB,
+        "arrays_MiB": array_bytes / MIB,
         "largest_part_MiB": float(max(parts)) / MIB,
-        "import_beside_MiB": (there.top - there.before - held) / MIB,
-        "export_s": seconds_back, "export_beside_MiB": (back.top - back.before) / MIB,
+        "import_beside_MiB": (load_peak.top - load_peak.baseline - array_bytes) / MIB,
+        "export_s": seconds_back, "export_beside_MiB": (back.top - back.baseline) / MIB,
     }  # fmt: skip
 
 

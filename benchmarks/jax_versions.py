@@ -105,21 +105,21 @@ def figures(report: Any) -> Row:
 def beside(rows: Sequence[Row]) -> list[Row]:
     """Returns a line for each figure of each config: its value under each version, and the change
     from the oldest to the newest in %."""
-    found = sorted({row["jax"] for row in rows}, key=version_of)
+    jax_versions = sorted({row["jax"] for row in rows}, key=version_of)
     lines: list[Row] = []
     for config in dict.fromkeys(row["config"] for row in rows):
-        by_version = {row["jax"]: row for row in rows if row["config"] == config}
+        row_by_version = {row["jax"]: row for row in rows if row["config"] == config}
         names = dict.fromkeys(
-            name for row in by_version.values() for name in row if is_figure(name)
+            name for row in row_by_version.values() for name in row if is_figure(name)
         )
         for name in names:
-            values = {version: row.get(name, 0.0) for version, row in by_version.items()}
+            values = {version: row.get(name, 0.0) for version, row in row_by_version.items()}
             line: Row = {"config": config, "figure": name} | {
-                f"jax {version}": values.get(version) for version in found
+                f"jax {version}": values.get(version) for version in jax_versions
             }
-            old, new = values.get(found[0]), values.get(found[-1])
+            old, new = values.get(jax_versions[0]), values.get(jax_versions[-1])
             line["change, %"] = (
-                100 * (new / old - 1) if old and new is not None and len(found) > 1 else None
+                100 * (new / old - 1) if old and new is not None and len(jax_versions) > 1 else None
             )
             lines.append(line)
     return lines

@@ -101,13 +101,13 @@ def smoke_of_attention(name: str, case: Case, reruns: int) -> Row:
         return with_gradients(lambda **x: (attention(**x), None), case)
 
     ours = call(attend)
-    began = time.perf_counter()
-    found = jax.block_until_ready(ours(moving, still, weights))
-    seconds = time.perf_counter() - began
-    again = [array_errors(ours(moving, still, weights), found) for _ in range(reruns)]
+    start_time = time.perf_counter()
+    results = jax.block_until_ready(ours(moving, still, weights))
+    seconds = time.perf_counter() - start_time
+    again = [array_errors(ours(moving, still, weights), results) for _ in range(reruns)]
     exact = {key: x.astype("float32") for key, x in moving.items()}
-    wanted = call(lambda **x: reference_attention(**{**static, **x})[0])(exact, still, weights)
-    errors = array_errors(found, wanted)
+    expected = call(lambda **x: reference_attention(**{**static, **x})[0])(exact, still, weights)
+    errors = array_errors(results, expected)
     limits = TOLERANCES[case.dtype]
     bad = [
         f"{key} {error:.1e}"
@@ -140,21 +140,21 @@ def smoke_of_grouped(dry_run: bool) -> Row:
         for key, size in zip(keys, ((T, D), (6, D, F), (T, F)), strict=True)
     )
 
-    def products(x: jax.Array, w: jax.Array, dy: jax.Array, how: Row) -> tuple[jax.Array, ...]:
-        y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, **how), x, w)
+    def products(x: jax.Array, w: jax.Array, dy: jax.Array, options: Row) -> tuple[jax.Array, ...]:
+        y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, **options), x, w)
         return y, *pull(dy)
 
-    began = time.perf_counter()
-    found = jax.block_until_ready(
-        jax.jit(partial(products, how={"implementation": "mosaic", **HOPPER}))(x, w, dy)
+    start_time = time.perf_counter()
+    results = jax.block_until_ready(
+        jax.jit(partial(products, options={"implementation": "mosaic", **HOPPER}))(x, w, dy)
     )
-    seconds = time.perf_counter() - began
-    wanted = jax.jit(partial(products, how={"implementation": "xla"}))(
+    seconds = time.perf_counter() - start_time
+    expected = jax.jit(partial(products, options={"implementation": "xla"}))(
         *(a.astype(jnp.float32) for a in (x, w, dy))
     )
     errors = [
         relative(np.asarray(a, np.float32), np.asarray(b, np.float32))
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(results, expected, strict=True)
     ]
     bad = not float(np.max(errors)) <= TOLERANCES["bfloat16"]["gradient"]
     return {"first_run_s": seconds, "rel": float(np.max(errors))} | (
@@ -173,20 +173,23 @@ def smoke_of_stacked(dry_run: bool) -> Row:
     )
 
     def all_of(
-        x: jax.Array, dy: jax.Array, w: jax.Array, sums: jax.Array, how: Row
+        x: jax.Array, dy: jax.Array, w: jax.Array, sums: jax.Array, options: Row
     ) -> tuple[jax.Array, ...]:
-        y, dx = stacked_matmul(x, w, 1, **how), stacked_matmul(dy, w, 2, transposed=True, **how)
-        return y, dx, add_weight_gradient(sums, 1, x, dy, **how)
+        y, dx = (
+            stacked_matmul(x, w, 1, **options),
+            stacked_matmul(dy, w, 2, transposed=True, **options),
+        )
+        return y, dx, add_weight_gradient(sums, 1, x, dy, **options)
 
-    began, exact = time.perf_counter(), [a.astype(jnp.float32) for a in (x, dy, w, sums)]
-    ours = jax.jit(partial(all_of, how={"implementation": "mosaic", **HOPPER}))
-    found = jax.block_until_ready(ours(x, dy, w, exact[3]))
-    seconds = time.perf_counter() - began
+    start_time, exact = time.perf_counter(), [a.astype(jnp.float32) for a in (x, dy, w, sums)]
+    ours = jax.jit(partial(all_of, options={"implementation": "mosaic", **HOPPER}))
+    results = jax.block_until_ready(ours(x, dy, w, exact[3]))
+    seconds = time.perf_counter() - start_time
     again = [ours(x, dy, w, exact[3]) for _ in range(1 if dry_run else 20)]
-    wanted = jax.jit(partial(all_of, how={"implementation": "xla"}))(*exact)
+    expected = jax.jit(partial(all_of, options={"implementation": "xla"}))(*exact)
     errors = [
         relative(np.asarray(a, np.float32), np.asarray(b, np.float32))
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(results, expected, strict=True)
     ]
     wrong = (
         []
@@ -195,12 +198,12 @@ def smoke_of_stacked(dry_run: bool) -> Row:
     )
     wrong += (
         []
-        if bool((found[2][::2] == exact[3][::2]).all())
+        if bool((results[2][::2] == exact[3][::2]).all())
         else ["a row that was not asked for has changed"]
     )
     wrong += (
         []
-        if all(bool((a == b).all()) for one in again for a, b in zip(one, found, strict=True))
+        if all(bool((a == b).all()) for one in again for a, b in zip(one, results, strict=True))
         else ["a rerun differs"]
     )
     return {"first_run_s": seconds, "rel": float(np.max(errors))} | (
@@ -250,12 +253,12 @@ def grouped_row(variant: Row, dry_run: bool) -> Row:
     x, w, dy, one = (
         jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, shapes, strict=True)
     )
-    how: Row = {"implementation": variant["peer"]} | (
+    options: Row = {"implementation": variant["peer"]} | (
         HOPPER if dry_run and variant["peer"] != "xla" else {}
     )
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return grouped_matmul(x, w, sizes, **how)
+        return grouped_matmul(x, w, sizes, **options)
 
     def both(f: Any) -> Any:
         return jax.jit(lambda x, w, dy: jax.vjp(f, x, w)[1](dy))
@@ -370,8 +373,8 @@ def stacked_row(variant: Row, dry_run: bool) -> Row:
         alone = jax.jit(lambda x, w: x @ (w.T if transposed else w), compiler_options=CUBLAS)
         factors = (x, w[R - 1])
     with compiling():
-        found = {name: call()[-1] if form == "add" else call() for name, call in calls.items()}
-        error = float(distance(found["ours"], found["xla"]))
+        results = {name: call()[-1] if form == "add" else call() for name, call in calls.items()}
+        error = float(distance(results["ours"], results["xla"]))
         jax.block_until_ready(alone(*factors))
     with measuring():
         times = rounds({**calls, "cublas": lambda: alone(*factors)}, 1 if dry_run else 0)
@@ -434,11 +437,11 @@ def autotune(seconds: float, table: str, shapes: list[Row], dry_run: bool) -> No
             kernel: " ".join(f"{name} {n}" for name, n in row[kernel].items())
             for kernel in tuner.KERNELS
         }
-        about = {name: row[name] for name in ("device", "causal", "length")} | {
+        columns = {name: row[name] for name in ("device", "causal", "length")} | {
             "plain": row.get("plain", False)
         }
         times = {f"{name}_ms": ms for name, ms in row["measured"]["ms"].items()}
-        emit(head_dims=" ".join(map(str, row["head_dims"])), **about, **tiles, **times)
+        emit(head_dims=" ".join(map(str, row["head_dims"])), **columns, **tiles, **times)
 
 
 if __name__ == "__main__":

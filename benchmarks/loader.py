@@ -40,11 +40,11 @@ def loader_rate(config: TrainConfig, corpus: TextCorpus, seconds: float) -> floa
     with contextlib.closing(batches):
         for _ in range(config.data.prefetch + 2):
             jax.block_until_ready(next(batches))
-        n, began = 0, time.perf_counter()
-        while time.perf_counter() - began < seconds:
+        n, start_time = 0, time.perf_counter()
+        while time.perf_counter() - start_time < seconds:
             jax.block_until_ready(next(batches)[1])
             n += 1
-        return n * config.tokens_per_step / (time.perf_counter() - began)
+        return n * config.tokens_per_step / (time.perf_counter() - start_time)
 
 
 def model_rate(config: TrainConfig, corpus: TextCorpus, steps: int) -> float:
@@ -63,10 +63,10 @@ def model_rate(config: TrainConfig, corpus: TextCorpus, steps: int) -> float:
         [],
     )
     for _ in range(2 + steps):
-        before = time.perf_counter()
+        start_time = time.perf_counter()
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
-        times.append(time.perf_counter() - before)
+        times.append(time.perf_counter() - start_time)
     return config.tokens_per_step / statistics.median(times[2:])
 
 
@@ -81,10 +81,10 @@ def main() -> int:
         corpus = prepare(config.data, vocab=config.data.tokenizer_vocab)
         rows: list[Row] = []
         for documents in ("joined", "separate"):
-            here = with_data(config, documents=documents)
-            consumed = model_rate(here, corpus, steps)
+            data_config = with_data(config, documents=documents)
+            consumed = model_rate(data_config, corpus, steps)
             for threads in (0, 1, 2):
-                rate = loader_rate(with_data(here, threads=threads), corpus, seconds)
+                rate = loader_rate(with_data(data_config, threads=threads), corpus, seconds)
                 ratio = rate / consumed
                 rows.append({"documents": documents, "threads": threads, "loader_tokens_per_s": rate, "model_tokens_per_s": consumed,
                              "ratio": ratio, "holds": ratio >= TARGET})  # fmt: skip

@@ -93,14 +93,14 @@ def measure(
         for row in seconds:
             for number, kind in enumerate(KINDS):
                 local._copies = sender if kind == "copied" else None  # pyright: ignore[reportAttributeAccessIssue]
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 for i in range(every):
                     position, batch = next(training)
                     state, metrics = step(state, batch)
                     n += 1
                     # at the first step, so that all background work is inside the interval
                     if kind != "without" and i == 0:
-                        before = time.perf_counter()
+                        block_start = time.perf_counter()
                         jax.block_until_ready(state)
                         waited = time.perf_counter()
                         local.save(
@@ -112,22 +112,22 @@ def measure(
                         )
                         blocking[kind].append(time.perf_counter() - waited)
                     jax.block_until_ready(metrics)
-                row[number] = time.perf_counter() - began
+                row[number] = time.perf_counter() - start_time
                 local._finish()
                 if kind == "copied":
                     assert sender.wait(600), "the copy took longer than the interval"
                     assert (peer / str(n - every + 1)).exists(), "nothing arrived"
-        place = local.directory / str(n - every + 1) / "0-of-1"
+        step_directory = local.directory / str(n - every + 1) / "0-of-1"
         for _ in range(3):  # alone
-            before = time.perf_counter()
-            sender.send(int(place.parent.name))
+            block_start = time.perf_counter()
+            sender.send(int(step_directory.parent.name))
             assert sender.wait(600)
-            copying.append(time.perf_counter() - before)
+            copying.append(time.perf_counter() - block_start)
     return (
         seconds[1:],
         {kind: times[1:] for kind, times in blocking.items()},
         copying,
-        sum(f.stat().st_size for f in place.iterdir()),
+        sum(f.stat().st_size for f in step_directory.iterdir()),
     )
 
 

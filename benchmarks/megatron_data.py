@@ -139,9 +139,9 @@ def indices(arguments: argparse.Namespace, directory: Path, sizes: dict[str, Any
                 "blend": [str(directory / word) if word.isalpha() else word for word in blend],
                 "samples": max(64, int(epochs * 0.96 * tokens / SEQ_LEN)),
             }
-            for side, taken in seconds.items():
+            for side, side_seconds in seconds.items():
                 result = measured(arguments, directory / f"{side}-{name}-{repeat}", job, side)
-                taken.append(result["seconds"])
+                side_seconds.append(result["seconds"])
         theirs, mine = (statistics.median(seconds[side]) for side in ("megatron", "ours"))
         yield {"build": name, "documents": n, "samples": job["samples"], "megatron_s": theirs, "ours_s": mine, "ratio": mine / theirs,
                "holds": mine <= INDEX_TARGET * theirs,
@@ -224,9 +224,9 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
     sharding = jax.NamedSharding(
         jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data")
     )
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     batches = Batches(config, prepare(config.data, vocab=VOCAB), sharding)
-    result: dict[str, Any] = {"seconds": time.perf_counter() - began}
+    result: dict[str, Any] = {"seconds": time.perf_counter() - start_time}
     if "workers" in job:
         result["rates"] = [
             [threads, 32, loader_rate(batches, threads, job["time"])] for threads in job["workers"]
@@ -242,10 +242,10 @@ def loader_rate(batches: Any, threads: int, seconds: float) -> float:
     with contextlib.closing(batches.train()) as loader:
         for _ in range(8):
             jax.block_until_ready(next(loader))
-        n, began = 0, time.perf_counter()
-        while time.perf_counter() - began < seconds:
+        n, start_time = 0, time.perf_counter()
+        while time.perf_counter() - start_time < seconds:
             n += jax.block_until_ready(next(loader)[1])["tokens"].size
-        return n / (time.perf_counter() - began)
+        return n / (time.perf_counter() - start_time)
 
 
 def rounded(values: list[float]) -> str:

@@ -102,8 +102,8 @@ class Suite:
             f"{_said(self.bandwidth)} Nominal: NVLink's data sheet, one direction.",
         )
         best = [
-            max(found, key=lambda row: row["bus_gb_per_s"])
-            for found in _grouped(rows, "group", "collective")
+            max(group_rows, key=lambda row: row["bus_gb_per_s"])
+            for group_rows in _grouped(rows, "group", "collective")
         ]
         yield "Best bus bandwidth", best, "Of all sizes."
 
@@ -135,14 +135,14 @@ class Suite:
             ):
                 continue
             chosen = [s for s in self.strategies if model == "llama" or s.main]
-            found = self.each(
+            new_rows = self.each(
                 lab,
                 "equality",
                 [s.variant(microbatches(s), model=model) for s in chosen],
                 **options,
             )
-            self.keep(chosen, found, "fp32")
-            rows += found
+            self.keep(chosen, new_rows, "fp32")
+            rows += new_rows
             yield "Equal to one device, fp32", rows, _said(self.equality)
 
     def training(self, lab: Lab) -> Iterator[Table]:
@@ -155,19 +155,20 @@ class Suite:
         alone = self.each(lab, "training", [ONE.variant(1)], wanted=[], **options)
         if not alone or "losses" not in alone[0]:
             return
-        found = self.each(
+        new_rows = self.each(
             lab,
             "training",
             [s.variant(microbatches(s)) for s in self.strategies],
             wanted=alone[0]["losses"],
             **options,
         )
-        self.keep(self.strategies, found, "bf16")
+        self.keep(self.strategies, new_rows, "bf16")
         rows = [
-            {key: value for key, value in row.items() if key != "losses"} for row in alone + found
+            {key: value for key, value in row.items() if key != "losses"}
+            for row in alone + new_rows
         ]
         yield "Losses in bf16", rows, _said(self.training)
-        runs = {_name(row): row["losses"] for row in alone + found if "losses" in row}
+        runs = {_name(row): row["losses"] for row in alone + new_rows if "losses" in row}
         yield (
             "Losses by step",
             [
@@ -186,16 +187,16 @@ class Suite:
         for strategy in [ONE, *(s for s in self.strategies if s.main)]:
             n = self.devices if strategy.mesh else 1
             options = {**self.sized(lab.directory, n), "steps": 3 if self.quick else 20}
-            found = self.each(
+            new_rows = self.each(
                 lab, "speed", [strategy.variant(timed_microbatches(strategy))], **options
             )
-            for row in found:
+            for row in new_rows:
                 rate = row.get("tokens_per_s", 0.0) / n
                 alone = alone if strategy.mesh else rate
                 scaling = {"weak_scaling": rate / alone} if rate and alone else {}
                 rows.append({key: row[key] for key in row if key not in UNSHOWN} | scaling)
             if strategy.mesh:
-                self.keep([strategy], rows[len(rows) - len(found) :], "speed")
+                self.keep([strategy], rows[len(rows) - len(new_rows) :], "speed")
         yield (
             "Speed",
             rows,
@@ -221,11 +222,11 @@ class Suite:
                 strategy.variant(1, each, setting=title)
                 for each, title in zip(fields, titles, strict=True)
             ]
-            found = [
+            new_rows = [
                 row for variant in variants for row in self.each(lab, "speed", [variant], **options)
             ]
-            rate = found[0].get("tokens_per_s") if found else None
-            for row in found:
+            rate = new_rows[0].get("tokens_per_s") if new_rows else None
+            for row in new_rows:
                 ratio = (
                     {"ratio": row["tokens_per_s"] / rate} if rate and "tokens_per_s" in row else {}
                 )
@@ -284,10 +285,10 @@ class Suite:
             for row in lab.each(task, list(group), patience=self.patience, **options)
         ]
 
-    def keep(self, chosen: list[Strategy], found: list[Row], what: str) -> None:
-        for strategy, row in zip(chosen, found, strict=False):
+    def keep(self, chosen: list[Strategy], rows: list[Row], check: str) -> None:
+        for strategy, row in zip(chosen, rows, strict=False):
             status = self.status.setdefault(_name(strategy.columns), {})
-            status[what] = "FAILED" if "error" in row or status.get(what) == "FAILED" else "ok"
+            status[check] = "FAILED" if "error" in row or status.get(check) == "FAILED" else "ok"
             status |= {key: row[key] for key in KEPT if key in row}
 
 
@@ -333,7 +334,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="multi-gpu-") as directory:
-        began = time.monotonic()
+        start_time = time.monotonic()
         lab = Lab(
             Path(directory), arguments.cpu, "multi_gpu_worker.py", arguments.devices or max(COUNTS)
         )
@@ -355,7 +356,7 @@ def main() -> int:
             lab,
             device,
             arguments.output,
-            began,
+            start_time,
         )
 
 

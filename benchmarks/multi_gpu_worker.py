@@ -51,9 +51,10 @@ def strategy(directory: str, changes: dict[str, dict], variant: Variant) -> Run:
 
 
 def both(changes: dict[str, dict], variant: Variant) -> dict[str, dict]:
-    more = variant["changes"]
+    variant_changes = variant["changes"]
     return {
-        section: changes.get(section, {}) | more.get(section, {}) for section in {**changes, **more}
+        section: changes.get(section, {}) | variant_changes.get(section, {})
+        for section in {**changes, **variant_changes}
     }
 
 
@@ -69,18 +70,19 @@ def reference(directory: str, changes: dict[str, dict], variants: list[Variant],
     """Writes the results of the only variant, in fp32, as the reference of `equality`."""
     (variant,) = variants
     with jax.default_matmul_precision("highest"):
-        found: dict[str, Any] = {**outcome(strategy(directory, changes, variant))}
-    np.savez(path, **found)
+        results: dict[str, Any] = {**outcome(strategy(directory, changes, variant))}
+    np.savez(path, **results)
     emit(**named(variant))
 
 
 def equality(directory: str, changes: dict[str, dict], variants: list[Variant], path: str) -> None:
     """Compares initial bits, sums and every gradient in fp32 with the reference's."""
-    wanted = dict(np.load(path))
+    expected = dict(np.load(path))
     for variant in variants:
         with reported(**named(variant)), jax.default_matmul_precision("highest"):
             emit(
-                **named(variant), **compared(outcome(strategy(directory, changes, variant)), wanted)
+                **named(variant),
+                **compared(outcome(strategy(directory, changes, variant)), expected),
             )
 
 
@@ -89,17 +91,17 @@ def outcome(run: Run) -> Outcome:
     is not the mean."""
     layout, train, state = run.layout, run.config.train, run.state()
     rows = run.sequences.rows(np.arange(train.global_batch))
-    kept = (
+    sample_weights = (
         np.random.default_rng(0).random(rows["weights"].shape)
         < np.linspace(0.1, 1, train.global_batch)[:, None]
     )
-    batch = run.placed({**rows, "weights": rows["weights"] * kept.astype(np.float32)})
+    batch = run.placed({**rows, "weights": rows["weights"] * sample_weights.astype(np.float32)})
     (sums, _), grads = jax.jit(region(layout, batch, layout.flat))(
         weights_of(layout, state), batch, jax.random.key(run.config.seed)
     )
     grads = unflatten_matrices(layout.flat, grads, layout.shardings("params"))
-    found = {"params": complete_weights(layout, state), "grads": grads}
-    ordered = {kind: layout.to_model_order(tree, "params") for kind, tree in found.items()}
+    trees = {"params": complete_weights(layout, state), "grads": grads}
+    ordered = {kind: layout.to_model_order(tree, "params") for kind, tree in trees.items()}
     return {
         f"{kind}.{name}": np.asarray(x)
         for kind, tree in {**ordered, "sums": sums}.items()
@@ -107,27 +109,27 @@ def outcome(run: Run) -> Outcome:
     }
 
 
-def compared(found: Outcome, wanted: Outcome) -> Row:
+def compared(result: Outcome, expected: Outcome) -> Row:
     """Returns relative differences, with an "error" if any initial bit differs, or another
     difference exceeds TOLERANCE."""
-    assert found.keys() == wanted.keys(), (
-        f"leaves {sorted(found.keys() ^ wanted.keys())} are in one only"
+    assert result.keys() == expected.keys(), (
+        f"leaves {sorted(result.keys() ^ expected.keys())} are in one only"
     )
-    initial = [name for name in found if name.startswith("params.")]
+    initial = [name for name in result if name.startswith("params.")]
     bits = [
         name.removeprefix("params.")
         for name in initial
-        if found[name].tobytes() != wanted[name].tobytes()
+        if result[name].tobytes() != expected[name].tobytes()
     ]
-    grads = {name: w for name, w in wanted.items() if name.startswith("grads.")}
+    grads = {name: w for name, w in expected.items() if name.startswith("grads.")}
     top = max(np.abs(w).max() for w in grads.values())
     far = {
-        name: float(np.abs(found[name] - w).max() / max(np.abs(w).max(), 1e-3 * top))
+        name: float(np.abs(result[name] - w).max() / max(np.abs(w).max(), 1e-3 * top))
         for name, w in grads.items()
     }
     far |= {
-        name: float(abs(found[name] - w) / (abs(w) or 1))
-        for name, w in wanted.items()
+        name: float(abs(result[name] - w) / (abs(w) or 1))
+        for name, w in expected.items()
         if name.startswith("sums.")
     }
     worst = {
@@ -170,15 +172,20 @@ def training(
     for variant in variants:
         with reported(**named(variant)):
             run = strategy(directory, changes, variant)
-            found = [metrics["loss"] for metrics in run.steps(run.state(), steps)[1]]
+            history = [metrics["loss"] for metrics in run.steps(run.state(), steps)[1]]
             off = max(
-                (abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=bool(wanted))),
+                (abs(a - b) / abs(b) for a, b in zip(history, wanted, strict=bool(wanted))),
                 default=0.0,
                 key=_size,
             )
             wrong = [] if off <= BF16_TOLERANCE else [f"a loss is {off:.1e} from the reference's"]
-            wrong += [] if found[-1] < found[0] else ["the loss does not fall"]
-            row = {"loss_rel": off, "loss_first": found[0], "loss_last": found[-1], "losses": found}
+            wrong += [] if history[-1] < history[0] else ["the loss does not fall"]
+            row = {
+                "loss_rel": off,
+                "loss_first": history[0],
+                "loss_last": history[-1],
+                "losses": history,
+            }
             emit(**named(variant), **row, **({"error": "; ".join(wrong)} if wrong else {}))
 
 
@@ -262,10 +269,10 @@ def _bandwidth(variant: Variant, most: int) -> Row:
     )
     times = []
     for i in range(4):
-        before = time.perf_counter()
+        start_time = time.perf_counter()
         x = jax.block_until_ready(f(x))
         if i:
-            times.append((time.perf_counter() - before) / repeats)
+            times.append((time.perf_counter() - start_time) / repeats)
     seconds = statistics.median(times)
     bus, nominal = size / seconds * collective.factor(n), nvlink(jax.devices()[0].device_kind)
     row = {
@@ -295,14 +302,14 @@ def repeated(
         return x.at[0].set(y[-1])
 
     spec = PartitionSpec(("groups", "group"))
-    whole = jax.shard_map(
+    program = jax.shard_map(
         lambda x: lax.fori_loop(0, repeats, again, x),
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,
         check_vma=False,
     )
-    return jax.jit(whole, donate_argnums=0)
+    return jax.jit(program, donate_argnums=0)
 
 
 def nvlink(device_kind: str) -> float | None:

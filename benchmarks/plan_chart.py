@@ -101,12 +101,12 @@ def digest(data: Mapping[str, Any]) -> str:
 
 def _heights(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """Returns the rows' positions from the top down, with a gap for the name of each family."""
-    heights, at, before = [], 0.0, ""
+    heights, at, last_family = [], 0.0, ""
     for row in rows:
         family = row["name"].partition("_")[0].rstrip("2")
-        at += (1 if before else 0) + (GAP if before not in ("", family) else 0)
+        at += (1 if last_family else 0) + (GAP if last_family not in ("", family) else 0)
         heights.append(at)
-        before = family
+        last_family = family
     return heights
 
 
@@ -138,10 +138,10 @@ def _bars(
 
 
 def _names(axes: Axes, rows: Sequence[Mapping[str, Any]], heights: Sequence[float]) -> None:
-    across, before = axes.get_yaxis_transform(), ""
+    across, last_family = axes.get_yaxis_transform(), ""
     for row, height in zip(rows, heights, strict=True):
         family = next(title for word, title in FAMILIES.items() if row["name"].startswith(word))
-        if family != before:
+        if family != last_family:
             axes.text(
                 -0.59,
                 height - 0.95,
@@ -161,7 +161,7 @@ def _names(axes: Axes, rows: Sequence[Mapping[str, Any]], heights: Sequence[floa
             ha="right",
             color=SOFT,
         )
-        before = family
+        last_family = family
     axes.text(
         -0.03,
         heights[0] - 0.95,

@@ -120,13 +120,13 @@ def newest() -> Path:
         raise FileNotFoundError(
             "no benchmarks/results/plan_table_*.json; run: python benchmarks/plan_table.py"
         )
-    found = dated[max(dated)]
-    if len(found) > 1:  # a checkout has no modification times that would show the newer one
+    paths = dated[max(dated)]
+    if len(paths) > 1:  # a checkout has no modification times that would show the newer one
         raise ValueError(
-            f"results of one day: {', '.join(path.name for path in found)}; keep only those for "
+            f"results of one day: {', '.join(path.name for path in paths)}; keep only those for "
             "the page"
         )
-    return found[0]
+    return paths[0]
 
 
 def page(data: dict[str, Any], source: str) -> str:
@@ -288,8 +288,8 @@ def _fsdp_said(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]
 def _pairs(
     rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    others = {r["name"].removesuffix(" by FSDP"): r for r in without}
-    return [(r, others[r["name"]]) for r in rows if r["name"] in others]
+    row_by_name = {r["name"].removesuffix(" by FSDP"): r for r in without}
+    return [(r, row_by_name[r["name"]]) for r in rows if r["name"] in row_by_name]
 
 
 def _costs_said(

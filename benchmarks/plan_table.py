@@ -135,33 +135,41 @@ def collect(args: Any) -> None:
     dates.
     """
     record = Record(f"plan_table{'-quick' * args.quick}", args.output)
-    known = record.directory / f"{record.stem}.json"
-    if args.only and not args.quick and not known.is_file():
-        known = plan_page.newest()
-    before = json.loads(known.read_text(encoding="utf-8"))["tables"] if known.is_file() else {}
-    done: dict[str, Row] = {row["name"]: row for table in before.values() for row in table["rows"]}
-    wanted = [s for s in SUBJECTS if any(word in s.name for word in args.only.split(","))]
+    earlier_file = record.directory / f"{record.stem}.json"
+    if args.only and not args.quick and not earlier_file.is_file():
+        earlier_file = plan_page.newest()
+    earlier_tables = (
+        json.loads(earlier_file.read_text(encoding="utf-8"))["tables"]
+        if earlier_file.is_file()
+        else {}
+    )
+    done: dict[str, Row] = {
+        row["name"]: row for table in earlier_tables.values() for row in table["rows"]
+    }
+    subjects = [s for s in SUBJECTS if any(word in s.name for word in args.only.split(","))]
     if args.quick:
-        wanted = [
+        subjects = [
             s
-            for s in wanted
+            for s in subjects
             if (s.config, s.devices) == ("gpt_175b", 1024)
             and s.layers in (0, 48)
             and not s.sequences
         ]
-        wanted = [s for s in wanted if s.table != plan_page.FSDP]
+        subjects = [s for s in subjects if s.table != plan_page.FSDP]
     if args.again:
-        done = {name: row for name, row in done.items() if name not in {s.name for s in wanted}}
+        done = {name: row for name, row in done.items() if name not in {s.name for s in subjects}}
     for time_ in range(max(TIMES.values())):
-        for subject in wanted:
-            kept = done.get(subject.name)
-            if kept and (
-                kept["times"] > time_ or kept["load"] <= QUIET or TIMES[subject.table] <= time_
+        for subject in subjects:
+            old_row = done.get(subject.name)
+            if old_row and (
+                old_row["times"] > time_
+                or old_row["load"] <= QUIET
+                or TIMES[subject.table] <= time_
             ):
                 continue
             row = in_a_process(subject, args.quick)
-            best = min((row, kept), key=lambda r: r["total_s"]) if kept else row
-            done[subject.name] = best | {"times": 1 + (kept["times"] if kept else 0)}
+            best = min((row, old_row), key=lambda r: r["total_s"]) if old_row else row
+            done[subject.name] = best | {"times": 1 + (old_row["times"] if old_row else 0)}
             for title, note in plan_page.NOTES.items():
                 rows = [done[s.name] for s in SUBJECTS if s.table == title and s.name in done]
                 record.data["tables"][title] = {"note": note, "rows": rows}
@@ -178,26 +186,26 @@ def stale(data: Any) -> list[str]:
     the command; empty if none would."""
     rows = {row["name"]: row for table in data["tables"].values() for row in table["rows"]}
     files = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"__init__", *FOR_CPUS}
-    found = [
+    problems = [
         f"configs/{name}.py has no row: add its devices to PUBLISHED"
         for name in sorted(files - PUBLISHED.keys())
     ]
     for subject in SUBJECTS:
         if subject.config not in files:
-            found.append(
+            problems.append(
                 f"{subject.name}: there is no configs/{subject.config}.py; remove it from PUBLISHED"
             )
         elif subject.name not in rows:
-            found.append(
+            problems.append(
                 f"{subject.name} has no row: python benchmarks/plan_table.py "
                 f"'--only={subject.name}'"
             )
         elif changes := changed(subject, rows[subject.name]):
-            found.append(
+            problems.append(
                 f"{subject.name}: {', '.join(changes)}: python benchmarks/plan_table.py --again "
                 f"'--only={subject.name}'"
             )
-    return found
+    return problems
 
 
 def changed(subject: Subject, row: Row) -> list[str]:
@@ -205,9 +213,11 @@ def changed(subject: Subject, row: Row) -> list[str]:
     full"."""
     from mesh_lm.planning.program import with_compilable_attention
 
-    now = about(with_compilable_attention(prepared(subject, False)), subject.devices)
+    current = about(with_compilable_attention(prepared(subject, False)), subject.devices)
     return [
-        f"{key} {now.get(key)}, which was {row.get(key)}" for key in now if now[key] != row.get(key)
+        f"{key} {current.get(key)}, which was {row.get(key)}"
+        for key in current
+        if current[key] != row.get(key)
     ]
 
 
@@ -289,17 +299,17 @@ def measured(subject: Subject, quick: bool) -> Row:
 
     jax.monitoring.register_event_duration_secs_listener(heard)
     config = with_compilable_attention(prepared(subject, quick))
-    begin, used = time.monotonic(), sum(os.times()[:4])
+    begin, cpu_seconds = time.monotonic(), sum(os.times()[:4])
     # as in a run
     report = compile_config(config, TARGET, subject.devices, options(flags_of(config, TARGET)))
     end = time.monotonic()
     server().close()  # the seconds of the child are known when its parent has ended
-    used = sum(os.times()[:4]) - used
+    cpu_seconds = sum(os.times()[:4]) - cpu_seconds
     row: Row = {"name": subject.name, **about(config, subject.devices)}
     row |= {
         "lower_s": lowered[-1] - begin, "compile_s": report.compile_seconds,
         "read_s": end - lowered[-1] - report.compile_seconds,
-        "total_s": end - begin, "cpu_s": used, "rss_gib": resident() / 2**30,
+        "total_s": end - begin, "cpu_s": cpu_seconds, "rss_gib": resident() / 2**30,
         "instructions": report.instructions,
         "text_bytes": report.text_bytes,
     }  # fmt: skip
@@ -442,12 +452,12 @@ def least_bytes(config: Any) -> float | None:
 def resident() -> int:
     """Returns the peak memory in bytes of this process and of the child that compiled. ru_maxrss of
     this one would include its parent's."""
-    found = re.search(
+    match = re.search(
         r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE
     )
     return (
-        (int(found[1]) + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024
-        if found
+        (int(match[1]) + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024
+        if match
         else 0
     )
 

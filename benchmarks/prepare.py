@@ -37,14 +37,18 @@ from mesh_lm.data.tokenizer import train_tokenizer
 def measured(method: str, workers: int, size: int, work: Callable[[], int]) -> Row:
     """Returns a row for `work`, which returns the number of tokens it made from `size` bytes of
     text."""
-    before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    began = time.perf_counter()
+    old_usage = [
+        resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
+    start_time = time.perf_counter()
     tokens = work()
-    wall = time.perf_counter() - began
-    after = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    wall = time.perf_counter() - start_time
+    new_usage = [
+        resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
     cpu = sum(
         b.ru_utime + b.ru_stime - a.ru_utime - a.ru_stime
-        for a, b in zip(before, after, strict=True)
+        for a, b in zip(old_usage, new_usage, strict=True)
     )
     print(f"{method}, {workers} workers: {wall:.1f} s", flush=True)
     return {"method": method, "workers": workers, "mb_per_s": size / 1e6 / wall, "mb_per_cpu_s": size / 1e6 / cpu, "wall_s": wall,

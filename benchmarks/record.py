@@ -68,13 +68,13 @@ def machine() -> Row:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the installed packages."""
-    found = {"python": platform.python_version()}
+    versions_found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions_found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions_found
 
 
 class Record:
@@ -85,23 +85,22 @@ class Record:
         """kind: the kind of host, for the file name (default: its processor and cores). facts:
         further values to record."""
         words = re.sub(r"--output[= ]\S+", "", " ".join(sys.argv[1:])).split()
-        here = machine()
+        machine_facts = machine()
         self.directory, self.data = (
             directory,
             {
                 "name": name,
                 "date": datetime.date.today().isoformat(),
                 "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
-                "machine": here,
+                "machine": machine_facts,
                 "versions": versions(),
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),
                 **facts,
                 "tables": {},
             },
         )
-        self.stem = (
-            f"{name}_{self.data['date']}_{slug(kind or '{cpu} {cores} cores'.format(**here))}"
-        )
+        machine_kind = kind or "{cpu} {cores} cores".format(**machine_facts)
+        self.stem = f"{name}_{self.data['date']}_{slug(machine_kind)}"
 
     def table(self, title: str, rows: Sequence[Row], note: str = "", *, show: bool = True) -> None:
         """Adds or replaces a table, and prints it unless show is False."""
@@ -161,10 +160,10 @@ def milliseconds(f: Callable[[], Any], repeats: int, warm_up: int = 1) -> float:
     """Returns the median wall time of f(), which must wait for its own results."""
     times = []
     for i in range(warm_up + repeats):
-        before = time.perf_counter()
+        start_time = time.perf_counter()
         f()
         if i >= warm_up:
-            times.append(time.perf_counter() - before)
+            times.append(time.perf_counter() - start_time)
     return 1e3 * statistics.median(times)
 
 

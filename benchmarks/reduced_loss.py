@@ -41,10 +41,10 @@ RUNS, DIFFERENCES = "Runs", "Relative to float32"
 def main() -> int:
     args = options(__doc__ or "").parse_args()
     record = Record(f"reduced_loss{'-quick' * args.quick}", args.output)
-    known = record.directory / f"{record.stem}.json"
+    earlier_file = record.directory / f"{record.stem}.json"
     rows: list[Row] = (
-        json.loads(known.read_text(encoding="utf-8"))["tables"][RUNS]["rows"]
-        if known.is_file()
+        json.loads(earlier_file.read_text(encoding="utf-8"))["tables"][RUNS]["rows"]
+        if earlier_file.is_file()
         else []
     )
     done = {(row["sums"], row["seed"], row["learning_rate"]) for row in rows}
@@ -83,26 +83,26 @@ def trained(sums: str, seed: int, rate: float, steps: int) -> Row:
         "--train.log-every=1",
     ]
     quiet = ["--train.sample-tokens=0", "--checkpoint.every=0", "--optimizer.warmup-steps=30"]
-    where = [
+    paths = [
         f"--launch.cpu-devices={DEVICES}",
         *RULES[sums],
         f"--seed={seed}",
         f"--optimizer.learning-rate={rate}",
     ]
-    command = ["train", "gpt_tiny", "--output=run", *words, *loop, *quiet, *where]
+    command = ["train", "gpt_tiny", "--output=run", *words, *loop, *quiet, *paths]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
     }
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as workdir:
         begin = time.monotonic()
         called = [sys.executable, "-m", "mesh_lm", *command]
-        done = subprocess.run(called, cwd=place, env=environment, capture_output=True, text=True)
+        done = subprocess.run(called, cwd=workdir, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout[-1000:]}{done.stderr[-2000:]}")
         lines = [
             json.loads(line)
-            for line in (Path(place) / "run" / "metrics.jsonl")
+            for line in (Path(workdir) / "run" / "metrics.jsonl")
             .read_text(encoding="utf-8")
             .splitlines()
         ]
@@ -150,11 +150,11 @@ def differences(rows: Sequence[Row]) -> list[Row]:
                 "sums": "float32, from its mean" if sums == "float32" else sums,
                 "loss": loss,
             }
-            by_seed = {f"seed_{seed}_pct": value for seed, value in each.items()}
+            seed_columns = {f"seed_{seed}_pct": value for seed, value in each.items()}
             lines.append(
                 {
                     **line,
-                    **by_seed,
+                    **seed_columns,
                     "mean_pct": statistics.fmean(each.values()),
                     "deviation_pct": spread,
                 }

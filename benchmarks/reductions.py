@@ -116,8 +116,8 @@ def measured(subject: Subject, quick: bool) -> Row:
     sums = [one for one in report.collectives if {"data", "node"} & set(one.axes)]
     assert report.timeline is not None
 
-    def gib(kept: Any) -> float:
-        return sum(one.times * one.wire for one in sums if kept(one)) / 2**30
+    def gib(predicate: Any) -> float:
+        return sum(one.times * one.wire for one in sums if predicate(one)) / 2**30
 
     def exposed(one: Any) -> float:
         alone = one.times * one.duration
@@ -183,23 +183,25 @@ def collect(args: Any) -> None:
     record = Record(
         f"reductions{'-quick' * args.quick}", args.output, kind=f"h100 jax {jax.__version__}"
     )
-    known = record.directory / f"{record.stem}.json"
+    earlier_file = record.directory / f"{record.stem}.json"
     tables: Mapping[str, Any] = (
-        json.loads(known.read_text(encoding="utf-8"))["tables"] if known.is_file() else {}
+        json.loads(earlier_file.read_text(encoding="utf-8"))["tables"]
+        if earlier_file.is_file()
+        else {}
     )
     done = {row["name"]: row for table in tables.values() for row in table["rows"] if "name" in row}
-    wanted = [
+    selected = [
         one for one in subjects() if not args.quick or (one.table == ONE and "int8" in one.form)
     ]
-    for subject in wanted:
+    for subject in selected:
         if subject.name not in done:
             done[subject.name] = measured(subject, args.quick)
             print(
                 {key: value for key, value in done[subject.name].items() if key != "name"},
                 flush=True,
             )
-        for title in dict.fromkeys(one.table for one in wanted):
-            rows = [done[one.name] for one in wanted if one.table == title and one.name in done]
+        for title in dict.fromkeys(one.table for one in selected):
+            rows = [done[one.name] for one in selected if one.table == title and one.name in done]
             record.table(title, rows, NOTES[title], show=False)
         record.table(OUTER, outer_steps(), NOTES[OUTER], show=False)
         record.write()

@@ -29,8 +29,8 @@ def write() -> None:
     """Replaces what is between the marks of the page."""
     text = PAGE.read_text(encoding="utf-8")
     for name, (begin, end) in MARKS.items():
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}{figures(name)}{end}{rest.partition(end)[2]}"
+        head, _, tail = text.partition(begin)
+        text = f"{head}{begin}{figures(name)}{end}{tail.partition(end)[2]}"
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -52,14 +52,14 @@ def _bytes(tables: Mapping[str, Any]) -> list[str]:
         if "step" in title:
             continue
         rows = table["rows"]
-        places = [
+        axes = [
             key
             for key in ("across_nodes", "inside_nodes")
             if any(f"{row[f'{key}_gib']:.2f}" != "0.00" for row in rows)
         ]
-        head = ["sum", "`--rules=`", *(key.replace("_", " ") for key in places), "waits, s", "peak"]
+        head = ["sum", "`--rules=`", *(key.replace("_", " ") for key in axes), "waits, s", "peak"]
         lines = [
-            [row["form"], f"`{row['rules']}`", *(f"{row[f'{key}_gib']:.2f}" for key in places),
+            [row["form"], f"`{row['rules']}`", *(f"{row[f'{key}_gib']:.2f}" for key in axes),
              f"{row['waits_s']:.2f}",
              f"{row['peak_gib']:.1f}{'' if row['fits'] else ', too large'}"]
             for row in rows

@@ -54,13 +54,13 @@ sys.meta_path[:] = [Hiding(finder) if hasattr(finder, "find_spec") else finder f
 def image(directory: Path) -> dict[str, str]:
     """Returns the environment of a process in the image. directory: for its start-up file."""
     (directory / "sitecustomize.py").write_text(START_UP, encoding="utf-8")
-    kept = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "XLA_FLAGS", "TORCH_PYTHON")
     }
     return {
-        **kept,
+        **environment,
         "PYTHONPATH": f"{directory}:{ROOT}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONDONTWRITEBYTECODE": "1",

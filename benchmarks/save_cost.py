@@ -58,14 +58,14 @@ def measure(
     with Checkpoints(run) as checkpoints, contextlib.closing(batches.train()) as training:
         for pair in seconds:
             for saving in (0, 1):
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 for i in range(every):
                     position, batch = next(training)
                     state, metrics = step(state, batch)
                     n += 1
                     # at the first step, so that the background write is inside the interval
                     if saving and i == 0:
-                        before = time.perf_counter()
+                        save_start = time.perf_counter()
                         state = checkpoints.save(
                             n,
                             jax.block_until_ready(state),
@@ -73,13 +73,13 @@ def measure(
                             layout,
                             optimizer,
                         )
-                        blocking.append(time.perf_counter() - before)
+                        blocking.append(time.perf_counter() - save_start)
                     checkpoints.poll(n)
                     jax.block_until_ready(metrics)
-                pair[saving] = time.perf_counter() - began
-            before = time.perf_counter()
+                pair[saving] = time.perf_counter() - start_time
+            save_start = time.perf_counter()
             digests(state)
-            digesting.append(time.perf_counter() - before)
+            digesting.append(time.perf_counter() - save_start)
     return seconds[1:], blocking[1:], digesting[1:], state
 
 

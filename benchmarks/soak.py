@@ -86,10 +86,10 @@ class Run:
         print(self.lines[-1], flush=True)
 
     def workers(self) -> list[int]:
-        found = subprocess.run(
+        pids = subprocess.run(
             ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True
         ).stdout.split()
-        return sorted(map(int, found))
+        return sorted(map(int, pids))
 
     def stop(self) -> None:
         """Kills the launcher and its workers."""
@@ -105,15 +105,15 @@ class Run:
 
 
 def kill(run: Run, chance: random.Random) -> str:
-    which = chance.randrange(2)
-    os.kill(run.workers()[which], signal.SIGKILL)
-    return f"kill -9 of process {which}"
+    process = chance.randrange(2)
+    os.kill(run.workers()[process], signal.SIGKILL)
+    return f"kill -9 of process {process}"
 
 
 def stop(run: Run, chance: random.Random) -> str:
-    which = chance.randrange(2)
-    os.kill(run.workers()[which], signal.SIGSTOP)
-    return f"SIGSTOP of process {which}"
+    process = chance.randrange(2)
+    os.kill(run.workers()[process], signal.SIGSTOP)
+    return f"SIGSTOP of process {process}"
 
 
 def terminate(run: Run, chance: random.Random) -> str:
@@ -172,7 +172,7 @@ def disturbed(
     seed: int,
 ) -> list[Row]:
     """Runs to the end. Returns a row for each fault, with the seconds until the run steps again."""
-    chance, rows, began = random.Random(seed), [], time.monotonic()
+    chance, rows, start_time = random.Random(seed), [], time.monotonic()
     run.start()
     turn = 0
     while True:
@@ -193,34 +193,34 @@ def disturbed(
             continue  # it is still starting
         struck, count = time.monotonic(), len(run.lines)
         try:
-            what = faults[turn % len(faults)](run, chance)
+            fault = faults[turn % len(faults)](run, chance)
         except (OSError, IndexError):
             continue  # it ended before it was hit
         turn += 1
-        run.say(what)
+        run.say(fault)
         while (
             not any(re.search(r" step +\d+/\d+ ", line) for line in run.lines[count:])
             and run.process.poll() != 0
         ):
             if time.monotonic() > struck + 300:
-                raise SystemExit("no step for 300 s after: " + what)
+                raise SystemExit("no step for 300 s after: " + fault)
             time.sleep(0.1)
         rows.append(
             {
-                "at_s": struck - began,
-                "fault": what,
+                "at_s": struck - start_time,
+                "fault": fault,
                 "next_line_of_progress_s": time.monotonic() - struck,
             }
         )
 
 
 def final(run: Run) -> str:
-    found = re.findall(
+    matches = re.findall(
         rf"saving step {run.steps} \((state \w+, samples \w+)\)", "\n".join(run.lines)
     )
-    if not found:
+    if not matches:
         raise SystemExit("the run did not end:\n" + "\n".join(run.lines[-40:]))
-    return found[-1]
+    return matches[-1]
 
 
 def main() -> int:
@@ -252,7 +252,7 @@ def main() -> int:
             rows = disturbed(run, (*FAULTS, fill) if mounted else FAULTS, between, arguments.seed)
             alone.process.wait(steps)  # a second per step is many times what it needs
             time.sleep(1)  # until its last output has been read
-            found, wanted, spent = final(run), final(alone), goodput.total(disk / "goodput")
+            outcome, expected, spent = final(run), final(alone), goodput.total(disk / "goodput")
             log = "\n".join(run.lines) + "\n"
             for private, shown in (
                 (directory, "..."),
@@ -266,11 +266,11 @@ def main() -> int:
                 each.stop()
             if mounted:
                 subprocess.run(["umount", "-l", str(disk)])
-    same = found == wanted
+    same = outcome == expected
     note = (
         f"{steps} steps of two processes with two devices each, a checkpoint every {EVERY}; "
         f"{len(rows)} faults, {run.starts} starts of the launcher, {spent['starts']} of the "
-        f"processes. At the end: {found}; undisturbed: {wanted}: "
+        f"processes. At the end: {outcome}; undisturbed: {expected}: "
         f"{'the same' if same else 'NOT THE SAME'}."
     )
     record.table("Faults", rows, note)

@@ -30,10 +30,10 @@ PACKAGES = (
 """The modules whose imports are listed; `train` is the full program."""
 
 
-def child(began: float, argv: list[str]) -> int:
-    """Runs train.main(argv) and marks the ends of its stages; `began`: when the parent started this
-    process (time.time())."""
-    marks = {"began": began}
+def child(start_time: float, argv: list[str]) -> int:
+    """Runs train.main(argv) and marks the ends of its stages; `start_time`: when the parent started
+    this process (time.time())."""
+    marks = {"began": start_time}
     compiled: dict[str, list[float]] = {}
 
     def mark(stage: str, f: Callable[..., Any] = lambda: None) -> Callable[..., Any]:
@@ -61,11 +61,11 @@ def child(began: float, argv: list[str]) -> int:
 
     def counted(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            before = time.perf_counter()
+            start_time = time.perf_counter()
             try:
                 return f(*args, **kwargs)
             finally:
-                checks[name] += time.perf_counter() - before
+                checks[name] += time.perf_counter() - start_time
 
         return timed
 
@@ -92,8 +92,8 @@ def child(began: float, argv: list[str]) -> int:
     status = train.main(argv)
     times = list(marks.values())
     stages = {
-        name: after - before
-        for name, before, after in zip(list(marks)[1:], times, times[1:], strict=False)
+        name: end - begin
+        for name, begin, end in zip(list(marks)[1:], times, times[1:], strict=False)
     }
     sums = {name: sum(compiled.get(event, [])) for name, event in (
         ("traced_s", "jaxpr_trace_duration"), ("lowered_s", "jaxpr_to_mlir_module_duration"),
@@ -113,11 +113,9 @@ def command(
     directory: Path, fields: dict[str, Any], output: str, data: str, programs: str
 ) -> list[str]:
     """Returns train.py's arguments, with its output and its two caches in `directory`."""
-    places = {"output": output, "data.cache": data, "launch.compile_cache": programs}
+    paths = {"output": output, "data.cache": data, "launch.compile_cache": programs}
     fields = (
-        fields
-        | {"data.max_epochs": 0}
-        | {name: directory / place for name, place in places.items()}
+        fields | {"data.max_epochs": 0} | {name: directory / path for name, path in paths.items()}
     )
     return [
         "--config=configs/gpt_tiny.py",
@@ -145,14 +143,15 @@ def timed(arguments: list[str]) -> Row:
 
 def from_outside(arguments: list[str]) -> float:
     """Returns the seconds until train.py itself prints its first step; then stops it by SIGTERM."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     script = [sys.executable, "train.py"]
     process = subprocess.Popen(
         [*script, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout is not None
     seconds = next(
-        (time.monotonic() - began for line in process.stdout if re.match(r"step +1/", line)), None
+        (time.monotonic() - start_time for line in process.stdout if re.match(r"step +1/", line)),
+        None,
     )
     process.send_signal(signal.SIGTERM)
     process.communicate()
@@ -172,11 +171,11 @@ def imports() -> list[Row]:
         check=True,
     )
     lines = re.findall(r"^import time: +\d+ \| +(\d+) \| +(\S+)$", done.stderr, re.MULTILINE)
-    found = {name: int(us) for us, name in lines if name in PACKAGES}
+    microseconds = {name: int(us) for us, name in lines if name in PACKAGES}
     return [
-        {"package": name, "cumulative_ms": found[name] / 1e3}
-        for name in sorted(PACKAGES, key=lambda n: -found.get(n, 0))
-        if name in found
+        {"package": name, "cumulative_ms": microseconds[name] / 1e3}
+        for name in sorted(PACKAGES, key=lambda n: -microseconds.get(n, 0))
+        if name in microseconds
     ]
 
 
@@ -201,8 +200,8 @@ def main() -> int:
             "data cached, compilation cold": ("half", "data", "other-programs"),
         }
         rows: list[Row] = []
-        for case, places in cases.items():
-            rows.append({"case": case, **timed(command(directory, fields, *places))})
+        for case, paths in cases.items():
+            rows.append({"case": case, **timed(command(directory, fields, *paths))})
         note = (
             "traced, lowered, compiled and from_cache are parts of state (initialise or restore) "
             "and first_step, over all programs. digests is the SHA-256 of the compile cache's "

@@ -157,7 +157,7 @@ class Strategy:
         }
 
     def variant(
-        self, microbatches: int, fields: dict[str, Any] | None = None, **more: Any
+        self, microbatches: int, fields: dict[str, Any] | None = None, **columns: Any
     ) -> dict[str, Any]:
         """Returns the variant for a task of multi_gpu_worker.py. fields: those of the model that
         are its own."""
@@ -170,7 +170,7 @@ class Strategy:
         changes = {"mesh": mesh, "train": {"microbatches": microbatches}, "pipeline": self.pipeline}
         changes |= {"diloco": {"outer_steps": 1}} if "island" in mesh else {}
         changes |= {"model": fields} if fields else {}
-        return {**self.columns, **more, "flags": self.flags, "changes": changes}
+        return {**self.columns, **columns, "flags": self.flags, "changes": changes}
 
 
 ONE = Strategy("ddp", {})
@@ -179,11 +179,15 @@ ONE = Strategy("ddp", {})
 
 def strategies(n: int) -> list[Strategy]:
     """Returns all strategies that fit n devices, each with a different name."""
-    plain = [Strategy(rules, mesh) for rules, own, free in RULES for mesh in _meshes(n, own, free)]
+    plain = [
+        Strategy(rules, mesh)
+        for rules, own_axes, free in RULES
+        for mesh in _meshes(n, own_axes, free)
+    ]
     staged = [
         Strategy(rules, mesh, fields)
-        for rules, P, others, fields in PIPELINES
-        if (mesh := _filled(n, P, others))
+        for rules, P, sizes, fields in PIPELINES
+        if (mesh := _filled(n, P, sizes))
     ]
     first: dict[str, Strategy] = {}
     for s in plain + staged:
@@ -192,23 +196,25 @@ def strategies(n: int) -> list[Strategy]:
     return [dataclasses.replace(s, main=s in first.values()) for s in plain + staged]
 
 
-def _meshes(n: int, own: str, free: str) -> Iterator[dict[str, int]]:
-    """Yields every division of n devices with more than one along each axis of `own`, the largest
-    first axis first."""
-    axes = [*free.split(), *own.split()]
+def _meshes(n: int, own_axes: str, free: str) -> Iterator[dict[str, int]]:
+    """Yields every division of n devices with more than one along each axis of `own_axes`, the
+    largest first axis first."""
+    axes = [*free.split(), *own_axes.split()]
     for sizes in itertools.product([d for d in range(n, 0, -1) if n % d == 0], repeat=len(axes)):
         mesh = dict(zip(axes, sizes, strict=True))
-        if math.prod(sizes) == n and all(mesh[axis] > 1 for axis in own.split()):
+        if math.prod(sizes) == n and all(mesh[axis] > 1 for axis in own_axes.split()):
             yield {axis: size for axis, size in mesh.items() if size > 1}
 
 
-def _filled(n: int, stages: int, others: dict[str, int]) -> dict[str, int] | None:
+def _filled(n: int, stages: int, sizes: dict[str, int]) -> dict[str, int] | None:
     """Returns the mesh; None if it does not fit, or an axis that the rules are named after would
     have size 1. A single pipeline may be one replica."""
-    fixed = stages * math.prod(size for size in others.values() if size > 0)
-    left = n // fixed
-    if n % fixed or (left == 1 and others != {"data": -1}):
+    fixed = stages * math.prod(size for size in sizes.values() if size > 0)
+    remaining_devices = n // fixed
+    if n % fixed or (remaining_devices == 1 and sizes != {"data": -1}):
         return None
     return {"pipeline": stages} | {
-        axis: size if size > 0 else left for axis, size in others.items() if size > 0 or left > 1
+        axis: size if size > 0 else remaining_devices
+        for axis, size in sizes.items()
+        if size > 0 or remaining_devices > 1
     }

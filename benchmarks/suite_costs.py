@@ -116,12 +116,12 @@ def total(rows: Sequence[Row], tier: str) -> Row:
 def remember(tier: str, rows: Sequence[Row]) -> None:
     """Writes a tier's costs by file into SECONDS. Those of other tiers stay; files that no longer
     exist are dropped."""
-    known: dict[str, dict[str, Row]] = (
+    old_costs: dict[str, dict[str, Row]] = (
         json.loads(SECONDS.read_text(encoding="utf-8")) if SECONDS.exists() else {}
     )
-    kept = {
-        file: {name: row for name, row in by_tier.items() if name != tier}
-        for file, by_tier in known.items()
+    costs = {
+        file: {name: row for name, row in row_by_tier.items() if name != tier}
+        for file, row_by_tier in old_costs.items()
     }
     sums: dict[str, Counter[str]] = {}
     for row in rows:
@@ -129,13 +129,17 @@ def remember(tier: str, rows: Sequence[Row]) -> None:
             {count: row[count] for count in ("seconds", *COUNTS)}
         )
     for file, counts in sums.items():
-        kept.setdefault(file, {})[tier] = {count: _number(value) for count, value in counts.items()}
+        costs.setdefault(file, {})[tier] = {
+            count: _number(value) for count, value in counts.items()
+        }
     present = {
-        file: by_tier
-        for file, by_tier in sorted(kept.items())
-        if by_tier and (ROOT / file).is_file()
+        file: row_by_tier
+        for file, row_by_tier in sorted(costs.items())
+        if row_by_tier and (ROOT / file).is_file()
     }
-    lines = (f"{json.dumps(file)}: {json.dumps(by_tier)}" for file, by_tier in present.items())
+    lines = (
+        f"{json.dumps(file)}: {json.dumps(row_by_tier)}" for file, row_by_tier in present.items()
+    )
     SECONDS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

@@ -96,10 +96,10 @@ def _attention(variant: Row, dry_run: bool) -> Row:
         with torch.no_grad():
             times = rounds({"fwd": forward}, 1 if dry_run else 0, wait)
         times |= rounds({"bwd": backward}, 1 if dry_run else 0, wait)
-    found: Row = {}
+    columns: Row = {}
     for way, flops in (("fwd", variant["flops"]), ("bwd", 2.5 * variant["flops"])):
-        found |= _rates(way, times[way], flops)
-    return found | {
+        columns |= _rates(way, times[way], flops)
+    return columns | {
         "out_norm": float(out.detach().float().norm()),
         "dq_norm": float(grads[0].float().norm()),
     }
@@ -140,16 +140,16 @@ def _varlen(
     each = [n for row in lengths for n in row]
     starts = torch.tensor(np.cumsum([0, *each]), dtype=torch.int32, device=DEVICE)
     # torch 2.10 had is_causal, later ones have window_size
-    known, how = inspect.signature(varlen_attn).parameters, {}
-    if "window_size" in known:
-        how["window_size"] = (window - 1 if window else -1, 0)
+    parameters, options = inspect.signature(varlen_attn).parameters, {}
+    if "window_size" in parameters:
+        options["window_size"] = (window - 1 if window else -1, 0)
     elif window:
         raise ValueError(f"varlen_attn of torch {torch.__version__} has no window")
     else:
-        how["is_causal"] = True
+        options["is_causal"] = True
     if q.shape[1] != k.shape[1]:
-        how["enable_gqa"] = True
-    return partial(varlen_attn, *flat, starts, starts, max(each), max(each), **how)
+        options["enable_gqa"] = True
+    return partial(varlen_attn, *flat, starts, starts, max(each), max(each), **options)
 
 
 def _flex(
@@ -200,13 +200,13 @@ class Twin:
             self.tokens = torch.randint(
                 0, fields["vocab_size"], (4, variant["batch"], fields["seq_len"] + 1), device=DEVICE
             )
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             self.step()
-            self.compile_s = time.perf_counter() - began
+            self.compile_s = time.perf_counter() - start_time
 
     def step(self) -> float:
         """Makes a step. Returns its seconds."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         with torch.autocast(DEVICE, torch.bfloat16), flash_attention():
             loss = self.loss_of(self.tokens[len(self.losses) % 4])
         loss.backward()
@@ -215,7 +215,7 @@ class Twin:
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(float(loss.detach()))
         wait()
-        return time.perf_counter() - began
+        return time.perf_counter() - start_time
 
 
 def flash_attention() -> contextlib.AbstractContextManager[Any]:
@@ -228,7 +228,7 @@ def _train(variant: Row, steps: int, dry_run: bool) -> Row:
     with measuring():
         for _ in range(3):
             twin.step()
-        began = time.time()
+        start_time = time.time()
         times = [twin.step() for _ in range(steps)]
         ended = time.time()
     seconds = statistics.median(times)
@@ -243,7 +243,7 @@ def _train(variant: Row, steps: int, dry_run: bool) -> Row:
     return row | {
         "loss_first": twin.losses[0],
         "loss_last": twin.losses[-1],
-        "began": began,
+        "began": start_time,
         "ended": ended,
     }
 

@@ -69,16 +69,16 @@ def seconds(prefix: Path, cache: Path, seq_len: int, batch: int) -> dict[str, fl
     sharding = jax.NamedSharding(
         jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)), jax.P(None, "data")
     )
-    rows, taken = RowReader(order, eod=0), []
+    rows, cpu_seconds = RowReader(order, eod=0), []
     with contextlib.closing(
         Loader(rows, global_batch=batch, microbatches=1, sharding=sharding, position=0, threads=0, prefetch=2)
     ) as batches:  # fmt: skip
         for _ in range(2 * n // batch):
-            began = time.process_time()
+            start_time = time.process_time()
             jax.block_until_ready(next(batches))
-            taken.append(time.process_time() - began)
+            cpu_seconds.append(time.process_time() - start_time)
     return {
-        name: sum(taken[int(a * n / batch) : max(1, int(b * n / batch))])
+        name: sum(cpu_seconds[int(a * n / batch) : max(1, int(b * n / batch))])
         for name, (a, b) in PHASES.items()
     }
 
@@ -89,21 +89,27 @@ def loader(directory: Path, n_bytes: int, repeats: int) -> list[Row]:
         prefix = directory / f"sealed{number}"
         size = n_bytes if seq_len > 1000 else n_bytes // 4  # small batches take long
         write(prefix, vocab, length, size // (2 if vocab < 65_000 else 4))
-        bare, found = directory / f"bare{number}", []
+        bare, pairs = directory / f"bare{number}", []
         for path in (bin_path(prefix), bin_path(prefix).with_suffix(".idx")):
             bare.with_suffix(path.suffix).hardlink_to(path)
         assert [Documents(each).is_sealed for each in (bare, prefix)] == [False, True]
         for turn in range(repeats):  # take turns in being first: the second finds warmer caches
-            taken = {
+            cpu_seconds = {
                 each: seconds(each, directory, seq_len, batch)
                 for each in ((bare, prefix), (prefix, bare))[turn % 2]
             }
-            found.append([taken[bare], taken[prefix]])
+            pairs.append([cpu_seconds[bare], cpu_seconds[prefix]])
         for phase in PHASES:
             without, verified = (
-                statistics.median(pair[i][phase] for pair in found) for i in (0, 1)
+                statistics.median(pair[i][phase] for pair in pairs) for i in (0, 1)
             )
-            cost = statistics.median(after[phase] / before[phase] for before, after in found) - 1
+            cost = (
+                statistics.median(
+                    verified_seconds[phase] / bare_seconds[phase]
+                    for bare_seconds, verified_seconds in pairs
+                )
+                - 1
+            )
             out.append({
                 "samples": name, "phase": phase, "without_s": without, "verified_s": verified,
                 "cost_percent": 100 * cost,
@@ -120,25 +126,30 @@ def digests(n_bytes: int) -> list[Row]:
     }  # fmt: skip
     data, block, out = memoryview(os.urandom(n_bytes)), 1 << BLOCK_BITS, []
     for name, digest in kinds.items():
-        taken = []
+        cpu_seconds = []
         for _ in range(5):
-            began = time.process_time()
+            start_time = time.process_time()
             for i in range(0, n_bytes, block):
                 digest(data[i : i + block])
-            taken.append(time.process_time() - began)
-        out.append({"digest": name, "gb_per_s": n_bytes / min(taken) / 1e9})
+            cpu_seconds.append(time.process_time() - start_time)
+        out.append({"digest": name, "gb_per_s": n_bytes / min(cpu_seconds) / 1e9})
     return out
 
 
 def whole(prefix: Path) -> list[Row]:
     size, out = bin_path(prefix).stat().st_size, []
     digests_path(prefix).unlink()
-    for what in ("seal", "verify all"):
-        began = time.process_time()
+    for action in ("seal", "verify all"):
+        start_time = time.process_time()
         seal(str(prefix))
-        taken = time.process_time() - began
+        cpu_seconds = time.process_time() - start_time
         out.append(
-            {"what": what, "gb": size / 1e9, "cpu_seconds": taken, "gb_per_s": size / taken / 1e9}
+            {
+                "what": action,
+                "gb": size / 1e9,
+                "cpu_seconds": cpu_seconds,
+                "gb_per_s": size / cpu_seconds / 1e9,
+            }
         )
     out.append(
         {

@@ -53,10 +53,12 @@ def reported(**variant: Any) -> Iterator[None]:
 def serve(tasks: dict[str, Callable[..., None]], may: tuple[str, ...] = ()) -> None:
     """Runs the task of the command line. may: packages of NOT_NEEDED that this worker does need."""
     tasks[sys.argv[1]](**json.loads(sys.argv[2]))
-    known = (*may, *os.environ.get(PRELOADED, "").split(","))
+    allowed_modules = (*may, *os.environ.get(PRELOADED, "").split(","))
     print(
         "MODULES",
-        json.dumps([name for name in NOT_NEEDED if name in sys.modules and name not in known]),
+        json.dumps(
+            [name for name in NOT_NEEDED if name in sys.modules and name not in allowed_modules]
+        ),
         flush=True,
     )
 
@@ -134,11 +136,11 @@ def rounds(
         wait = jax.block_until_ready
 
     def sample(call: Callable[[], Any], n: int) -> float:
-        before = time.perf_counter()
+        start_time = time.perf_counter()
         for _ in range(n):
             out = call()
         wait(out)
-        return (time.perf_counter() - before) / n
+        return (time.perf_counter() - start_time) / n
 
     first = {name: min(sample(call, 1), sample(call, 2)) for name, call in calls.items()}
     counts = {
@@ -162,5 +164,5 @@ def sustained(call: Callable[[], Any], seconds: float) -> Times:
     """Returns the times of one call, from calls queued for about `seconds` in all. A burst would be
     faster than the GPU sustains."""
     with measuring():
-        once = rounds({"": call}, 1)[""].median
-        return rounds({"": call}, max(2, math.ceil(seconds / ROUNDS / once)))[""]
+        single_call = rounds({"": call}, 1)[""].median
+        return rounds({"": call}, max(2, math.ceil(seconds / ROUNDS / single_call)))[""]

@@ -134,7 +134,7 @@ def row(report: Report) -> Row:
     """Overlap is the share of wire bytes that are sent while at least one matmul runs."""
     sent = sum(one.times * one.wire for one in report.collectives)
     beside = sum(one.times * one.wire for one in report.collectives if one.flops_hidden_behind)
-    found: Row = {
+    columns: Row = {
         "overlap": beside / sent, "sent_gib": sent / 2**30,
         "collectives": sum(one.times for one in report.collectives),
         "synchronous": sum(not one.asynchronous for one in report.collectives),
@@ -142,11 +142,11 @@ def row(report: Report) -> Row:
         "peak_gib": report.peak_bytes / 2**30,
     }  # fmt: skip
     if report.timeline:
-        found |= {
+        columns |= {
             "estimated_ms": report.timeline.step / 1e3,
             "estimated_exposed_ms": report.timeline.exposed / 1e3,
         }
-    return found | {"compile_s": report.compile_seconds}
+    return columns | {"compile_s": report.compile_seconds}
 
 
 if __name__ == "__main__":

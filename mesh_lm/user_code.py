@@ -14,17 +14,17 @@ from mesh_lm.errors import ConfigError, did_you_mean
 PACKAGE = Path(__file__).resolve().parent
 
 
-def imported(name: str, where: str = "") -> ModuleType:
+def imported(name: str, field: str = "") -> ModuleType:
     """Returns the module of this name; for a path that ends in .py, the module of that file, which
     is searched for as `found` does.
 
-    where: the field that names it, with which an error begins. Raises ConfigError if it cannot be
+    field: the field that names it, with which an error begins. Raises ConfigError if it cannot be
     imported.
     """
     try:
         if not name.endswith(".py"):
             return importlib.import_module(name)
-        path = found(name, where)
+        path = found(name, field)
         return sys.modules.get(str(path)) or executed(path)
     except ConfigError:
         raise
@@ -34,7 +34,7 @@ def imported(name: str, where: str = "") -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and Path(file).is_file():
             hint = f"; a file is named by its path: {file}"
         raise ConfigError(
-            f"{_prefix(where)}cannot import the module {name!r} "
+            f"{_prefix(field)}cannot import the module {name!r} "
             f"({type(error).__name__}: {error}){hint}"
         ) from error
 
@@ -56,16 +56,16 @@ def executed(path: Path) -> ModuleType:
     return module
 
 
-def found(file: str, where: str = "") -> Path:
+def found(file: str, field: str = "") -> Path:
     """Returns the absolute path of a file. A relative path is looked for in the working directory,
     beside the package mesh_lm, and inside it, where an installed package has its configs.
 
-    where: the beginning of the error. Raises ConfigError if there is no such file.
+    field: the beginning of the error. Raises ConfigError if there is no such file.
     """
     path = Path(file).expanduser()
-    known = in_directories(path)
-    if known:
-        return known
+    existing_path = in_directories(path)
+    if existing_path:
+        return existing_path
     neighbours = [
         str(Path(file).with_name(neighbour.name))
         for directory in _directories()
@@ -76,7 +76,7 @@ def found(file: str, where: str = "") -> Path:
         checkout = dict.fromkeys([Path.cwd(), PACKAGE.parent])
         searched = f" in {' or '.join(map(str, checkout))}"
     hint = did_you_mean(difflib.get_close_matches(file, neighbours, n=1, cutoff=0.8))
-    raise ConfigError(f"{_prefix(where)}cannot find a file of this name{searched}{hint}")
+    raise ConfigError(f"{_prefix(field)}cannot find a file of this name{searched}{hint}")
 
 
 def in_directories(path: Path) -> Path | None:
@@ -93,5 +93,5 @@ def _directories() -> list[Path]:
     return list(dict.fromkeys([Path.cwd(), PACKAGE.parent, PACKAGE]))
 
 
-def _prefix(where: str) -> str:
-    return f"{where}: " if where else ""
+def _prefix(field: str) -> str:
+    return f"{field}: " if field else ""

@@ -45,7 +45,7 @@ def trusted_choice(
 def serving(
     function: str,
     implementation: str | None,
-    known: Collection[str],
+    implementations: Collection[str],
     *,
     choose: Callable[[], Choice],
     reason: Callable[[str], str | None],
@@ -54,7 +54,7 @@ def serving(
 
     Args:
       implementation: the one that the call names; None: that of `choose()` serves it.
-      known: the names of all implementations.
+      implementations: the names of all implementations.
       reason: a function from a name to why it cannot serve the call; None: it can.
 
     Raises:
@@ -63,9 +63,9 @@ def serving(
     """
     if implementation is None:
         return choose().name
-    if implementation not in known:
+    if implementation not in implementations:
         raise ValueError(
-            f"{function}: implementation must be one of {', '.join(known)} or None, got "
+            f"{function}: implementation must be one of {', '.join(implementations)} or None, got "
             f"{implementation!r}"
         )
     unsupported = reason(implementation)

@@ -142,11 +142,11 @@ def describe_weight_gradient(
     )
 
 
-def _factor_faults(factors: dict[str, Any], row: Any, shapes: str, *others: Any) -> list[str]:
+def _factor_faults(factors: dict[str, Any], row: Any, shapes: str, *other_arrays: Any) -> list[str]:
     """The faults of the two factors of a product, by name, and of a row."""
     (x_name, x), (y_name, y) = factors.items()
     faults = []
-    if any(0 in array.shape for array in (x, y, *others)):
+    if any(0 in array.shape for array in (x, y, *other_arrays)):
         faults.append(f"every dim must be at least 1, got {shapes}")
     if x.dtype != y.dtype or str(x.dtype) not in FACTOR_DTYPES:
         faults.append(

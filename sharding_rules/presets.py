@@ -3,7 +3,8 @@
 Logical axes: batch, seq, seq_resid (the residual stream's sequence, between the matmul pairs),
 embed, heads, kv_heads, head_dim, mlp, vocab, layers (the stack), fused (matrices stored side by
 side: q k v, gate and up), position (rows of a learned position table), norm (scales and biases of
-the residual stream, which are too small to be worth gathering).
+the residual stream, which are too small to be worth gathering), experts, expert_mlp (the width of
+an expert), router (the scores of all experts, which each token needs: never sharded).
 """
 
 from __future__ import annotations
@@ -24,30 +25,42 @@ from sharding_rules.rules import (
     Reduction,
     Rules,
     ShardingRuleError,
+    TokenExchange,
     axes_of,
     did_you_mean,
     row_of,
 )
 
+EXPERT_ROWS = ("experts", "router", "expert_mlp")
+"""The logical axes of a mixture of experts. Rules of release 0.1 have no rows for them."""
+
 # Columns that several presets share.
 
 _REPLICATED: Column = dict.fromkeys(
-    ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "fused", "position", "norm")
+    (
+        *("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "fused", "position", "norm"),
+        *EXPERT_ROWS,
+    )
 )
 # A stage holds its own layers, whatever else is sharded.
 _WEIGHTS: Column = {**_REPLICATED, "layers": "pipeline"}
 _ACTIVATIONS: Column = dict.fromkeys(
-    ("batch", "seq", "seq_resid", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "fused")
+    (
+        *("batch", "seq", "seq_resid", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab"),
+        *("fused", *EXPERT_ROWS),
+    )
 )
 _DATA: Column = {**_ACTIVATIONS, "batch": "data"}
 
 _EMBED_OVER_DATA: Column = {**_WEIGHTS, "embed": "data"}
 _FLAT_OVER_DATA: Column = {**_WEIGHTS, "flat": ("pipeline", "data")}
 _EMBED_OVER_FSDP: Column = {**_WEIGHTS, "embed": "fsdp"}
-_TENSOR: Column = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+_TENSOR: Column = dict.fromkeys(("heads", "kv_heads", "mlp", "expert_mlp", "vocab"), "tensor")
 _TENSOR_2D = ("tensor", "tensor_y")
 _CONTEXT: Column = {**_DATA, "seq": "sequence", "seq_resid": "sequence"}
 _USP = ("sequence", "ulysses")
+_EXPERTS: Column = {**_WEIGHTS, "experts": "expert"}
+_DATA_AND_EXPERTS: Column = {**_DATA, "batch": ("data", "expert"), "experts": "expert"}
 
 _STRATEGIES = (
     #
@@ -130,6 +143,7 @@ _STRATEGIES = (
             "kv_heads": _TENSOR_2D,
             "vocab": _TENSOR_2D,
             "mlp": "tensor",
+            "expert_mlp": "tensor",
             "embed": "tensor_y",
         },
         axes={"tensor_y": "auto"},
@@ -158,6 +172,26 @@ _STRATEGIES = (
         activations={**_CONTEXT, "seq": _USP, "seq_resid": _USP},
         axes={"ulysses": "manual"},
         context={"sequence": "ring", "ulysses": "ulysses"},
+    ),
+    #
+    # Expert parallelism: each device holds some of the experts of a layer, and shards the batch
+    # with the others of its group. Everything else is replicated over expert, as over data. The
+    # presets differ in how tokens reach the devices of their experts.
+    #
+    # experts_gather: tokens are all-gathered, and the results reduce-scattered.
+    Rules(
+        "experts_gather",
+        params=_EXPERTS,
+        activations=_DATA_AND_EXPERTS,
+        exchange={"expert": "gather"},
+    ),
+    # experts_padded: an all-to-all sends tokens to the devices of their experts, and another one
+    # returns the results.
+    Rules(
+        "experts_padded",
+        params=_EXPERTS,
+        activations=_DATA_AND_EXPERTS,
+        exchange={"expert": "padded"},
     ),
     #
     # Slow networks.
@@ -225,19 +259,21 @@ def product(a: Rules, b: Rules) -> Rules:
     """Returns both strategies combined: each row has the mesh axes of both.
 
     A scoped row of one combines with the plain row of the other. A `reduction` other than auto
-    applies to the product. Flat vectors are sharded over the axes of the sequence, too, along which
-    weights are replicated. Raises ShardingRuleError if the two contradict each other.
+    applies to the product. Flat vectors are sharded over the axes of the sequence and of the
+    experts, too, along which other weights are replicated. Raises ShardingRuleError if the two
+    contradict each other.
     """
     _require_compatible(a, b)
     axes: dict[str, AxisType] = {**a.axes, **b.axes}
     context: dict[str, Exchange] = {**a.context, **b.context}
+    exchange: dict[str, TokenExchange] = {**a.exchange, **b.exchange}
     reduction = a.reduction if a.reduction != "auto" else b.reduction
     node_axis = a.node_axis or b.node_axis
 
     # Undeclared axes are refused by `spec`, which has a mesh.
     undeclared = (a.mesh_axes() | b.mesh_axes()) - {*AXES, *axes}
     mesh_order = (*AXES, *axes, *sorted(undeclared))
-    flat_axes = {*context, node_axis} - {""}
+    flat_axes = {*context, *exchange, node_axis} - {""}
 
     def union(row: str, left: Column, right: Column, leading: Sequence[str]) -> MeshAxes:
         """Returns the mesh axes of both rows: first those of `leading`, then in mesh order."""
@@ -276,6 +312,7 @@ def product(a: Rules, b: Rules) -> Rules:
         f"{a.name}+{b.name}",
         axes=axes,
         context=context,
+        exchange=exchange,
         reduction=reduction,
         node_axis=node_axis,
         **columns,  # pyright: ignore[reportArgumentType]
@@ -300,6 +337,12 @@ def _require_compatible(a: Rules, b: Rules) -> None:
             raise ShardingRuleError(
                 f"{a.name} and {b.name} both exchange keys over {axis!r} by {exchange} and by "
                 f"{b.context[axis]}; keep one of them"
+            )
+    for axis, exchange in a.exchange.items():
+        if b.exchange.get(axis, exchange) != exchange:
+            raise ShardingRuleError(
+                f"{a.name} and {b.name} both exchange tokens over {axis!r} by {exchange} and by "
+                f"{b.exchange[axis]}; keep one of them"
             )
     for rules, other in ((a, b), (b, a)):
         axis = _moments_axis(rules)

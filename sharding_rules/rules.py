@@ -22,6 +22,7 @@ Column = Mapping[str, MeshAxes]
 AxisType = Literal["auto", "manual"]
 Reduction = Literal["auto", "float32", "bfloat16", "int8"]
 Exchange = Literal["gather", "ulysses", "ring"]
+TokenExchange = Literal["gather", "padded"]
 
 FLAT = "flat"
 """The row of flat vectors: see `Rules.params` and `Rules.optimizer`."""
@@ -70,7 +71,8 @@ class Rules:
     gathered: Column | None = None
     """Weights while a layer uses them.
 
-    None: as `params`, without the axes of the batch, over which they are gathered (FSDP).
+    None: as `params`, without the axes of the batch, over which they are gathered (FSDP). Experts
+    are not gathered over axes with an exchange.
     """
 
     gradients: Column | None = None
@@ -101,6 +103,19 @@ class Rules:
     earlier (arXiv 2310.01889).
 
     One axis may have gather or ring, and further axes inside of it ulysses (USP, arXiv 2405.07719).
+    """
+
+    exchange: Mapping[str, TokenExchange] = dataclasses.field(default_factory=dict)
+    """Expert parallelism: how tokens reach the devices that hold their experts, for each mesh axis
+    that shards "experts".
+
+    gather: every device gathers the tokens of all, and the results are reduce-scattered. No routing
+    can overflow it.
+    padded: an all-to-all sends each token once to each device that holds an expert of it, in a
+    buffer of fixed size (`experts.factor`). What does not fit follows in further rounds.
+
+    Neighbouring axes with the same exchange are one exchange over both. Different ones compose,
+    outermost first: padded across nodes and gather inside them sends a token to a node once.
     """
 
     reduction: Reduction = "auto"
@@ -151,6 +166,12 @@ class Rules:
                 raise ShardingRuleError(
                     f"rules.context[{axis!r}]={exchange!r}: attention has no such exchange{hint}"
                 )
+        for axis, exchange in self.exchange.items():
+            if exchange not in get_args(TokenExchange):
+                hint = did_you_mean(str(exchange), get_args(TokenExchange))
+                raise ShardingRuleError(
+                    f"rules.exchange[{axis!r}]={exchange!r}: experts have no such exchange{hint}"
+                )
         if self.reduction not in get_args(Reduction):
             hint = did_you_mean(str(self.reduction), get_args(Reduction))
             raise ShardingRuleError(
@@ -170,10 +191,10 @@ class Rules:
     def _require_summed_node_axis(self) -> None:
         summed_axes = self.manual_axes() - {ISLAND, "pipeline"}
         if self.node_axis and self.node_axis not in summed_axes:
-            known = ", ".join(axis for axis in self.order() if axis in summed_axes)
+            axis_names = ", ".join(axis for axis in self.order() if axis in summed_axes)
             raise ShardingRuleError(
                 f"rules.node_axis={self.node_axis!r}: gradients are not summed along it once a "
-                f"step; known: {known}"
+                f"step; known: {axis_names}"
             )
 
     def column(self, kind: Kind) -> Column:
@@ -184,10 +205,13 @@ class Rules:
         if kind != "gathered":
             return self.params
         batch = axes_of(self.activations["batch"])
-        return {
-            row: tuple(axis for axis in axes_of(entry) if axis not in batch) or None
-            for row, entry in self.params.items()
-        }
+        gathered: dict[str, MeshAxes] = {}
+        for row, entry in self.params.items():
+            # Experts stay where they are: their tokens are exchanged.
+            exchanged = self.exchange if row.rpartition("/")[2] == "experts" else ()
+            axes = [axis for axis in axes_of(entry) if axis not in batch or axis in exchanged]
+            gathered[row] = tuple(axes) or None
+        return gathered
 
     def own_rows(self, kind: Kind) -> Column:
         """Returns the rows that an explicit column starts from: those of `column`.
@@ -228,6 +252,7 @@ class Rules:
         *,
         axes: Mapping[str, AxisType] | None = None,
         context: Mapping[str, Exchange] | None = None,
+        exchange: Mapping[str, TokenExchange] | None = None,
         reduction: Reduction | None = None,
         node_axis: str | None = None,
         **columns: Column,
@@ -240,7 +265,8 @@ class Rules:
         Args:
           name: the name of the copy; None: the old name, with "(changed)" behind it.
           axes: mesh axes to declare, beside those that are.
-          context: exchanges to change or add.
+          context: exchanges of attention to change or add.
+          exchange: exchanges of experts to change or add.
           reduction: None: unchanged.
           node_axis: None: unchanged.
           columns: rows to change or add, by the kind of tensor.
@@ -268,6 +294,7 @@ class Rules:
         }
         changes["axes"] = {**self.axes, **(axes or {})}
         changes["context"] = {**self.context, **(context or {})}
+        changes["exchange"] = {**self.exchange, **(exchange or {})}
         changes["reduction"] = reduction or self.reduction
         changes["node_axis"] = self.node_axis if node_axis is None else node_axis
         return dataclasses.replace(self, name=name or f"{self.name} (changed)", **changes)
@@ -349,11 +376,11 @@ class Rules:
 
     def mesh_axes(self) -> set[str]:
         """Returns all mesh axes that some row uses."""
-        used: set[str] = set()
+        used_axes: set[str] = set()
         for kind in get_args(Kind):
             for entry in (getattr(self, kind) or {}).values():
-                used.update(axes_of(entry))
-        return used
+                used_axes.update(axes_of(entry))
+        return used_axes
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the rules as plain data for JSON, without fields that have their defaults."""
@@ -368,6 +395,8 @@ class Rules:
             plain["axes"] = dict(self.axes)
         if self.context:
             plain["context"] = dict(self.context)
+        if self.exchange:
+            plain["exchange"] = dict(self.exchange)
         if self.reduction != "auto":
             plain["reduction"] = self.reduction
         if self.node_axis:
@@ -397,19 +426,19 @@ def row_of(column: Column, logical: str) -> str | None:
     return None
 
 
-def unknown_scopes(rules: Rules, known: Collection[str]) -> list[str]:
+def unknown_scopes(rules: Rules, model_scopes: Collection[str]) -> list[str]:
     """Returns a sentence for each scope of the rules that the model does not have.
 
-    The rows of such a scope would have no effect. known: the scopes of the model.
+    The rows of such a scope would have no effect. model_scopes: the scopes of the model.
     """
     sentences = []
-    for scope in sorted(rules.scopes() - set(known)):
+    for scope in sorted(rules.scopes() - set(model_scopes)):
         rows = sorted(row for row in rules._rows() if row.startswith(f"{scope}/"))
-        near = difflib.get_close_matches(scope, known, n=1)
+        near = difflib.get_close_matches(scope, model_scopes, n=1)
         if near:
             hint = f"did you mean {near[0]!r}?"
         else:
-            hint = f"the model has {', '.join(map(repr, sorted(known))) or 'none'}"
+            hint = f"the model has {', '.join(map(repr, sorted(model_scopes))) or 'none'}"
         sentences.append(
             f"rules have the scope {scope!r} ({', '.join(rows)}), which the model does not "
             f"have; {hint}"
@@ -417,14 +446,14 @@ def unknown_scopes(rules: Rules, known: Collection[str]) -> list[str]:
     return sentences
 
 
-def did_you_mean(word: str, known: Sequence[str] | Column) -> str:
+def did_you_mean(word: str, known_words: Sequence[str] | Column) -> str:
     """Returns the end of a message about an unknown name: the nearest known one, or all of them."""
     # In a scoped word, the name or the scope may be misspelt.
     for spelling in (word.rpartition("/")[2], word):
-        near = difflib.get_close_matches(spelling, list(known), n=1, cutoff=0.6)
+        near = difflib.get_close_matches(spelling, list(known_words), n=1, cutoff=0.6)
         if near:
             return f"; did you mean {near[0]!r}?"
-    return f"; known: {', '.join(sorted(known))}"
+    return f"; known: {', '.join(sorted(known_words))}"
 
 
 def _is_entry(entry: object) -> bool:

@@ -17,7 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding_rules.rules import Exchange, Kind, Rules, ShardingRuleError, axes_of
+from sharding_rules.rules import (
+    Exchange,
+    Kind,
+    Rules,
+    ShardingRuleError,
+    TokenExchange,
+    axes_of,
+)
 
 _NOUN: dict[Kind, str] = {
     "params": "weight",
@@ -202,17 +209,8 @@ class Shard:
         """
         stored = self.spec("params", axes)
         gathered = self.spec("gathered", axes)
+        gather_axes = self.gather_axes(*axes)
         axes = self._scoped(axes)
-        gather_axes = []
-        for logical, stored_entry, gathered_entry in zip(axes, stored, gathered, strict=True):
-            stored_axes = axes_of(stored_entry)
-            gathered_axes = axes_of(gathered_entry)
-            if stored_axes[: len(gathered_axes)] != gathered_axes:
-                raise ShardingRuleError(
-                    f"rules.gathered[{logical!r}]={gathered_axes or None} must be the leading part "
-                    f"of rules.params[{logical!r}]={stored_axes or None}"
-                )
-            gather_axes.append(stored_axes[len(gathered_axes) :])
         if gathered[-1]:
             raise ShardingRuleError(
                 f"rules.gathered[{axes[-1]!r}]={gathered[-1]!r}: a table is used with complete "
@@ -225,7 +223,30 @@ class Shard:
                     f"rules.gathered[{axes[0]!r}]={gathered[0]!r} has {axis!r}, which shards the "
                     f"batch: a table is gathered over the axes of the batch; leave {axis!r} out"
                 )
-        return TableSharding(stored, gathered, tuple(gather_axes), batch)
+        return TableSharding(stored, gathered, gather_axes, batch)
+
+    def gather_axes(self, *axes: str | None) -> tuple[tuple[str, ...], ...]:
+        """Returns the mesh axes over which each dimension of a stored weight is gathered before its
+        use.
+
+        For explicit gathers inside `shard_map`; call this outside of it. Raises ShardingRuleError
+        where the gathered weight is not sharded over the first axes of the stored one.
+        """
+        stored = self.spec("params", axes)
+        gathered = self.spec("gathered", axes)
+        gather_axes = []
+        for logical, stored_entry, gathered_entry in zip(
+            self._scoped(axes), stored, gathered, strict=True
+        ):
+            stored_axes = axes_of(stored_entry)
+            gathered_axes = axes_of(gathered_entry)
+            if stored_axes[: len(gathered_axes)] != gathered_axes:
+                raise ShardingRuleError(
+                    f"rules.gathered[{logical!r}]={gathered_axes or None} must be the leading part "
+                    f"of rules.params[{logical!r}]={stored_axes or None}"
+                )
+            gather_axes.append(stored_axes[len(gathered_axes) :])
+        return tuple(gather_axes)
 
     def axes_for(self, logical: str) -> tuple[str, ...]:
         """Returns the mesh axes that shard a logical axis of the activations here.
@@ -252,6 +273,37 @@ class Shard:
                 )
             exchanges.append((axis, self.rules.context[axis]))
         return exchanges
+
+    def sequence_axes(self) -> tuple[str, ...]:
+        """Returns the mesh axes that shard the sequence of the residual stream, without axes of
+        size 1, also those that are manual where this is called.
+        """
+        row = self.rules.row("activations", f"{self.scope}/seq_resid")
+        entry = self.rules.activations[row] if row else None
+        return tuple(axis for axis in axes_of(entry) if self.mesh.shape[axis] > 1)
+
+    def token_exchanges(self) -> list[tuple[tuple[str, ...], TokenExchange]]:
+        """Returns (mesh axes, exchange) of each exchange of tokens with experts, outermost first.
+
+        Neighbouring axes with the same exchange are one group; axes of size 1 are left out.
+        `Rules.exchange` describes the exchanges. Raises ShardingRuleError for an axis without one.
+        """
+        row = self.rules.row("params", f"{self.scope}/experts")
+        groups: list[tuple[tuple[str, ...], TokenExchange]] = []
+        for axis in axes_of(self.rules.params[row] if row else None):
+            if self.mesh.shape[axis] == 1:
+                continue
+            if axis not in self.rules.exchange:
+                raise ShardingRuleError(
+                    f"rules.params['experts'] is sharded over {axis!r}, and no rule says how "
+                    f"tokens reach their experts; set rules.exchange[{axis!r}] to gather or padded"
+                )
+            exchange = self.rules.exchange[axis]
+            if groups and groups[-1][1] == exchange:
+                groups[-1] = ((*groups[-1][0], axis), exchange)
+            else:
+                groups.append(((axis,), exchange))
+        return groups
 
     def n_shards(self, axes: Sequence[str]) -> int:
         """Returns the number of shards that mesh axes make: the product of their sizes."""

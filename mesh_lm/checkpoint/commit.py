@@ -23,15 +23,15 @@ _PAUSE = 1.0
 class Commit:
     """The commit of one save, in a thread of process 0; the other processes do nothing."""
 
-    def __init__(self, unnamed: Path, named: Path, lease: Lease | None) -> None:
+    def __init__(self, saving_directory: Path, step_directory: Path, lease: Lease | None) -> None:
         """Starts the thread.
 
         Args:
-          unnamed: the directory under whose name Orbax completes the save.
-          named: the step's directory, which no save may replace.
+          saving_directory: the directory under whose name Orbax completes the save.
+          step_directory: the step's directory, which no save may replace.
         """
-        self._unnamed = unnamed
-        self._named = named
+        self._saving_directory = saving_directory
+        self._step_directory = step_directory
         self._finished = threading.Event()
         self.error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -47,7 +47,7 @@ class Commit:
 
         Always False on the others, which may see the directory late.
         """
-        return self._thread is not None and not os.path.isdir(self._named)
+        return self._thread is not None and not os.path.isdir(self._step_directory)
 
     def finish(self) -> None:
         """Waits for the commit. Call it after Orbax has completed the save, or has failed to."""
@@ -59,12 +59,12 @@ class Commit:
         try:
             # os.path.isdir is False where Path.is_dir would raise, as on a network file system that
             # does not answer for a moment.
-            while not os.path.isdir(self._unnamed):
+            while not os.path.isdir(self._saving_directory):
                 # Looks once more after `finish`: Orbax may have completed the save just before it.
-                if self._finished.wait(_POLL) and not os.path.isdir(self._unnamed):
+                if self._finished.wait(_POLL) and not os.path.isdir(self._saving_directory):
                     return
             _require(lease)
-            os.rename(self._unnamed, self._named)
+            os.rename(self._saving_directory, self._step_directory)
         except Exception as error:
             self.error = error
 

@@ -153,10 +153,10 @@ def chosen(path: Path | str, name: str) -> list[CheckpointEntry]:
     entries = at(path)
     names = ", ".join(entry.path.name for entry in entries)
     if name:
-        named = [entry for entry in entries if entry.path.name == name]
-        if not named:
+        matches = [entry for entry in entries if entry.path.name == name]
+        if not matches:
             raise ConfigError(f"--step={name}: there is no such checkpoint; there are {names}")
-        return named
+        return matches
     if [entry.path for entry in entries] == [Path(path).expanduser().absolute()]:
         return entries
     steps = [entry for entry in entries if not entry.kind]

@@ -389,17 +389,18 @@ class Checkpoints:
     ) -> None:
         """Begins a save: Orbax copies the arrays to host memory, and writes them in a thread."""
         self._say(f"saving step {step} ({certificate(metadata, data)})")
+        sealed_metadata = metadata | {"seal": seal(data, metadata)}
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(tree),  # pyright: ignore[reportCallIssue]
             data=ocp.args.JsonSave(data),  # pyright: ignore[reportCallIssue]
-            metadata=ocp.args.JsonSave(metadata | {"seal": seal(data, metadata)}),  # pyright: ignore[reportCallIssue]
+            metadata=ocp.args.JsonSave(sealed_metadata),  # pyright: ignore[reportCallIssue]
         )
-        unnamed = self.directory / f"{step}.saving-{self._life}"
-        save = _Save(step, Commit(unnamed, self.directory / str(step), self._lease))
+        saving_directory = self.directory / f"{step}.saving-{self._life}"
+        save = _Save(step, Commit(saving_directory, self.directory / str(step), self._lease))
         self._current_save = save
         self._save_soon = False
         try:
-            self._saver.save(unnamed, args=items)
+            self._saver.save(saving_directory, args=items)
         except Exception as error:  # Orbax and TensorStore have no error classes of their own
             save.error = error
 

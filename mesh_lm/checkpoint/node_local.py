@@ -455,14 +455,14 @@ def _holders(listings: list[Listing]) -> dict[int, list[int]]:
     holders: dict[int, dict[int, int]] = {}  # step -> process -> holder
     for holder, listing in enumerate(listings):
         for step, processes in listing:
-            of_step = holders.setdefault(step, {})
+            step_holders = holders.setdefault(step, {})
             for process in processes:
-                if process == holder or process not in of_step:
-                    of_step[process] = holder
+                if process == holder or process not in step_holders:
+                    step_holders[process] = holder
     complete = {}
-    for step, of_step in holders.items():
-        if all(process in of_step for process in range(len(listings))):
-            complete[step] = [of_step[process] for process in range(len(listings))]
+    for step, step_holders in holders.items():
+        if all(process in step_holders for process in range(len(listings))):
+            complete[step] = [step_holders[process] for process in range(len(listings))]
     return complete
 
 

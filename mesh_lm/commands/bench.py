@@ -29,9 +29,9 @@ def parse(argv: Sequence[str], prog: str = "mesh-lm bench") -> Request:
         print(_HELP)
         raise SystemExit(0)
     name = argv[0].removesuffix(".py")
-    known = scripts()
-    if name and name not in known:
-        similar = difflib.get_close_matches(name, known, n=1)
+    summaries = scripts()
+    if name and name not in summaries:
+        similar = difflib.get_close_matches(name, summaries, n=1)
         raise ConfigError(
             f"{prog} {name}: there is no such benchmark{did_you_mean(similar)}; see {prog}"
         )
@@ -44,10 +44,10 @@ def run(request: Request) -> int:
     if name:
         script = _directory() / f"{name}.py"
         return subprocess.call([sys.executable, script, *arguments], cwd=script.parents[1])
-    known = scripts()
-    width = max(map(len, known))
-    for script_name, about in known.items():
-        print(f"  {script_name.ljust(width)}  {about}")
+    summaries = scripts()
+    width = max(map(len, summaries))
+    for script_name, summary in summaries.items():
+        print(f"  {script_name.ljust(width)}  {summary}")
     return 0
 
 
@@ -56,13 +56,13 @@ def scripts() -> dict[str, str]:
 
     Raises ConfigError if the benchmarks are not installed.
     """
-    known = {}
+    summaries = {}
     for file in sorted(_directory().glob("*.py")):
         text = file.read_text(encoding="utf-8")
         if "__main__" in text and not file.stem.endswith(_STARTED_BY_OTHERS):
             docstring = ast.get_docstring(ast.parse(text)) or ""
-            known[file.stem] = docstring.partition("\n")[0].partition(". ")[0]
-    return known
+            summaries[file.stem] = docstring.partition("\n")[0].partition(". ")[0]
+    return summaries
 
 
 def _directory() -> Path:

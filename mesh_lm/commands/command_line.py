@@ -114,21 +114,21 @@ def parse_with(
     options, strays = _split_words(argv, _field_types(config), extra, alone)
     # First of all, because the fields below it are those of the rule.
     config = _with_rule(config, options)
-    known = _KnownOptions(_field_types(config), extra)
+    known_options = _KnownOptions(_field_types(config), extra)
     if (HELP | HELP_ALL) & {option.name for option in options}:
         everything = any(name in HELP_ALL or text == "all" for name, text in options)
         _print_help(config, file or default, prog, everything=everything)
 
     @functools.cache  # only a mistake needs it
     def context() -> Context:
-        return _context(config, [*options, *_stray_options(strays)], known.fields)
+        return _context(config, [*options, *_stray_options(strays)], known_options.fields)
 
     problems: list[str] = []
     files = [text for name, text in options if name == "--config" and text]
     if len(files) > 1:
         problems.append(f"--config is given {len(files)} times: {', '.join(files)}")
     changes: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    extra_values: dict[str, Any] = {}
     typed_names = names_as_typed(argv)
     for name, text in options:
         if name == "--config" and text:
@@ -138,17 +138,17 @@ def parse_with(
                 if text is None:
                     text = alone.get(name)
                 value = convert(spelled(name), text, extra[name], SPELLINGS)
-                others[name.removeprefix("--")] = value
+                extra_values[name.removeprefix("--")] = value
             else:
-                changes[_path(name)] = _field_value(name, text, known, context)
+                changes[_path(name)] = _field_value(name, text, known_options, context)
         except ValueError as error:
             problems.append(as_typed(str(error), name, typed_names))
     for word in strays:
         if files or word != file:
-            problems.append(_stray_problem(word, known, context))
+            problems.append(_stray_problem(word, known_options, context))
     refuse(problems)
     try:
-        return _replace(config, changes), others
+        return _replace(config, changes), extra_values
     except ValueError as error:  # from a __post_init__ of the user's own config class
         raise ConfigError(f"{file or default}: {error}") from error
 
@@ -170,7 +170,7 @@ def _split_words(
     alone: Mapping[str, str],
 ) -> tuple[list[Option], list[str]]:
     """Returns the options in `argv`, and the words that belong to no option."""
-    known = {*extra, *HELP, *HELP_ALL, "--config"}
+    option_names = {*extra, *HELP, *HELP_ALL, "--config"}
     optional: dict[str, Callable[[str], bool]] = {}
     for name, hint in extra.items():
         if hint is bool:
@@ -179,10 +179,10 @@ def _split_words(
         optional[name] = _is_report
     for path, hint in fields.items():
         names = (f"{_CONFIG_PREFIX}{path}", f"--{path}")
-        known.update(names)
+        option_names.update(names)
         if hint is bool:
             optional |= dict.fromkeys(names, is_boolean)
-    return split(_join_values(argv, known), optional=optional)
+    return split(_join_values(argv, option_names), optional=optional)
 
 
 @dataclasses.dataclass
@@ -201,12 +201,12 @@ class _ValueList:
         return f"{self.option}={self.separator.join(self.values)}"
 
 
-def _join_values(argv: Sequence[str], known: Collection[str]) -> list[str]:
+def _join_values(argv: Sequence[str], option_names: Collection[str]) -> list[str]:
     """Returns the words, with those after an option of several values as one word.
 
     Commas join those of --data.blend, or an option of its kind. All words after an option that is
-    not `known` are its values, as far as the next option or config, so that none of them counts as
-    a word of its own.
+    not in `option_names` are its values, as far as the next option or config, so that none of them
+    counts as a word of its own.
     """
     words: list[str] = []
     configs: list[str] = []
@@ -236,7 +236,7 @@ def _join_values(argv: Sequence[str], known: Collection[str]) -> list[str]:
                 words.append(word)
             else:
                 current = _ValueList(word, [], ",")
-        elif name in known:
+        elif name in option_names:
             words.append(word)
         else:
             current = _ValueList(option, [value] if value else [], " ")
@@ -317,7 +317,7 @@ def _path(name: str) -> str:
 
 
 def _field_value(
-    name: str, text: str | None, known: _KnownOptions, context: Callable[[], Context]
+    name: str, text: str | None, known_options: _KnownOptions, context: Callable[[], Context]
 ) -> Any:
     """Returns `text` as the type of the field that an option names.
 
@@ -326,13 +326,13 @@ def _field_value(
     if name == "--config":
         raise ValueError(f"--config: needs a file, as in --config={DEFAULT}")
     path = _path(name)
-    if path in known.fields:
-        return convert(name, text, known.fields[path], SPELLINGS)
+    if path in known_options.fields:
+        return convert(name, text, known_options.fields[path], SPELLINGS)
 
     prefix = _CONFIG_PREFIX if name.startswith(_CONFIG_PREFIX) else "--"
     leaf = path.rpartition(".")[2]
     meaning = other_names.look_up(leaf)
-    section = [field for field in known.fields if field.startswith(f"{path}.")]
+    section = [field for field in known_options.fields if field.startswith(f"{path}.")]
     if section:
         if meaning and (text or not meaning.field):
             hint = answer(meaning, text, context(), prefix)
@@ -341,7 +341,7 @@ def _field_value(
         raise ValueError(f"{name}: this is a section, not a field{hint}")
 
     moved = todays(path, text)
-    if moved and moved[0] in known.fields:
+    if moved and moved[0] in known_options.fields:
         field, value = moved
         hint = "; its value is now the default, leave it out"
         if value is not None:
@@ -357,26 +357,26 @@ def _field_value(
             f"{', '.join(fields) or 'none'}"
         )
 
-    same_leaf = [field for field in known.fields if field.rpartition(".")[2] == leaf]
-    if meaning and (meaning.field in known.fields or not meaning.field) and not same_leaf:
+    same_leaf = [field for field in known_options.fields if field.rpartition(".")[2] == leaf]
+    if meaning and (meaning.field in known_options.fields or not meaning.field) and not same_leaf:
         hint = answer(meaning, text, context(), prefix)
     elif len(same_leaf) == 1 and text and " " not in text:
         hint = did_you_mean([f"{prefix}{same_leaf[0]}={text}"])
     else:
-        names = [f"{prefix}{field}" for field in known.fields]
-        names += ["--config", "--help", *map(spelled, known.extra)]
+        names = [f"{prefix}{field}" for field in known_options.fields]
+        names += ["--config", "--help", *map(spelled, known_options.extra)]
         hint = suggestion(name, names)
     raise ValueError(f"{name}: the config has no such field{hint}")
 
 
-def _stray_problem(word: str, known: _KnownOptions, context: Callable[[], Context]) -> str:
+def _stray_problem(word: str, known_options: _KnownOptions, context: Callable[[], Context]) -> str:
     """Returns the problem with a word that belongs to no option, and what may have been meant."""
     problem = f"{word}: belongs to no option"
     name, equals, value = word.partition("=")
     if not equals:
         return problem + did_you_mean([f"--config={word}"] if word.endswith(".py") else [])
     name = name.replace("-", "_").removeprefix("config.")
-    if name in (*known.fields, "config") or f"--{name}" in known.extra:
+    if name in (*known_options.fields, "config") or f"--{name}" in known_options.extra:
         return problem + did_you_mean([f"--{name}={value}"])
     meaning = other_names.look_up(name)
     if meaning is None:

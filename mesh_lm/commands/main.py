@@ -38,7 +38,7 @@ class Command(NamedTuple):
     """
 
     module: str
-    about: str
+    summary: str
     jax: bool = True
     """Whether `run` may start JAX with other processes; then `mesh_lm.distributed.run` watches over
     it."""
@@ -201,7 +201,7 @@ def leave(status: int) -> NoReturn:
 def overview() -> str:
     """Returns the help of `mesh-lm` itself."""
     width = max(map(len, COMMANDS))
-    commands = [f"  {name.ljust(width)}  {command.about}" for name, command in COMMANDS.items()]
+    commands = [f"  {name.ljust(width)}  {command.summary}" for name, command in COMMANDS.items()]
     lines = [
         f"usage: {PROG} COMMAND [argument ...]",
         "",
@@ -237,8 +237,8 @@ def _completion(shell: str) -> str:
         )
     from mesh_lm.commands.completion import shell_script
 
-    abouts = {name: command.about for name, command in COMMANDS.items()}
-    return shell_script(shell, PROG, abouts)
+    summaries = {name: command.summary for name, command in COMMANDS.items()}
+    return shell_script(shell, PROG, summaries)
 
 
 def _refuse(error: ConfigError, status: int) -> int:

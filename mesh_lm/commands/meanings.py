@@ -76,12 +76,12 @@ def option(name: str, note: str = "") -> Meaning:
 
 def one_of(field: str, values: Mapping[str, str], ours: str = "") -> Meaning:
     """A choice whose values have other names here."""
-    known = {theirs.lower(): value for theirs, value in values.items()}
+    value_by_name = {theirs.lower(): value for theirs, value in values.items()}
 
     def convert(text: str, _: Context) -> str:
-        if text and text.lower() not in known:
+        if text and text.lower() not in value_by_name:
             raise NotBuiltError(text)
-        return known[require_value(text).lower()]
+        return value_by_name[require_value(text).lower()]
 
     if not ours:
         ours = ", ".join(f"`{field}={value}`" for value in dict.fromkeys(values.values()))
@@ -152,10 +152,10 @@ def _numbers(meaning: Meaning, text: str | None, context: Context) -> str:
 
 def foreign_options(names: Mapping[str, Meaning]) -> ForeignOptions:
     """Returns the look-up that `options.command` needs for the options of another program."""
-    known = {name.replace("-", "_"): meaning for name, meaning in names.items()}
+    meaning_by_name = {name.replace("-", "_"): meaning for name, meaning in names.items()}
 
     def look_up(name: str, text: str | None, typed: Mapping[str, str]) -> ForeignOption | None:
-        meaning = known.get(name.lower())
+        meaning = meaning_by_name.get(name.lower())
         if meaning is None:
             return None
         hint = answer(meaning, text, Context(typed=typed))

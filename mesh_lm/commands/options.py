@@ -119,10 +119,10 @@ def command(
         texts = _joined_texts(options)
         for name in dict.fromkeys(option.name for option in options if option.name in foreign):
             key = name.removeprefix("--")
-            known = foreign_options(key, texts[key], texts)
-            if known:
-                supplied.add(f"--{known.field}")
-                problem = _no_such_option(name, known.hint)
+            foreign_option = foreign_options(key, texts[key], texts)
+            if foreign_option:
+                supplied.add(f"--{foreign_option.field}")
+                problem = _no_such_option(name, foreign_option.hint)
                 problems.append(as_typed(problem, name, typed_names))
 
     values: dict[str, Any] = {}
@@ -142,10 +142,10 @@ def command(
     docs = field_docs(cls)
     for name in _required(cls):
         if name not in supplied:
-            about = first_sentence(docs.get(name.removeprefix("--"), ""))
-            if not about:
-                about = expected(element_types.get(name, types[name]), "")
-            problems.append(f"{spelled(name)}: missing; {about}")
+            meaning = first_sentence(docs.get(name.removeprefix("--"), ""))
+            if not meaning:
+                meaning = expected(element_types.get(name, types[name]), "")
+            problems.append(f"{spelled(name)}: missing; {meaning}")
     refuse(problems)
     try:
         return cls(**{name.removeprefix("--"): value for name, value in values.items()})
@@ -195,11 +195,11 @@ def _no_such_option(name: str, hint: str) -> str:
     return f"{name}: there is no such option{hint}"
 
 
-def _stray_problem(word: str, known: Collection[str]) -> str:
+def _stray_problem(word: str, option_names: Collection[str]) -> str:
     """Returns the problem with a word that belongs to no option."""
     name, equals, value = word.partition("=")
     name = f"--{name.replace('-', '_')}"
-    guesses = [f"{spelled(name)}={value}"] if equals and name in known else []
+    guesses = [f"{spelled(name)}={value}"] if equals and name in option_names else []
     return f"{word}: belongs to no option{did_you_mean(guesses)}"
 
 
@@ -364,23 +364,23 @@ def _optional_type(hint: Any) -> type | None:
     return None
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """Returns the end of an error about an unknown name: the names that may be meant.
 
     They are the nearest one; failing that, fields of the right name in another section, or of
     nearly that name in any. Without such fields it is all of the section.
     """
-    known = list(known)
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+    names = list(names)
+    similar = difflib.get_close_matches(name, names, n=1, cutoff=0.9)
     if not similar:
-        similar = [other for other in known if _leaf(other) == _leaf(name)]
+        similar = [other for other in names if _leaf(other) == _leaf(name)]
     if not similar:
-        leaves = difflib.get_close_matches(_leaf(name), map(_leaf, known), n=1, cutoff=0.75)
-        similar = [other for other in known if _leaf(other) in leaves]
+        leaves = difflib.get_close_matches(_leaf(name), map(_leaf, names), n=1, cutoff=0.75)
+        similar = [other for other in names if _leaf(other) in leaves]
     if similar:
         return did_you_mean(similar)
     section = name.rpartition(".")[0]
-    siblings = [_leaf(other) for other in known if other.rpartition(".")[0] == section]
+    siblings = [_leaf(other) for other in names if other.rpartition(".")[0] == section]
     if section and siblings:
         return f"; {section} has {', '.join(siblings)}"
     return "; see --help"
@@ -458,10 +458,10 @@ def _subcommands(group: Group) -> Any:
     import tyro
 
     members = []
-    for name, (cls, about) in group.items():
+    for name, (cls, description) in group.items():
         if isinstance(cls, dict):
             cls = dataclasses.make_dataclass(name, [("subcommand", _subcommands(cls))])
-        members.append(Annotated[cls, tyro.conf.subcommand(name, description=about)])
+        members.append(Annotated[cls, tyro.conf.subcommand(name, description=description)])
     return Union[tuple(members)]  # noqa: UP007  # of as many as there are
 
 
@@ -478,15 +478,15 @@ def _registry(spellings: Spellings, *, folded: bool = False, is_config: bool = F
 
     registry = ConstructorRegistry()
     boolean = Spelling("{true,false}", _read_boolean, lambda value: str(value).lower())
-    known = {bool: boolean, **spellings}
+    spelling_by_type = {bool: boolean, **spellings}
     entered: set[Any] = set()
 
     @registry.primitive_rule
     def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
         kind = info.type
-        if not isinstance(kind, type) or kind not in known:
+        if not isinstance(kind, type) or kind not in spelling_by_type:
             return None
-        spelling = known[kind]
+        spelling = spelling_by_type[kind]
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar=spelling.form,

@@ -130,24 +130,26 @@ def _comparable(schedule: Schedule) -> list[Schedule]:
     """
     if "B" not in schedule.kinds:
         return []
-    others = []
+    alternatives = []
     for name in _COMPARED:
         for chunks in dict.fromkeys((1, schedule.chunks)):
             if chunks > 1 and not NAMES[name].chunked:
                 continue
             # A custom schedule may have sizes that a named one cannot have.
             with contextlib.suppress(ConfigError):
-                others.append(make_schedule(name, schedule.stages, schedule.microbatches, chunks))
-    return others
+                alternatives.append(
+                    make_schedule(name, schedule.stages, schedule.microbatches, chunks)
+                )
+    return alternatives
 
 
 def _show(console: Console, timeline: Timeline, options: Arguments) -> None:
     """Prints a schedule's chart, and the facts about it."""
     schedule = timeline.schedule
-    about = NAMES[schedule.name].about if schedule.name in NAMES else options.schedule
+    summary = NAMES[schedule.name].summary if schedule.name in NAMES else options.schedule
     sizes = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
     title = Text(gantt.title(schedule), style="bold")
-    console.print(title.append(f": {sizes}; {about}", "not bold"))
+    console.print(title.append(f": {sizes}; {summary}", "not bold"))
     console.print()
     for line in gantt.lines(timeline, console.width, colour=console.color_system is not None):
         console.print(line, no_wrap=True, crop=True)
@@ -210,15 +212,15 @@ def _comparison(schedules: Sequence[Schedule], options: Arguments) -> Rows:
     ):
         rows.add_column(name, justify="right", no_wrap=True)
     timelines = [{clock: options.timeline(s, clock) for clock in CLOCKS} for s in schedules]
-    shortest = min(by_clock[options.clock].span for by_clock in timelines)
-    for schedule, by_clock in zip(schedules, timelines, strict=True):
-        span = by_clock[options.clock].span
+    shortest = min(timeline_by_clock[options.clock].span for timeline_by_clock in timelines)
+    for schedule, timeline_by_clock in zip(schedules, timelines, strict=True):
+        span = timeline_by_clock[options.clock].span
         table = options.table(schedule)
         rows.add_row(
             schedule.name,
             str(schedule.chunks),
             str(schedule.n_ticks),
-            *(f"{by_clock[clock].bubble:.2%}" for clock in CLOCKS),
+            *(f"{timeline_by_clock[clock].bubble:.2%}" for clock in CLOCKS),
             f"{span:.4g} {span / shortest - 1:+.1%}",
             str(max(in_flight(schedule))),
             f"{table.n_inputs} + {table.n_grads}" if table else "-",

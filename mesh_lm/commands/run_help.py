@@ -24,8 +24,8 @@ def print_fields(config: Any, usage: str, description: str, spellings: Spellings
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for option, about in _rows(config, "", spellings):
-        table.add_row(Text(option), Text(about))
+    for option, meaning in _rows(config, "", spellings):
+        table.add_row(Text(option), Text(meaning))
     console.print(table)
 
 
@@ -41,11 +41,11 @@ def _rows(section: Any, prefix: str, spellings: Spellings) -> Iterator[tuple[str
         if is_section:
             sections.append((f"{prefix}{field.name}.", value))
         if (spelling or not is_section) and field.init and not field.metadata.get("expert"):
-            about = first_sentence(docs.get(field.name, ""))
+            description = first_sentence(docs.get(field.name, ""))
             if get_origin(types[field.name]) is Literal:
-                about += f" [{', '.join(map(str, get_args(types[field.name])))}]"
+                description += f" [{', '.join(map(str, get_args(types[field.name])))}]"
             shown = spelling.show(value) if spelling else _format(value, spellings)
-            yield f"--{prefix}{field.name}={shown}", about
+            yield f"--{prefix}{field.name}={shown}", description
     for section_prefix, value in sections:
         yield "", ""
         yield from _rows(value, section_prefix, spellings)

@@ -120,5 +120,5 @@ def _user_code(file: str, path: Path) -> Iterator[None]:
         ]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines.append(error.lineno)
-        where = f"{file}:{lines[-1]}" if lines else file
-        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+        location = f"{file}:{lines[-1]}" if lines else file
+        raise ConfigError(f"{location}: {type(error).__name__}: {error}") from error

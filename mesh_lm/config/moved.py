@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mesh_lm.optim.rules import RULES
+from sharding_rules.presets import EXPERT_ROWS
 
 _HYPERPARAMETERS = {
     "adamw": ("beta1", "beta2", "eps"),
@@ -64,6 +65,9 @@ def migrated(plain: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint = config.get("checkpoint")
     if isinstance(checkpoint, Mapping) and "alarm" in checkpoint:  # a constant now
         config["checkpoint"] = {name: x for name, x in checkpoint.items() if name != "alarm"}
+    rules = config.get("rules")
+    if isinstance(rules, Mapping):
+        config["rules"] = {key: _with_experts(value) for key, value in rules.items()}
     data = config.get("data")
     if isinstance(data, Mapping) and _MEGATRON.keys() & data.keys():
         config["data"] = _data(data)
@@ -79,12 +83,22 @@ def _optimizer(plain: Mapping[str, Any]) -> dict[str, Any]:
         if field in plain:
             rule[field] = plain[field]
     moved = {path.removeprefix("optimizer.") for path in _MOVED}
-    others = {field: value for field, value in plain.items() if field not in moved}
-    return {"class": others.pop("class", "OptimizerConfig"), "rule": rule, **others}
+    other_fields = {field: value for field, value in plain.items() if field not in moved}
+    return {"class": other_fields.pop("class", "OptimizerConfig"), "rule": rule, **other_fields}
+
+
+def _with_experts(column: Any) -> Any:
+    """Returns a column of rules with the rows of experts, which those of release 0.1 lack: an
+    expert's width is sharded as that of an MLP. Anything else stays as it is.
+    """
+    if not isinstance(column, Mapping) or "embed" not in column or "expert_mlp" in column:
+        return column
+    rows = {"experts": [], "router": [], "expert_mlp": column.get("mlp", [])}
+    return {**column, **{row: rows[row] for row in EXPERT_ROWS}}
 
 
 def _data(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the section `data` with Megatron's switches as one list."""
-    others = {field: value for field, value in plain.items() if field not in _MEGATRON}
+    other_fields = {field: value for field, value in plain.items() if field not in _MEGATRON}
     words = [word for field, (value, word) in _MEGATRON.items() if plain.get(field) is value]
-    return {**others, "megatron": words}
+    return {**other_fields, "megatron": words}

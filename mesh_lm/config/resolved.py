@@ -82,53 +82,53 @@ def rules_from(plain: Mapping[str, Any]) -> Rules:
         if column:
             column = {row: tuple(axes) or None for row, axes in column.items()}
         columns[kind] = column
-    optional = ("axes", "context", "reduction", "node_axis")
+    optional = ("axes", "context", "exchange", "reduction", "node_axis")
     settings: dict[str, Any] = {name: plain[name] for name in optional if name in plain}
     return Rules(plain["name"], **columns, **settings)
 
 
-def _section(cls: type, plain: Mapping[str, Any], where: str) -> Any:
+def _section(cls: type, plain: Mapping[str, Any], prefix: str) -> Any:
     """Returns the dataclass of a section. Raises ValueError for the first field that is unknown or
     of another type.
     """
     if not isinstance(plain, Mapping):
-        raise ValueError(f"{where.removesuffix('.')}: expected an object with its fields")
+        raise ValueError(f"{prefix.removesuffix('.')}: expected an object with its fields")
     name = plain.get("class")
     if name != cls.__qualname__:
         raise ValueError(
-            f"{where.removesuffix('.')} is a {name}, not a {cls.__qualname__}; "
+            f"{prefix.removesuffix('.')} is a {name}, not a {cls.__qualname__}; "
             "set it in the Python config again"
         )
     fields = {field.name for field in dataclasses.fields(cls) if field.init}
     hints = get_type_hints(cls)
     unknown = plain.keys() - fields - {"class"}
     if unknown:
-        raise ValueError(f"{where}{min(unknown)}: this version has no such field; remove it")
+        raise ValueError(f"{prefix}{min(unknown)}: this version has no such field; remove it")
     values = {
-        field: _value(hints[field], plain[field], f"{where}{field}")
+        field: _value(hints[field], plain[field], f"{prefix}{field}")
         for field in plain
         if field != "class"
     }
     return cls(**values)
 
 
-def rule_from(plain: Any, where: str) -> Rule:
+def rule_from(plain: Any, path: str) -> Rule:
     """Returns the update rule of which `as_dict` made this.
 
     Raises ValueError if that is not possible, and ConfigError if its module cannot be imported.
     """
     if not isinstance(plain, Mapping) or not {"class", "module"} <= plain.keys():
-        raise ValueError(f"{where}: expected an object with the class and module of an update rule")
-    cls = getattr(imported(str(plain["module"]), where), str(plain["class"]), None)
+        raise ValueError(f"{path}: expected an object with the class and module of an update rule")
+    cls = getattr(imported(str(plain["module"]), path), str(plain["class"]), None)
     if not isinstance(cls, type):
-        raise ValueError(f"{where}: there is no update rule {plain['class']} in {plain['module']}")
+        raise ValueError(f"{path}: there is no update rule {plain['class']} in {plain['module']}")
     if not dataclasses.is_dataclass(cls):
         return cls()
     fields = {name: value for name, value in plain.items() if name != "module"}
-    return _section(cls, fields, f"{where}.")
+    return _section(cls, fields, f"{path}.")
 
 
-def _value(hint: Any, plain: Any, where: str) -> Any:
+def _value(hint: Any, plain: Any, path: str) -> Any:
     """Returns a value as the type that its field has. Raises ValueError if it is of another."""
     if isinstance(plain, ModelConfig):  # which was read before
         return plain
@@ -137,29 +137,29 @@ def _value(hint: Any, plain: Any, where: str) -> Any:
             return rules_from(plain)
         except (LookupError, AttributeError, TypeError):
             raise ValueError(
-                f"{where}: expected a name, and a column each for {', '.join(get_args(Kind))}"
+                f"{path}: expected a name, and a column each for {', '.join(get_args(Kind))}"
             ) from None
     if hint is Rule:
-        return rule_from(plain, where)
+        return rule_from(plain, path)
     if dataclasses.is_dataclass(hint):
-        return _section(hint, plain, f"{where}.")  # pyright: ignore[reportArgumentType]
+        return _section(hint, plain, f"{path}.")  # pyright: ignore[reportArgumentType]
     kind = get_origin(hint)
     arguments = get_args(hint)
     if kind in (Union, types.UnionType):
         for alternative in arguments:
             try:
-                return _value(alternative, plain, where)
+                return _value(alternative, plain, path)
             except ValueError:
                 continue
     elif kind is Literal:
         if plain in arguments:
             return plain
     elif kind is tuple and isinstance(plain, list):
-        return tuple(_value(arguments[0], x, f"{where}[{i}]") for i, x in enumerate(plain))
+        return tuple(_value(arguments[0], x, f"{path}[{i}]") for i, x in enumerate(plain))
     elif hint is types.NoneType or hint in _SIMPLE:
         if type(plain) in _SIMPLE.get(hint, (types.NoneType,)):
             return plain
     elif kind is not tuple:
         return plain
     type_name = getattr(hint, "__name__", hint) if kind is None else hint
-    raise ValueError(f"{where}={plain!r}: expected a value of type {type_name}")
+    raise ValueError(f"{path}={plain!r}: expected a value of type {type_name}")

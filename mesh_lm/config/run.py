@@ -72,6 +72,12 @@ class ModelConfig:
             f"{type(self).__name__}.updated, for its buffers {', '.join(buffers)}"
         )
 
+    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns scalars to log besides the step's scalar sums, such as how evenly experts are
+        loaded, from the step's sums over the global batch, the layers' arrays among them.
+        """
+        return {}
+
     def flops_per_token(self) -> float:
         """Returns the matmul FLOPs of one token, forward and backward; 0 where unknown (then no MFU
         is shown).

@@ -39,7 +39,7 @@ class BlendPlan:
     weights: tuple[float, ...] | None
     """Normalized; None: in proportion to the members' sizes."""
     members: tuple[MemberProgress, ...]
-    left: tuple[MemberProgress, ...] = ()
+    former_members: tuple[MemberProgress, ...] = ()
     """Members of earlier blends, kept in case they return."""
     changed: tuple[str, ...] = ()
     """Messages about what changed since the plan was saved."""
@@ -53,7 +53,7 @@ class BlendPlan:
             "start": self.start,
             "weights": self.weights,
             "members": members,
-            "left": [dataclasses.asdict(member) for member in self.left],
+            "left": [dataclasses.asdict(member) for member in self.former_members],
         }
 
     @classmethod
@@ -61,7 +61,9 @@ class BlendPlan:
         """Returns the plan that `state` describes."""
         weights = None if state["weights"] is None else tuple(state["weights"])
         members = tuple(map(_member, state["members"]))
-        return cls(state["start"], weights, members, left=tuple(map(_member, state["left"])))
+        return cls(
+            state["start"], weights, members, former_members=tuple(map(_member, state["left"]))
+        )
 
 
 def _member(state: dict[str, Any]) -> MemberProgress:
@@ -124,18 +126,24 @@ def _continued(plan: BlendPlan, saved: dict[str, Any], position: int) -> BlendPl
     old_members = []
     for member, state in zip(old.members, saved["members"], strict=True):
         old_members.append(dataclasses.replace(member, consumed=state["consumed_now"]))
-    known = {member.fingerprint: member for member in (*old.left, *old_members)}
+    member_by_fingerprint = {
+        member.fingerprint: member for member in (*old.former_members, *old_members)
+    }
     progress = []
     messages = [f"data.blend: a new blend from position {position}"]
     for member in plan.members:
-        member = dataclasses.replace(known.get(member.fingerprint, member), prefix=member.prefix)
+        member = dataclasses.replace(
+            member_by_fingerprint.get(member.fingerprint, member), prefix=member.prefix
+        )
         progress.append(member)
         if member.consumed:
             messages.append(f"{member.prefix} continues after {member.consumed:,} samples")
         else:
             messages.append(f"{member.prefix} is new")
     current = {member.fingerprint for member in plan.members}
-    absent = tuple(member for member in known.values() if member.fingerprint not in current)
+    absent = tuple(
+        member for member in member_by_fingerprint.values() if member.fingerprint not in current
+    )
     for member in old_members:
         if member in absent:
             messages.append(f"{member.prefix} left after {member.consumed:,} samples")
@@ -159,5 +167,7 @@ def _with_present_seals(old: BlendPlan, plan: BlendPlan) -> BlendPlan:
         return member
 
     return dataclasses.replace(
-        old, members=tuple(map(updated, old.members)), left=tuple(map(updated, old.left))
+        old,
+        members=tuple(map(updated, old.members)),
+        former_members=tuple(map(updated, old.former_members)),
     )

@@ -85,7 +85,7 @@ class TextCorpus:
     did not count them."""
     loss_of_bytes: str = ""
     """Implements `Dataset.loss_of_bytes`."""
-    named: Tokenizer | None = dataclasses.field(default=None, compare=False)
+    named_tokenizer: Tokenizer | None = dataclasses.field(default=None, compare=False)
     """The tokenizer that data.tokenizer names. It has the ids of the corpus's own tokenizer, and
     the companions that its directory has today."""
 
@@ -110,7 +110,7 @@ class TextCorpus:
 
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer that encoded the corpus."""
-        return self.named or load_tokenizer(self.directory)
+        return self.named_tokenizer or load_tokenizer(self.directory)
 
     @property
     def eod(self) -> int:
@@ -179,7 +179,7 @@ def prepare(
     model_vocab: int | None = None,
     progress: Callable[[str], None] = lambda message: None,
     outputs: Collection[str] = (),
-    trained_on: str = "",
+    checkpoint_corpus: str = "",
 ) -> Dataset:
     """Returns the corpus of config.blend, or else of config.path, which is prepared in config.cache
     unless it is already there.
@@ -200,8 +200,8 @@ def prepare(
       progress: called with a line of text at each stage.
       outputs: directories that the run writes to, and which are no text even if they are below
         config.path; config.cache always is one.
-      trained_on: name of the corpus that the run's checkpoint was trained on, if there is one. If
-        an earlier version held out none of its documents, none is held out here.
+      checkpoint_corpus: name of the corpus that the run's checkpoint was trained on, if there is
+        one. If an earlier version held out none of its documents, none is held out here.
 
     Raises:
       ConfigError: the path is missing or not text, a split is empty, a .jsonl line is invalid,
@@ -221,7 +221,7 @@ def prepare(
     _require_ids(tokenizer, None, model_vocab, f"data.tokenizer={config.tokenizer}")
 
     source = sources.find(config.path, config.text_field, [config.cache, *outputs])
-    location = _locate(config, source, tokenizer, vocab, progress, trained_on)
+    location = _locate(config, source, tokenizer, vocab, progress, checkpoint_corpus)
     directory = location.directory
     settings = {
         "format": _FORMAT,
@@ -240,7 +240,7 @@ def prepare(
             "writable with space left"
         ) from error
 
-    corpus = dataclasses.replace(_load(directory), named=tokenizer)
+    corpus = dataclasses.replace(_load(directory), named_tokenizer=tokenizer)
     lost = corpus.lost_bytes or 0
     spelled = (corpus.train_bytes or 0) + (corpus.heldout_bytes or 0)
     lost_bytes.refuse(lost, spelled + lost, config.max_lost_bytes, "data.max_lost_bytes")
@@ -320,13 +320,13 @@ def _locate(
     tokenizer: Tokenizer | None,
     vocab: int,
     progress: Callable[[str], None] = lambda message: None,
-    trained_on: str = "",
+    checkpoint_corpus: str = "",
 ) -> _Location:
     """Returns the location of a text's corpus, which may not exist yet.
 
     A corpus that one of the tokenizer's former fingerprints names is used if there is no other, and
     `progress` says so. If an earlier version held out none of several documents, that corpus is
-    used by the runs that were trained on it (`trained_on`), and by no others.
+    used by the runs that were trained on it (`checkpoint_corpus`), and by no others.
     """
     if tokenizer:
         vocabularies = [tokenizer.fingerprint, *tokenizer.former_fingerprints]
@@ -344,7 +344,7 @@ def _locate(
 
     plain = directories("")
     alternatives = directories(_ONE_HELD_OUT)
-    if trained_on in [directory.name for directory in plain]:
+    if checkpoint_corpus in [directory.name for directory in plain]:
         alternatives = []
     usable = [path for path in alternatives if path.exists()]
     for path in plain:

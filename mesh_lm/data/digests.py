@@ -106,11 +106,11 @@ def read(prefix: Path | str, cure: str) -> Digests | None:
         raise ConfigError(f"{path} is damaged and gives no digests ({error}); {cure}") from error
 
 
-def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:
+def of(data: Path, index: Path, description: bytes | None, sampled: str) -> bytes:
     """Returns the contents of a side file. Raises OSError.
 
-    data, index: the .bin and the .idx. about: contents of the .json, if there is one. sampled: the
-    fingerprint without a side file.
+    data, index: the .bin and the .idx. description: contents of the .json, if there is one.
+    sampled: the fingerprint without a side file.
     """
     block = 1 << BLOCK_BITS
     table = bytearray()
@@ -126,7 +126,7 @@ def of(data: Path, index: Path, about: bytes | None, sampled: str) -> bytes:
         "block": block,
         "bytes": data.stat().st_size,
         "index": file_digest(index),
-        "about": None if about is None else hashlib.sha256(about).hexdigest(),
+        "about": None if description is None else hashlib.sha256(description).hexdigest(),
         "sampled": sampled,
     }
     content = json.dumps(header).encode() + b"\n" + table
@@ -156,11 +156,11 @@ class Blocks:
         self._digests = digests
         self._cure = cure
         # A further element, for a range that is empty and starts where the data end.
-        self._seen = np.zeros(len(digests.table) + 1, bool)
-        self._seen[-1] = True
-        self._left = len(digests.table)
+        self._is_verified = np.zeros(len(digests.table) + 1, bool)
+        self._is_verified[-1] = True
+        self._n_unverified = len(digests.table)
         self._lock = threading.Lock()
-        self.complete = not self._left
+        self.complete = not self._n_unverified
 
     def require(self, starts: np.ndarray, stops: np.ndarray) -> None:
         """Verifies the blocks of the byte ranges starts[i] to stops[i] - 1, int64 [n].
@@ -172,16 +172,16 @@ class Blocks:
         blocks = np.concatenate([starts, np.maximum(stops - 1, starts)]) // self._digests.block
         if (stops - starts).max(initial=0) > self._digests.block:
             _, blocks = ranges(blocks[: len(starts)], blocks[len(starts) :] + 1)
-        unseen = blocks[~self._seen[blocks]]
-        if not unseen.size:
+        unverified = blocks[~self._is_verified[blocks]]
+        if not unverified.size:
             return
-        new = sorted({*unseen.tolist()})
+        new = sorted({*unverified.tolist()})
         self._compare(new)
         with self._lock:  # another thread may have verified some of them meanwhile
             for block in new:
-                self._left -= not self._seen[block]
-                self._seen[block] = True
-            self.complete = not self._left
+                self._n_unverified -= not self._is_verified[block]
+                self._is_verified[block] = True
+            self.complete = not self._n_unverified
 
     def require_all(self) -> None:
         """Verifies all blocks that have not been."""

@@ -284,10 +284,13 @@ _FIRST_SUFFIXES = (".txt", ".jsonl", ".parquet")
 def suffixes() -> str:
     """Returns the suffixes of all formats, for messages."""
     compressible: list[str] = []
-    others: list[str] = []
+    incompressible: list[str] = []
     for suffix, format in FORMATS.items():
-        (compressible if format.is_compressible else others).append(suffix)
-    return f"{', '.join(compressible)} (each also .gz, .zst, .bz2 and .xz) and {', '.join(others)}"
+        (compressible if format.is_compressible else incompressible).append(suffix)
+    return (
+        f"{', '.join(compressible)} (each also .gz, .zst, .bz2 and .xz) and "
+        f"{', '.join(incompressible)}"
+    )
 
 
 def detect(path: Path | str) -> Format | None:
@@ -403,9 +406,9 @@ def _text_in(parsed: Any, field: str, location: str, line: bytes = b"") -> str:
         return text
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(parsed, dict) and field not in parsed:
-            others = [name for name, value in parsed.items() if isinstance(value, str)]
-            if others:
-                names = ", ".join(f'"{name}"' for name in others[:_SHOWN])
+            text_fields = [name for name, value in parsed.items() if isinstance(value, str)]
+            if text_fields:
+                names = ", ".join(f'"{name}"' for name in text_fields[:_SHOWN])
                 raise ConfigError(
                     f'{location}: this JSON object has no "{field}"; it has {names}: choose one '
                     f"with {FIELD_OPTION}"

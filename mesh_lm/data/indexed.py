@@ -171,19 +171,20 @@ class Documents:
             return f"{self._digests.sampled}-{self._digests.seal[:16]}"
         return _sampled(self.sequences, self.unverified)
 
-    def seal(self, about: bytes | None = None) -> None:
+    def seal(self, description: bytes | None = None) -> None:
         """Writes `<prefix>.digests` for the files as they are.
 
-        about: contents of the `<prefix>.json` that will be written; None: those of the present one.
+        description: contents of the `<prefix>.json` that will be written; None: those of the
+        present one.
 
         Raises:
           OSError: the disk is full or not writable.
         """
-        about_path = Path(f"{self.prefix}.json")
-        if about is None and about_path.exists():
-            about = about_path.read_bytes()
+        description_path = Path(f"{self.prefix}.json")
+        if description is None and description_path.exists():
+            description = description_path.read_bytes()
         sampled = _sampled(self.sequences, self.unverified)
-        content = digests.of(bin_path(self.prefix), idx_path(self.prefix), about, sampled)
+        content = digests.of(bin_path(self.prefix), idx_path(self.prefix), description, sampled)
         with atomic_write(digests_path(self.prefix)) as (file,):
             file.write(content)
 

@@ -43,7 +43,7 @@ class MegatronPrefix:
 
     documents: Documents
     fingerprint: str
-    about: dict[str, Any]
+    description: dict[str, Any]
     """Contents of <prefix>.json, which `mesh_lm.data.prepare` writes; empty if there is none, as
     for files made by Megatron."""
 
@@ -95,7 +95,7 @@ class MegatronCorpus(Dataset):
             self.name += ", no extra token"
 
         for member in self._all_members:
-            if "bytes" not in member.about and Path(f"{member.prefix}.tokenizer").exists():
+            if "bytes" not in member.description and Path(f"{member.prefix}.tokenizer").exists():
                 progress(
                     f"warning: {member.prefix}.json is not there, or not what `prepare` wrote with "
                     "the tokenizer: the bytes are estimated"
@@ -122,8 +122,8 @@ class MegatronCorpus(Dataset):
             estimate = self.heldout_bytes * self.train_tokens / self.heldout_tokens
             self.train_bytes = round(estimate)
 
-        lost = sum(member.about.get("lost_bytes") or 0 for member in self._all_members)
-        n_bytes = sum(member.about.get("bytes") or 0 for member in self._all_members)
+        lost = sum(member.description.get("lost_bytes") or 0 for member in self._all_members)
+        n_bytes = sum(member.description.get("bytes") or 0 for member in self._all_members)
         self.loss_of_bytes = described(lost, n_bytes)
         if not self.heldout_tokens and not config.valid_blend:
             most = max(len(member.documents.sequences) - 1 for member in self.members)
@@ -180,8 +180,8 @@ class MegatronCorpus(Dataset):
         """
         fingerprints: dict[str, str] = {}
         for member in self._all_members:
-            if "tokenizer_fingerprint" in member.about:
-                fingerprints[member.prefix] = member.about["tokenizer_fingerprint"]
+            if "tokenizer_fingerprint" in member.description:
+                fingerprints[member.prefix] = member.description["tokenizer_fingerprint"]
         if self._tokenizer:
             former = []
             for prefix, fingerprint in fingerprints.items():
@@ -202,7 +202,7 @@ class MegatronCorpus(Dataset):
     def _common_eod(self) -> int | None:
         if self._tokenizer:
             return self._tokenizer.eod
-        eods = {member.about.get("eod") for member in self._all_members}
+        eods = {member.description.get("eod") for member in self._all_members}
         return eods.pop() if len(eods) == 1 else None
 
     def _bytes(self, members: list[MegatronPrefix], texts: list[TokenStream]) -> int | None:
@@ -219,11 +219,11 @@ class MegatronCorpus(Dataset):
         """Estimates the bytes of a text from bytes per token, by <prefix>.json or else by
         decoding.
         """
-        about = member.about
+        description = member.description
         # Files of older versions do not know what was lost.
-        if about.get("bytes") and about.get("tokens") and "lost_bytes" in about:
-            spelled = about["bytes"] - about["lost_bytes"]
-            return round(spelled * text.n_tokens / about["tokens"])
+        if description.get("bytes") and description.get("tokens") and "lost_bytes" in description:
+            spelled = description["bytes"] - description["lost_bytes"]
+            return round(spelled * text.n_tokens / description["tokens"])
         if not self._tokenizer:
             return None
         key = {

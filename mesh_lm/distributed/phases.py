@@ -35,11 +35,11 @@ class Phases:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began = clock()
+        self._started_at = clock()
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._recent_steps: deque[float] = deque(maxlen=_RECENT_STEPS)
         self.phase: Phase = "start"
-        self.since = self._began
+        self.since = self._started_at
         self.step = -1
         self.saved = -1
 
@@ -48,10 +48,10 @@ class Phases:
 
         Calling it again with the same phase is a sign of life.
         """
-        now = self._clock()
-        self._seconds[self.phase] += now - self.since
+        timestamp = self._clock()
+        self._seconds[self.phase] += timestamp - self.since
         self.phase = phase
-        self.since = now
+        self.since = timestamp
 
     def steps(self, batches: Iterable[_Item]) -> Iterator[_Item]:
         """Yields the batches.
@@ -89,7 +89,7 @@ class Phases:
     @property
     def age(self) -> float:
         """Seconds since the first phase began."""
-        return self._clock() - self._began
+        return self._clock() - self._started_at
 
     @property
     def median_step(self) -> float:

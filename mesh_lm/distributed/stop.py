@@ -35,12 +35,12 @@ _TOGETHER = (
 )
 
 
-def status_of(*, by_interrupt: bool) -> Literal[99, 130]:
+def status_of(*, interrupted: bool) -> Literal[99, 130]:
     """Returns the status of a process that a signal has ended.
 
     It is 130 for SIGINT, but under a launcher 99, which it does not take for a failure.
     """
-    return EXIT_INTERRUPTED if by_interrupt and HEARTBEAT not in os.environ else EXIT_PREEMPTED
+    return EXIT_INTERRUPTED if interrupted and HEARTBEAT not in os.environ else EXIT_PREEMPTED
 
 
 class StopOnSignal:
@@ -130,7 +130,7 @@ class StopOnSignal:
         if self.interrupted and self._is_interactive:
             raise KeyboardInterrupt
         # Files are closed and removed on the way to __exit__.
-        raise SystemExit(status_of(by_interrupt=self.interrupted))
+        raise SystemExit(status_of(interrupted=self.interrupted))
 
     def _end_at_once(self) -> NoReturn:
         """Ends the process without a save, as SIGKILL would.
@@ -142,7 +142,7 @@ class StopOnSignal:
         newest = self.phases.saved
         cure = f"continues from step {newest}" if newest > 0 else "starts again"
         self._announce(f"ended at once by a second Ctrl-C, without a save; the same command {cure}")
-        _exit(status_of(by_interrupt=True))
+        _exit(status_of(interrupted=True))
 
     def _announce_nothing_to_save(self, cause: str) -> None:
         self._announce(
@@ -174,14 +174,14 @@ class StopOnSignal:
             if is_interrupt and is_connected:
                 _write(_TOGETHER)  # which may take minutes
             if signal.SIGTERM in numbers or (is_interrupt and not is_connected):
-                self._end_unless_saving(by_interrupt=n_interrupts > 0)
+                self._end_unless_saving(interrupted=n_interrupts > 0)
         os.close(self._signals)
 
-    def _end_unless_saving(self, *, by_interrupt: bool) -> None:
+    def _end_unless_saving(self, *, interrupted: bool) -> None:
         """Ends the process after _UNWIND seconds, or at a second SIGINT, unless a step was done
         meanwhile, which is saved.
         """
-        self._announce_nothing_to_save("Ctrl-C" if by_interrupt else "SIGTERM")
+        self._announce_nothing_to_save("Ctrl-C" if interrupted else "SIGTERM")
         deadline = time.monotonic() + _UNWIND
         signals = select.poll()
         signals.register(self._signals, select.POLLIN)
@@ -193,11 +193,11 @@ class StopOnSignal:
             if not numbers:  # the context was left, which is not yet the end of the process
                 threading.Event().wait(deadline - time.monotonic())
                 break
-            if by_interrupt and signal.SIGINT in numbers:
-                _exit(status_of(by_interrupt=True))
-            by_interrupt |= signal.SIGINT in numbers
+            if interrupted and signal.SIGINT in numbers:
+                _exit(status_of(interrupted=True))
+            interrupted |= signal.SIGINT in numbers
         if self._leaving or self.phases.nothing_to_save:
-            _exit(status_of(by_interrupt=by_interrupt))
+            _exit(status_of(interrupted=interrupted))
 
     # The end of the context.
 
@@ -224,7 +224,7 @@ class StopOnSignal:
             return
         if self._is_native and isinstance(value, SystemExit):
             _flush()
-            _exit(status_of(by_interrupt=self.interrupted))
+            _exit(status_of(interrupted=self.interrupted))
         signal.set_wakeup_fd(self._old_wakeup_fd)
         if jax.distributed.is_initialized():
             del self._old_handlers[signal.SIGTERM]  # the handler is JAX's

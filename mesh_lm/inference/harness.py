@@ -406,5 +406,5 @@ def _require_harness() -> None:
 def _first_names(names: Sequence[str]) -> str:
     if not names:
         return "none"
-    others = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + others
+    remainder = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + remainder

@@ -100,7 +100,8 @@ class TrainedModel:
     def generate(self, prompt: str, tokens: int = ..., **options: Any) -> str: ...
     @overload
     def generate(self, prompt: Sequence[str], tokens: int = ..., **options: Any) -> list[str]: ...
-    def generate(  # pyright: ignore[reportInconsistentOverload]  # the options of both are those here
+    # `options` of both overloads are the keyword arguments here.
+    def generate(  # pyright: ignore[reportInconsistentOverload]
         self,
         prompt: str | Sequence[str] = "",
         tokens: int = 128,

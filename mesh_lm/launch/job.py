@@ -137,23 +137,23 @@ class Job:
         Options win over variables, and variables over Slurm. Raises ConfigError if they are
         incomplete or impossible.
         """
-        place = _place(options, environment)
+        placement = _placement(options, environment)
         try:
-            nodes = int(place.nodes or 1)
-            node = int(place.node or 0)
+            nodes = int(placement.nodes or 1)
+            node = int(placement.node or 0)
         except ValueError:
             raise ConfigError(
-                f"nodes={place.nodes} and node={place.node} "
+                f"nodes={placement.nodes} and node={placement.node} "
                 "must both be integers, as nodes=2 and node=0"
             ) from None
-        _require_valid_place(place, nodes, node)
+        _require_valid_placement(placement, nodes, node)
         _require_valid(options, nodes, environment)
         same_names = {field.name for field in dataclasses.fields(cls)} - {*VARIABLES, "command"}
         return cls(
             tuple(command),
             nodes,
             node,
-            place.rendezvous if nodes > 1 and place.rendezvous else cls.rendezvous,
+            placement.rendezvous if nodes > 1 and placement.rendezvous else cls.rendezvous,
             **{name: getattr(options, name) for name in same_names},
         )
 
@@ -233,36 +233,36 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:_DIGEST]
 
 
-class _Place(NamedTuple):
-    """The place of a launcher in the run, as its source spells it; None: that does not say."""
+class _Placement(NamedTuple):
+    """The placement of a launcher in the run, as its source spells it; None: that does not say."""
 
     nodes: int | str | None
     node: int | str | None
     rendezvous: str | None
 
 
-def _place(options: Options, environment: Mapping[str, str]) -> _Place:
-    """Returns the place from options, else from variables, else from Slurm.
+def _placement(options: Options, environment: Mapping[str, str]) -> _Placement:
+    """Returns the placement from options, else from variables, else from Slurm.
 
     Raises ConfigError if Slurm started several launchers on a node, or another program started this
     one as one of several.
     """
-    place = _Place(options.nodes, options.node, options.rendezvous)
-    if place != _NOWHERE:
-        return place
-    place = _Place(*(environment.get(variable) or None for variable in VARIABLES.values()))
-    if place != _NOWHERE:
-        return place
+    placement = _Placement(options.nodes, options.node, options.rendezvous)
+    if placement != _NO_PLACEMENT:
+        return placement
+    placement = _Placement(*(environment.get(variable) or None for variable in VARIABLES.values()))
+    if placement != _NO_PLACEMENT:
+        return placement
     if is_slurm_step(environment):
-        return _slurm_place(environment)
+        return _slurm_placement(environment)
     _require_one_launcher(environment)
-    return _NOWHERE
+    return _NO_PLACEMENT
 
 
-_NOWHERE = _Place(None, None, None)
+_NO_PLACEMENT = _Placement(None, None, None)
 
 
-def _slurm_place(environment: Mapping[str, str]) -> _Place:
+def _slurm_placement(environment: Mapping[str, str]) -> _Placement:
     nodes = environment.get("SLURM_STEP_NUM_NODES", "1")
     tasks = environment["SLURM_STEP_NUM_TASKS"]
     if tasks != nodes:
@@ -270,7 +270,7 @@ def _slurm_place(environment: Mapping[str, str]) -> _Place:
             f"srun starts {tasks} launchers on {nodes} nodes; pass --ntasks-per-node=1 to srun and "
             "use --per-node"
         )
-    return _Place(nodes, environment["SLURM_NODEID"], slurm_address(environment))
+    return _Placement(nodes, environment["SLURM_NODEID"], slurm_address(environment))
 
 
 def _require_one_launcher(environment: Mapping[str, str]) -> None:
@@ -282,29 +282,29 @@ def _require_one_launcher(environment: Mapping[str, str]) -> None:
         return
     raise ConfigError(
         f"{starter.size}={environment[starter.size]}: {starter.name} has started this launcher as "
-        f"one of several, of which each would train alone; give each of them {_place_options()}, "
-        "or --nodes=1 if it is to"
+        f"one of several, of which each would train alone; give each of them "
+        f"{_placement_options()}, or --nodes=1 if it is to"
     )
 
 
-def _place_options() -> str:
+def _placement_options() -> str:
     return ", ".join(f"--{option} (or {variable})" for option, variable in VARIABLES.items())
 
 
-def _require_valid_place(place: _Place, nodes: int, node: int) -> None:
-    """nodes, node: those of `place`, as numbers."""
-    if nodes > 1 and (place.rendezvous is None or place.node is None):
+def _require_valid_placement(placement: _Placement, nodes: int, node: int) -> None:
+    """nodes, node: those of `placement`, as numbers."""
+    if nodes > 1 and (placement.rendezvous is None or placement.node is None):
         raise ConfigError(
-            f"several nodes need all of {_place_options()}: --nodes={nodes} --node={place.node} "
-            f"--rendezvous={place.rendezvous}"
+            f"several nodes need all of {_placement_options()}: --nodes={nodes} "
+            f"--node={placement.node} --rendezvous={placement.rendezvous}"
         )
     if not 0 <= node < nodes:
         raise ConfigError(
-            f"node={node} must be 0 to nodes - 1 = {nodes - 1}; see {_place_options()}"
+            f"node={node} must be 0 to nodes - 1 = {nodes - 1}; see {_placement_options()}"
         )
-    if place.rendezvous is not None and not re.fullmatch(r".+:\d+", place.rendezvous):
+    if placement.rendezvous is not None and not re.fullmatch(r".+:\d+", placement.rendezvous):
         raise ConfigError(
-            f"rendezvous={place.rendezvous} must be host:port of node 0, such as node1:9876"
+            f"rendezvous={placement.rendezvous} must be host:port of node 0, such as node1:9876"
         )
 
 

@@ -181,8 +181,8 @@ def stragglers(old_beats: Beats, new_beats: Beats) -> list[str]:
 
     lines = []
     for process, time_ in times.items():
-        others = [other.busy for name, other in times.items() if name != process]
-        median = statistics.median(others or [time_.busy])
+        other_times = [other.busy for name, other in times.items() if name != process]
+        median = statistics.median(other_times or [time_.busy])
         if time_.busy > 2 * median and time_.busy - median > 0.05 * time_.total:
             lines.append(
                 f"process {process} is a straggler: it spends {time_.busy:.3g} s per step outside "

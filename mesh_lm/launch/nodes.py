@@ -61,7 +61,9 @@ class Nodes(dict[int, Node]):
         super().__init__()
         self._job = job
         self._n_checks = 0
-        self._places: list[int] = []  # the nodes that compute, in the order of their processes
+        self._compute_nodes: list[
+            int
+        ] = []  # the nodes that compute, in the order of their processes
         self._logged: dict[int, str] = {}  # node -> its last `unhealthy_reason` in the log
 
     # Health checks.
@@ -165,52 +167,52 @@ class Nodes(dict[int, Node]):
         usable: the best first. failing: whether a node is used, and keeps its place, only if no
         other is left.
         """
-        old_places = self._places
-        old_position = {number: position for position, number in enumerate(old_places)}
+        old_nodes = self._compute_nodes
+        old_position = {number: position for position, number in enumerate(old_nodes)}
 
         def preference(number: int) -> tuple[bool, int]:
-            return failing(number), old_position.get(number, len(old_places))
+            return failing(number), old_position.get(number, len(old_nodes))
 
         members = sorted(usable, key=preference)[:n_members]
-        if len(old_places) == n_members:
-            self._places = self._replace_missing(old_places, members)
+        if len(old_nodes) == n_members:
+            self._compute_nodes = self._replace_missing(old_nodes, members)
         else:
-            self._places = sorted(members)
+            self._compute_nodes = sorted(members)
         self._put_coordinator_first()
         if self._job.spares:
-            idle = [number for number in usable if number not in self._places]
+            idle = [number for number in usable if number not in self._compute_nodes]
             if idle:
                 stand = "stands" if len(idle) == 1 else "stand"
                 log(f"{number_ranges(idle, 'node', 'nodes')} {stand} by")
-        return [*self._places]
+        return [*self._compute_nodes]
 
-    def _replace_missing(self, old_places: list[int], members: list[int]) -> list[int]:
-        """Returns the places with new members instead of those that are missing."""
-        newcomers = iter([number for number in members if number not in old_places])
-        places = []
-        for old in old_places:
+    def _replace_missing(self, old_nodes: list[int], members: list[int]) -> list[int]:
+        """Returns the nodes with new members instead of those that are missing."""
+        newcomers = iter([number for number in members if number not in old_nodes])
+        compute_nodes = []
+        for old in old_nodes:
             if old in members:
-                places.append(old)
+                compute_nodes.append(old)
                 continue
             number = next(newcomers)
             log(f"node {number} ({self[number].host}) takes the place of node {old}")
-            places.append(number)
-        return places
+            compute_nodes.append(number)
+        return compute_nodes
 
     def _put_coordinator_first(self) -> None:
         """Gives process 0 to a node of which a free port is known; usually it is the first already.
 
         That is a node that has reported its checks, or node 0, whose launcher this is.
         """
-        for position, number in enumerate(self._places):
+        for position, number in enumerate(self._compute_nodes):
             if number == 0 or self[number].port > 0:
-                self._places[position] = self._places[0]
-                self._places[0] = number
+                self._compute_nodes[position] = self._compute_nodes[0]
+                self._compute_nodes[0] = number
                 return
 
     def coordinator(self) -> str:
         """Returns host:port for process 0, on the first node that computes."""
-        first = self._places[0]
+        first = self._compute_nodes[0]
         if first == 0:
             host = self._job.address[0]
             port = free_port(LOOPBACK if self._job.nodes == 1 else "")

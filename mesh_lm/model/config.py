@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from mesh_lm.config import ModelConfig, expert, option
 from mesh_lm.errors import ConfigError
 from mesh_lm.fields import bound_problems
+from mesh_lm.model.experts_config import ExpertsConfig
 from mesh_lm.model.kinds import attention_flops_per_token, kind
 from mesh_lm.schedules.segments import Remat, Segment, Stack
 
 if TYPE_CHECKING:
+    import jax
     from flax import nnx
 
     from sharding_rules import Shard
@@ -67,8 +69,8 @@ class DecoderConfig(ModelConfig):
     """Different kinds of layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty:
     layers of one kind, in a segment "blocks"."""
     block: str = "dense"
-    """The kind of layer where `segments` is empty: dense, or module:class or FILE.py:class for one
-    of your own (docs/own_block.py)."""
+    """The kind of layer where `segments` is empty: dense, moe (a mixture of experts), or
+    module:class or FILE.py:class for one of your own (docs/own_block.py)."""
     d_model: int = option(128, least=1)
     """Width of the residual stream."""
     n_heads: int = option(4, least=1)
@@ -79,6 +81,8 @@ class DecoderConfig(ModelConfig):
     """Width of each head; 0: d_model / n_heads."""
     d_ff: int = option(0, least=0)
     """Width of the MLP; 0: 4 d_model."""
+    experts: ExpertsConfig = ExpertsConfig()
+    """The experts of layers of kind moe."""
     positions: Literal["learned", "rotary"] = "learned"
     """learned: a table of seq_len position embeddings; rotary: RoPE (arXiv 2104.09864)."""
     rope_theta: float = 10_000.0
@@ -164,6 +168,16 @@ class DecoderConfig(ModelConfig):
         return self.d_ff or 4 * self.d_model
 
     @property
+    def d_expert(self) -> int:
+        """Width of an expert."""
+        return self.experts.d_ff or self.d_mlp
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a segment has layers of kind moe."""
+        return any(segment.kind == "moe" for segment in self.segment_configs())
+
+    @property
     def _head_weights(self) -> int:
         return self.vocab_size * self.d_model
 
@@ -201,6 +215,9 @@ class DecoderConfig(ModelConfig):
             sizes["kv_heads"] = ("n_kv_heads", self.n_kv_heads)
         sizes["mlp"] = ("d_ff", self.d_mlp)
         sizes["vocab"] = ("vocab_size", self.padded_vocab)
+        if self.has_experts:
+            sizes["experts"] = ("experts.number", self.experts.number)
+            sizes["expert_mlp"] = ("experts.d_ff", self.d_expert)
         return sizes
 
     def problems(self) -> list[str]:
@@ -225,6 +242,8 @@ class DecoderConfig(ModelConfig):
                 f"model.n_heads={self.n_heads} is not divisible by model.n_kv_heads={self.kv_heads}"
             )
         problems += self._segment_problems()
+        if self.has_experts:
+            problems += self.experts.problems()
         if self.positions == "rotary" and self.d_head % 2:
             problems.append(f"rotary positions need an even head width, not {self.d_head}")
         if not 0 <= self.dropout < 1:
@@ -305,6 +324,47 @@ class DecoderConfig(ModelConfig):
             )
             first_layer = end
         return Stack(tuple(segments), head=6.0 * self._head_weights)
+
+    def updated(
+        self, buffers: dict[str, jax.Array], sums: dict[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        """Returns the routers' biases after a step, [L, E] of each segment: up by
+        `experts.bias_rate` for an expert with fewer tokens of the global batch than the mean, and
+        down for one with more (arXiv 2408.15664).
+        """
+        from jax import numpy as jnp  # here, so that configs load without JAX
+
+        updated = {}
+        for name, bias_LE in buffers.items():
+            segment = name.partition(".")[0]
+            load_LE = sums[f"{segment}/load"]
+            missing_LE = load_LE.mean(-1, keepdims=True) - load_LE
+            updated[name] = bias_LE + self.experts.bias_rate * jnp.sign(missing_LE)
+        return updated
+
+    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns, of a model with experts: expert_load, the load of a layer's busiest expert over
+        the mean, averaged over layers; expert_idle, the share of experts that no token chose.
+        """
+        from jax import numpy as jnp  # here, so that configs load without JAX
+
+        loads = [
+            sums[f"{segment.name}/load"]
+            for segment in self.segment_configs()
+            if segment.kind == "moe"
+        ]
+        if not loads:
+            return {}
+        load_LE = jnp.concatenate(loads)
+        # Rows of a pipeline's padding have no load.
+        is_layer = load_LE.sum(-1) > 0
+        n_layers = jnp.maximum(is_layer.sum(), 1)
+        peak_L = load_LE.max(-1) / jnp.maximum(load_LE.mean(-1), 1)
+        idle_L = (load_LE == 0).mean(-1)
+        return {
+            "expert_load": jnp.where(is_layer, peak_L, 0).sum() / n_layers,
+            "expert_idle": jnp.where(is_layer, idle_L, 0).sum() / n_layers,
+        }
 
     def flops_per_token(self) -> float:
         """Returns the FLOPs of one token, forward and backward: 6 per matmul weight (including the

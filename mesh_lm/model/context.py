@@ -111,9 +111,9 @@ def ulysses(
     copies = repeats(k.shape[2], n)
     k, v = (_repeated(x, copies) for x in (k, v))
     # One all-to-all for the three: each device's heads side by side.
-    by_device = [x.reshape(B, S, n, -1, H) for x in (q, k, v)]
-    q_heads, kv_heads, _ = (x.shape[3] for x in by_device)
-    joined = jnp.concatenate(by_device, axis=3)
+    device_heads = [x.reshape(B, S, n, -1, H) for x in (q, k, v)]
+    q_heads, kv_heads, _ = (x.shape[3] for x in device_heads)
+    joined = jnp.concatenate(device_heads, axis=3)
     joined = lax.all_to_all(joined, axis, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
     q, k, v = jnp.split(joined, (q_heads, q_heads + kv_heads), axis=2)
     # remat=save_names saves these, so that the backward pass exchanges nothing again.
@@ -184,7 +184,7 @@ def gather(
 
 def _in_order(x: jax.Array) -> jax.Array:
     """Returns the gathered shards [n, B, S, ...] as [B, T, ...], tokens in their own order."""
-    n, B, S, *rest = x.shape
-    halves = x.reshape(n, B, 2, S // 2, *rest)
+    n, B, S, *trailing_dims = x.shape
+    halves = x.reshape(n, B, 2, S // 2, *trailing_dims)
     chunks = jnp.concatenate([halves[:, :, 0], halves[::-1, :, 1]])
-    return jnp.moveaxis(chunks, 0, 1).reshape(B, n * S, *rest)
+    return jnp.moveaxis(chunks, 0, 1).reshape(B, n * S, *trailing_dims)

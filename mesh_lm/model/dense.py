@@ -37,11 +37,19 @@ class DenseLayer(nnx.Module):
         self.attention_norm = Norm(config, weights)
         self.attention = Attention(config, weights, shard)
         self.mlp_norm = Norm(config, weights)
+        self.make_mlp(config, weights, shard)
+
+    def make_mlp(self, config: DecoderConfig, weights: Weights, shard: Shard) -> None:
+        """Makes the parameters of the second block."""
         self.mlp = Mlp(config, weights, shard)
+
+    def apply_mlp(self, x_TD: jax.Array, ctx: Context) -> tuple[jax.Array, Sums]:
+        """Returns the output of the second block, whose input is normalised, and its sums."""
+        return self.mlp(self._enter(x_TD, ctx), ctx.tokens), {}
 
     def __call__(self, x_TD: jax.Array, ctx: Context) -> tuple[jax.Array, Any, Sums]:
         """Returns the residual stream [T, D] after this layer, the layer's cache (None in
-        training), and no sums.
+        training), and the sums of the second block.
         """
         dropout = ctx.dropout.fold(ctx.number) if ctx.dropout else None
         past = Past.of(ctx)
@@ -53,10 +61,9 @@ class DenseLayer(nnx.Module):
             # remat=save_names and save_attention save the stream between the blocks.
             x_TD = checkpoint_name(self._add(x_TD, y_TD, dropout, 0, ctx), "mid_residual")
         with jax.named_scope("mlp"):
-            h_TD = self._enter(self.mlp_norm(x_TD), ctx)
-            y_TD = self.mlp(h_TD, ctx.tokens)
+            y_TD, sums = self.apply_mlp(self.mlp_norm(x_TD), ctx)
             x_TD = self._add(x_TD, y_TD, dropout, 1, ctx)
-            return x_TD, past and past.cache, {}
+            return x_TD, past and past.cache, sums
 
     def _enter(self, x_TD: jax.Array, ctx: Context) -> jax.Array:
         """Returns a block's input, whose sequence is gathered where the rules shard that of the

@@ -14,7 +14,7 @@ from sharding_rules import did_you_mean
 if TYPE_CHECKING:
     from mesh_lm.model.config import DecoderConfig
 
-KINDS = {"dense": "mesh_lm.model.dense"}
+KINDS = {"dense": "mesh_lm.model.dense", "moe": "mesh_lm.model.moe"}
 """Name -> the module that has what `Kind` asks for; it is imported when a model is measured or
 built, so that configs load without Flax."""
 
@@ -62,17 +62,17 @@ class OwnKind:
     attention_flops_per_token: Callable[[DecoderConfig], float]
 
 
-def kind(name: str, where: str = "model.segments") -> Kind:
+def kind(name: str, field: str = "model.segments") -> Kind:
     """Returns the kind of layer of this name: one of KINDS, or a layer class of the user's own as
     module:class or FILE.py:class.
 
     Where such a class has no static methods n_params, flops_per_token and
-    attention_flops_per_token, as in `Kind`, the counts are those of a dense layer. where: the field
+    attention_flops_per_token, as in `Kind`, the counts are those of a dense layer. field: the field
     that has the name, for errors. Raises ConfigError for a name that leads to no class.
     """
     if name in KINDS:
         return importlib.import_module(KINDS[name])  # pyright: ignore[reportReturnType]
-    problem = f"{where}: no kind of layer {name!r}"
+    problem = f"{field}: no kind of layer {name!r}"
     path, colon, class_name = name.rpartition(":")
     if not colon:
         suggestion = did_you_mean(name, KINDS)

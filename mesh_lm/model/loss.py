@@ -60,12 +60,12 @@ def cross_entropy(
     # A custom VJP: the forward pass computes the gradients, too.
     @jax.custom_vjp
     def f(x: jax.Array, head: jax.Array) -> tuple[jax.Array, Sums]:
-        return run(x, head, with_grads=False)[0]
+        return run(x, head, needs_grads=False)[0]
 
     def f_fwd(
         x: jax.Array, head: jax.Array
     ) -> tuple[tuple[jax.Array, Sums], tuple[jax.Array, jax.Array]]:
-        return run(x, head, with_grads=True)
+        return run(x, head, needs_grads=True)
 
     def f_bwd(
         grads: tuple[jax.Array, jax.Array], dout: tuple[jax.Array, Sums]
@@ -73,7 +73,7 @@ def cross_entropy(
         dx, dhead = grads
         return (dx * dout[0]).astype(dx.dtype), dhead * dout[0]
 
-    def run(x: jax.Array, head: jax.Array, with_grads: bool):
+    def run(x: jax.Array, head: jax.Array, needs_grads: bool):
         on_device = partial(
             _on_device,
             shards=shards,
@@ -82,7 +82,7 @@ def cross_entropy(
             chunk=chunk,
             softcap=softcap,
             z_loss=z_loss,
-            with_grads=with_grads,
+            needs_grads=needs_grads,
         )
         in_specs = (x_spec, table.spec, row_spec, row_spec)
         out_specs = ((jax.P(), jax.P()), (x_spec, table.spec))
@@ -129,7 +129,9 @@ def label_scores(
             return label_z - lse, likeliest == label_C
 
         scores = lax.map(score, _chunks((x, labels), chunk))
-        return tuple(a.reshape(-1)[: labels.size].reshape(labels.shape) for a in scores)  # pyright: ignore[reportReturnType]
+        return tuple(  # pyright: ignore[reportReturnType]
+            a.reshape(-1)[: labels.size].reshape(labels.shape) for a in scores
+        )
 
     row_spec = shard.spec("activations", ("batch", "seq"))
     x_spec = shard.spec("activations", ("batch", "seq_resid", "embed"))
@@ -212,7 +214,7 @@ def _on_device(
     chunk: int,
     softcap: float,
     z_loss: float,
-    with_grads: bool,
+    needs_grads: bool,
 ) -> tuple[tuple[jax.Array, Sums], Any]:
     """Returns ((objective, sums), (dx like x, dhead like head)), or None in place of both
     gradients.
@@ -243,7 +245,7 @@ def _on_device(
             "weight": sums["weight"] + weight_C.sum(),
             "z_loss": sums["z_loss"] + (weight_C * lse**2).sum(),
         }
-        if not with_grads:
+        if not needs_grads:
             return (sums, dhead), None
         # The gradient of loss + z_loss lse^2 by the logits: p (1 + 2 z_loss lse) - onehot(label).
         dz = (exp / total[:, None]) * (1 + 2 * z_loss * lse)[:, None] - is_label
@@ -257,7 +259,7 @@ def _on_device(
         return (sums, dhead), dx_CD
 
     sums: Sums = {name: jnp.zeros((), jnp.float32) for name in ("loss", "weight", "z_loss")}
-    dhead = jnp.zeros((V, D) if with_grads else (), jnp.float32)
+    dhead = jnp.zeros((V, D) if needs_grads else (), jnp.float32)
     dx: Any
     if n_chunks > 1:
         (sums, dhead), dx = lax.scan(step, (sums, dhead), rows)
@@ -270,7 +272,7 @@ def _on_device(
     objective = sums["loss"] + z_loss * sums["z_loss"]
     if not z_loss:
         del sums["z_loss"]
-    if not with_grads:
+    if not needs_grads:
         return (objective, sums), (None, None)
     # Each device has the gradients of its own rows of the vocabulary: they are summed, and sharded
     # like x and the head.

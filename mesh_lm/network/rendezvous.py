@@ -169,7 +169,7 @@ class _Guests:
         self._meeting = meeting
         self._n_processes = meeting.slot.count
         self._callers: list[Peer] = []  # connections that have not presented themselves
-        self._by_index: dict[int, Peer] = {}
+        self._peer_by_index: dict[int, Peer] = {}
         self._unwanted: list[Peer] = []  # processes that may not take part
         self.problem = ""
         self.refused = ""
@@ -181,7 +181,7 @@ class _Guests:
 
         Those that may not take part are included.
         """
-        return len(self._by_index) + len(self._unwanted)
+        return len(self._peer_by_index) + len(self._unwanted)
 
     def poll(self) -> None:
         """Accepts connections, and reads what has arrived."""
@@ -224,7 +224,7 @@ class _Guests:
             caller.close()
             return
         index = other["index"]
-        twin = self._by_index.get(index)
+        twin = self._peer_by_index.get(index)
         if twin:
             twin.receive()  # it may have hung up, to try again
         if not 0 < index < self._n_processes:
@@ -240,25 +240,25 @@ class _Guests:
                 "launch.index"
             )
         else:
-            self._by_index[index] = caller
+            self._peer_by_index[index] = caller
         self.problem = self.problem or _difference(self._meeting.introduction, other)
 
     def absent(self) -> str:
         """Returns the processes that have not presented themselves, as text."""
-        return number_ranges(sorted({*range(1, self._n_processes)} - self._by_index.keys()))
+        return number_ranges(sorted({*range(1, self._n_processes)} - self._peer_by_index.keys()))
 
     def lost(self) -> list[int]:
         """Returns the processes that have hung up."""
-        for peer in self._by_index.values():
+        for peer in self._peer_by_index.values():
             peer.receive()
-        return sorted(index for index, peer in self._by_index.items() if not peer.open)
+        return sorted(index for index, peer in self._peer_by_index.items() if not peer.open)
 
     def dismiss(self, outcome: _Outcome) -> None:
         """Sends all processes the outcome.
 
         They hang up first, so that no socket on this port lingers when JAX binds it.
         """
-        guests = [*self._by_index.values(), *self._unwanted]
+        guests = [*self._peer_by_index.values(), *self._unwanted]
         for guest in guests:
             guest.send(problem=outcome.problem[:_TEXT], absent=outcome.absent)
         deadline = time.monotonic() + _GRACE
@@ -269,7 +269,7 @@ class _Guests:
 
     def close(self) -> None:
         """Closes all connections."""
-        for peer in [*self._by_index.values(), *self._unwanted, *self._callers]:
+        for peer in [*self._peer_by_index.values(), *self._unwanted, *self._callers]:
             peer.close()
         self._listener.close()
 

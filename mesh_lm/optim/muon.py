@@ -61,8 +61,8 @@ class Muon:
         """Returns a momentum for each parameter, and Adam's second moment for parameters that are
         not matrices.
         """
-        others = {name: leaf for name, leaf in leaves.items() if not matrix_dims(name, leaf)}
-        return {"mu": dict(leaves), "nu": others}
+        other_leaves = {name: leaf for name, leaf in leaves.items() if not matrix_dims(name, leaf)}
+        return {"mu": dict(leaves), "nu": other_leaves}
 
     def direction(
         self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
@@ -72,10 +72,10 @@ class Muon:
         """
         from optax.contrib import scale_by_muon  # here, so that configs load without optax
 
-        others = slots["nu"].keys()
+        other_names = slots["nu"].keys()
         dims: dict[str, MuonDimensionNumbers] = {}
         for name, leaf in leaves.items():
-            if name not in others:
+            if name not in other_names:
                 dims[name] = cast("MuonDimensionNumbers", matrix_dims(name, leaf))
         rule = scale_by_muon(
             beta=self.momentum,
@@ -94,8 +94,8 @@ class Muon:
             ]
             directions[name] = 0.2 * math.sqrt(max(sides)) * x
 
-        other_slots = {"mu": {name: slots["mu"][name] for name in others}, "nu": slots["nu"]}
-        other_grads = {name: grads[name] for name in others}
+        other_slots = {"mu": {name: slots["mu"][name] for name in other_names}, "nu": slots["nu"]}
+        other_grads = {name: grads[name] for name in other_names}
         adamw = AdamW(self.beta1, self.beta2, self.eps)
         other_directions, moments = adamw.direction(
             other_grads, other_slots, params, count=count, leaves=leaves

@@ -234,22 +234,22 @@ def differentiated(
     layout: ModelLayout, params: Params, flat: FlatLayout = FlatLayout()
 ) -> tuple[Params, Params]:
     """Returns the float32 inputs that are differentiated: (zeros for stacked parameters, the
-    others).
+    other parameters).
 
     See `mesh_lm.parallel.stack.Sinks`. Parameters of segments whose layers gather matrices count as
     others.
     """
     stacked = {name for name in layout.stacked if not flat.gathered_by(segment_of(name))}
     sinks: Params = {}
-    others: Params = {}
+    other_params: Params = {}
     for name, x in params.items():
         if name in layout.buffers or name in flat.gathered_names:
             continue
         if name in stacked:
             sinks[name] = jnp.zeros(x.shape, jnp.float32)
         else:
-            others[name] = x.astype(jnp.float32)
-    return sinks, others
+            other_params[name] = x.astype(jnp.float32)
+    return sinks, other_params
 
 
 # Evaluation.
@@ -444,8 +444,8 @@ def _grad_specs(layout: ModelLayout, flat: FlatLayout) -> dict[str, PartitionSpe
     """Returns the specs of the gradients, over the manual axes: of parameters, or of vectors of
     them.
     """
-    without_gradient = flat.names | layout.buffers
-    specs = {n: s for n, s in _param_specs(layout, flat).items() if n not in without_gradient}
+    constant_names = flat.names | layout.buffers
+    specs = {n: s for n, s in _param_specs(layout, flat).items() if n not in constant_names}
     axes = manual_axes(layout)
     return specs | {v.name: layout.shard.restrict(v.spec, axes) for v in flat.vectors}
 
@@ -454,11 +454,11 @@ def _require_layers_apart(layout: ModelLayout, params: Params, one: Batch) -> No
     """Raises ConfigError if the model uses a parameter of its layers elsewhere: the gradient would
     miss that contribution.
     """
-    used = used_outside(layout.bind, params, layout.stacked - layout.buffers, one)
-    if used:
+    used_names = used_outside(layout.bind, params, layout.stacked - layout.buffers, one)
+    if used_names:
         raise ConfigError(
-            f"{type(layout.config).__name__}: prepare, embed or loss uses {used[0]}, a parameter "
-            "of the layers; make it a parameter of the model itself"
+            f"{type(layout.config).__name__}: prepare, embed or loss uses {used_names[0]}, a "
+            "parameter of the layers; make it a parameter of the model itself"
         )
 
 

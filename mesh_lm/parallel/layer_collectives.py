@@ -29,45 +29,49 @@ class LayerCollectives:
         self.shard = layout.shard
         self.vectors = layout.flat.gathered_by(segment)
 
-    def gather(self, vectors: Params, row: jax.Array, after: jax.Array) -> tuple[Params, jax.Array]:
+    def gather(
+        self, vectors: Params, row: jax.Array, predecessor: jax.Array
+    ) -> tuple[Params, jax.Array]:
         """Returns (the matrices of the layer in a row, `finished` of them).
 
-        vectors: those of this segment, and perhaps of others. after: `finished` of what must come
-        before.
+        vectors: those of this segment, and perhaps of others. predecessor: `finished` of what
+        must come before.
         """
 
         def on_device(
-            vectors: Params, row: jax.Array, after: jax.Array
+            vectors: Params, row: jax.Array, predecessor: jax.Array
         ) -> tuple[Params, jax.Array]:
             matrices: Params = {}
             for vector in self.vectors:
                 shard = lax.dynamic_index_in_dim(vectors[vector.name], row, keepdims=False)
                 # One all-gather for each vector, over the replicas.
-                matrices |= vector.all_gather_row(self.ordered(shard, after))
-                after = self._finished(matrices[vector.matrices[0].name], after)
-            return matrices, after
+                matrices |= vector.all_gather_row(self.ordered(shard, predecessor))
+                predecessor = self._finished(matrices[vector.matrices[0].name], predecessor)
+            return matrices, predecessor
 
         specs = {vector.name: vector_spec(self.layout, vector) for vector in self.vectors}
         run = self.shard.shard_map(
             on_device, (specs, PartitionSpec(), PartitionSpec()), (self.specs, PartitionSpec())
         )
-        matrices, after = run({name: vectors[name] for name in specs}, row, after)
-        return {name: w.astype(self.types[name]) for name, w in matrices.items()}, after
+        matrices, predecessor = run({name: vectors[name] for name in specs}, row, predecessor)
+        return {name: w.astype(self.types[name]) for name, w in matrices.items()}, predecessor
 
-    def reduce(self, grads: Params, after: jax.Array) -> tuple[Params, jax.Array]:
+    def reduce(self, grads: Params, predecessor: jax.Array) -> tuple[Params, jax.Array]:
         """Returns (this replica's shards of a layer's gradients, summed over the replicas,
         `finished` of them).
         """
         dtype = sum_dtype(self.shard.rules)
 
-        def on_device(grads: Params, after: jax.Array) -> tuple[Params, jax.Array]:
+        def on_device(grads: Params, predecessor: jax.Array) -> tuple[Params, jax.Array]:
             shards: Params = {}
             for vector in self.vectors:
-                vector_grads = {m.name: self.ordered(grads[m.name], after) for m in vector.matrices}
+                vector_grads = {
+                    m.name: self.ordered(grads[m.name], predecessor) for m in vector.matrices
+                }
                 # One reduce-scatter for each vector, over the replicas.
                 shards[vector.name] = vector.reduce_scatter_row(vector_grads, dtype)
-                after = self._finished(shards[vector.name], after)
-            return shards, after
+                predecessor = self._finished(shards[vector.name], predecessor)
+            return shards, predecessor
 
         row_specs = {
             vector.name: PartitionSpec(*vector_spec(self.layout, vector)[1:])
@@ -76,7 +80,7 @@ class LayerCollectives:
         run = self.shard.shard_map(
             on_device, (self.specs, PartitionSpec()), (row_specs, PartitionSpec())
         )
-        return run(grads, after)
+        return run(grads, predecessor)
 
     # XLA:CPU starts independent collectives in any order, so that devices may wait for one another:
     # there, each waits for those before it.
@@ -90,15 +94,15 @@ class LayerCollectives:
         )
         return run(x)
 
-    def ordered(self, x: jax.Array, after: jax.Array) -> jax.Array:
-        """Returns x, on CPUs not before `after` exists.
+    def ordered(self, x: jax.Array, predecessor: jax.Array) -> jax.Array:
+        """Returns x, on CPUs not before `predecessor` exists.
 
         It keeps its bits if what comes before is finite; if it is not, the step is skipped.
         """
-        return x * (1 + 0 * after).astype(x.dtype) if self.on_cpu else x
+        return x * (1 + 0 * predecessor).astype(x.dtype) if self.on_cpu else x
 
-    def _finished(self, x: jax.Array, after: jax.Array) -> jax.Array:
-        return x.ravel()[0].astype(jnp.float32) if self.on_cpu else after
+    def _finished(self, x: jax.Array, predecessor: jax.Array) -> jax.Array:
+        return x.ravel()[0].astype(jnp.float32) if self.on_cpu else predecessor
 
     @property
     def on_cpu(self) -> bool:

@@ -30,15 +30,15 @@ def ring_sum(x: jax.Array, axis: str) -> jax.Array:
     n = lax.axis_size(axis)
     device = lax.axis_index(axis)
     parts = _padded(x.reshape(-1), n).reshape(n, -1)
-    to_next = [(i, (i + 1) % n) for i in range(n)]
+    ring = [(i, (i + 1) % n) for i in range(n)]
     # Reduce-scatter: part i starts at device i, and each device that it comes to adds its own.
     part = parts[device]
     for step in range(1, n):
-        part = lax.ppermute(part, axis, to_next) + parts[(device - step) % n]
+        part = lax.ppermute(part, axis, ring) + parts[(device - step) % n]
     # All-gather: the sum of part i is now at device i - 1, and goes around once more.
     parts = parts.at[(device + 1) % n].set(part)
     for step in range(1, n):
-        part = lax.ppermute(part, axis, to_next)
+        part = lax.ppermute(part, axis, ring)
         parts = parts.at[(device + 1 - step) % n].set(part)
     return parts.reshape(-1)[: x.size].reshape(x.shape)
 

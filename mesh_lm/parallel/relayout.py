@@ -62,7 +62,7 @@ def to_canonical(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -
     """
     if stack.is_contiguous:
         return leaf
-    return _converted(leaf, _program(stack, sharding, leaf.shape, to_memory=False))
+    return _converted(leaf, _program(stack, sharding, leaf.shape, is_load=False))
 
 
 def to_memory(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> jax.Array:
@@ -72,7 +72,7 @@ def to_memory(leaf: jax.Array, stack: StackLayout, sharding: NamedSharding) -> j
     if stack.is_contiguous:
         return leaf
     shape = (stack.padded_rows, *leaf.shape[1:])
-    return _converted(leaf, _program(stack, sharding, shape, to_memory=True))
+    return _converted(leaf, _program(stack, sharding, shape, is_load=True))
 
 
 def _converted(leaf: jax.Array, program: Any) -> jax.Array:
@@ -86,7 +86,7 @@ def _converted(leaf: jax.Array, program: Any) -> jax.Array:
 
 @functools.cache
 def _program(
-    stack: StackLayout, sharding: NamedSharding, shape: tuple[int, ...], to_memory: bool
+    stack: StackLayout, sharding: NamedSharding, shape: tuple[int, ...], is_load: bool
 ) -> Any:
     """Returns the jitted conversion of an array that is [rows, ...] = shape in memory."""
     dim = _exchanged_dim(sharding, shape, stack)
@@ -132,7 +132,7 @@ def _program(
 
         return lax.scan(take_row, None, jnp.asarray(layers))[1]
 
-    if to_memory:
+    if is_load:
         convert, source, target = deal, canonical, sharding
     else:
         convert, source, target = collect, sharding, canonical

@@ -10,15 +10,19 @@ from typing import Any
 
 import jax
 
+from mesh_lm.model.router import ROUTING
 from mesh_lm.schedules.segments import Remat
 
 ATTENTION_NAMES = ("q", "k", "v", "attention_out", "attention_lse", "mid_residual")
 """The activations of a layer that remat=save_attention saves: the MLP's matmuls but its last are
 recomputed, which have the widest results."""
-SAVED_NAMES = (*ATTENTION_NAMES, "mlp_up")
+SAVED_NAMES = (*ATTENTION_NAMES, "mlp_up", "expert_in", "expert_up")
 """The activations of a layer that remat=save_names saves, and that remat=offload moves to the host:
-the results of matmuls and of the attention kernel, which are expensive to recompute. Norms and the
-nonlinearity are recomputed."""
+the results of matmuls, of the attention kernel and of exchanges of tokens, which are expensive to
+recompute. Norms and the nonlinearity are recomputed."""
+CHOICES = (ROUTING,)
+"""What every policy saves: the experts that a router has chosen. A choice that the backward pass
+made again could be another one."""
 
 
 def remat(policy: Remat, unrolled: bool = False) -> Callable[[Callable], Callable]:
@@ -33,13 +37,13 @@ def remat(policy: Remat, unrolled: bool = False) -> Callable[[Callable], Callabl
     if policy == "none":
         return lambda f: f
     if policy == "full":
-        return checkpoint
+        return partial(checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*CHOICES))
     if policy == "save_names":
-        return partial(checkpoint, policy=_saves(SAVED_NAMES))
+        return partial(checkpoint, policy=_saves((*SAVED_NAMES, *CHOICES)))
     if policy == "save_attention":
-        return partial(checkpoint, policy=_saves(ATTENTION_NAMES))
+        return partial(checkpoint, policy=_saves((*ATTENTION_NAMES, *CHOICES)))
     offload = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
+        names_which_can_be_saved=list(CHOICES),
         names_which_can_be_offloaded=list(SAVED_NAMES),
         offload_src="device",
         offload_dst="pinned_host",

@@ -246,8 +246,8 @@ def one_period(
         elif period > 1:
             weights = jax.tree.map(lambda w: w[i], weights)
         if sinks is not None:
-            with_sink = partial(_with_sink, working=working, keep_float32=keep_float32)
-            weights = jax.tree.map(with_sink, weights, read_row(stacked_sinks))
+            attach_sink = partial(_with_sink, working=working, keep_float32=keep_float32)
+            weights = jax.tree.map(attach_sink, weights, read_row(stacked_sinks))
         number = first_layer + (row + i - rows.skip)
         layer_ctx = dataclasses.replace(ctx, number=number, place=i, cache=cache)
 

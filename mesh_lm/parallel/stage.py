@@ -122,8 +122,8 @@ class StageProgram:
 
     def _trained_inputs(self, jaxpr: Any) -> Params:
         """Returns the shared parameters that a jaxpr uses and that have a gradient."""
-        used = _used_params(jaxpr, self.shared)
-        return {name: x for name, x in used.items() if name not in self.layout.buffers}
+        used_params = _used_params(jaxpr, self.shared)
+        return {name: x for name, x in used_params.items() if name not in self.layout.buffers}
 
     def with_layers(self, layers: Params) -> StageProgram:
         """Returns the program with other values of this stage's layers."""

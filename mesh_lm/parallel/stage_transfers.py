@@ -95,14 +95,14 @@ class StageTransfers:
             weights |= lax.scan(gather, collectives.constrain_stacked(zeros), rows)[0]
         return weights
 
-    def gather(self, tick: jax.Array, after: jax.Array) -> dict[str, Params]:
+    def gather(self, tick: jax.Array, predecessor: jax.Array) -> dict[str, Params]:
         """Returns a row of each segment's matrices, which layers may use from the next tick on
-        (`with_gathered`). after: see LayerCollectives.
+        (`with_gathered`). predecessor: see LayerCollectives.
         """
         gathered = {}
         for segment, collectives in self.collectives.items():
             row = self._gather_row(segment, tick)
-            gathered[segment], after = collectives.gather(self.vectors, row, after)
+            gathered[segment], predecessor = collectives.gather(self.vectors, row, predecessor)
         return gathered
 
     def with_gathered(
@@ -132,13 +132,13 @@ class StageTransfers:
             row_grads[segment] = row_of(segment_grads, self._reduce_row(segment, tick))
         return row_grads
 
-    def reduce(self, grads: Mapping[str, Params], after: jax.Array) -> Params:
+    def reduce(self, grads: Mapping[str, Params], predecessor: jax.Array) -> Params:
         """Returns a row of each vector: this replica's shards of the gradients, summed over the
         replicas.
         """
         shards: Params = {}
         for segment, collectives in self.collectives.items():
-            segment_shards, after = collectives.reduce(grads[segment], after)
+            segment_shards, predecessor = collectives.reduce(grads[segment], predecessor)
             shards |= segment_shards
         return shards
 

@@ -10,9 +10,9 @@ overlapped.
 The forward pass keeps the residuals of a layer that depend on its input, by the segment's remat
 policy, and never its weights.
 
-In this file, "matrices" are the gathered weights of one layer, by name; "others" are the layers'
-parameters that are not gathered, stacked [layers, ...]; "floats" are the float arrays that all
-layers share through their context, and that are differentiated, too.
+In this file, "matrices" are the gathered weights of one layer, by name; "other_params" are the
+layers' parameters that are not gathered, stacked [layers, ...]; "floats" are the float arrays that
+all layers share through their context, and that are differentiated, too.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def split_vectors(layout: ModelLayout, flat: FlatLayout, params: Params) -> tupl
     """
     names = [vector.name for vector in flat.vectors if vector.gathered_by_layer]
     vectors = {name: params[name] for name in names}
-    others = {name: x for name, x in params.items() if name not in vectors}
+    other_params = {name: x for name, x in params.items() if name not in vectors}
     # In the order of the model. That of a set of names differs between processes, and the hosts of
     # a run would compile different programs.
     shapes: Any = {
         name: shape for name, shape in layout.memory_shapes.items() if name in flat.gathered_names
     }
-    return vectors, {**others, **shapes}
+    return vectors, {**other_params, **shapes}
 
 
 def run_segment(
@@ -104,11 +104,11 @@ class _Residuals(NamedTuple):
     """The arrays that the forward pass keeps for the backward pass."""
 
     vectors: Params
-    others: Params
+    other_params: Params
     floats: list[jax.Array]
     last_matrices: Params
     """The matrices of the last layer, with which the backward pass starts."""
-    by_run: list[Any]
+    residuals_by_run: list[Any]
     """For each run of layers, stacked by period: a pair (residuals of a layer, its matrices or {})
     for each layer of a period."""
 
@@ -141,7 +141,7 @@ class _GatheredLayers(LayerCollectives):
         self.names = [name for name in names if name not in layout.buffers]
         weights = dict(zip(self.names, leaves, strict=True))
         gathered_names = layout.flat.gathered_names
-        self.others: Params = {n: w for n, w in weights.items() if n not in gathered_names}
+        self.other_params: Params = {n: w for n, w in weights.items() if n not in gathered_names}
 
         self.shared, self.shared_tree = jax.tree.flatten(ctx.shared)
         self.floats = [leaf for leaf in self.shared if _is_float(leaf)]
@@ -153,25 +153,30 @@ class _GatheredLayers(LayerCollectives):
         # forward loop would not.
         @jax.custom_vjp
         def run(
-            vectors: Params, others: Params, floats: list[jax.Array], x: jax.Array
+            vectors: Params, other_params: Params, floats: list[jax.Array], x: jax.Array
         ) -> tuple[jax.Array, Sums]:
-            return self.forward(vectors, others, floats, x, save=False)[0]
+            return self.forward(vectors, other_params, floats, x, save=False)[0]
 
         def forward(
-            vectors: Params, others: Params, floats: list[jax.Array], x: jax.Array
+            vectors: Params, other_params: Params, floats: list[jax.Array], x: jax.Array
         ) -> tuple[tuple[jax.Array, Sums], _Residuals]:
-            return self.forward(vectors, others, floats, x, save=True)
+            return self.forward(vectors, other_params, floats, x, save=True)
 
         def backward(residuals: _Residuals, cotangents: tuple[jax.Array, Sums]) -> tuple[Any, ...]:
             return self.backward(residuals, *cotangents)
 
         run.defvjp(forward, backward)
-        return run(vectors, self.others, self.floats, x)
+        return run(vectors, self.other_params, self.floats, x)
 
     # The two loops.
 
     def forward(
-        self, vectors: Params, others: Params, floats: list[jax.Array], x: jax.Array, save: bool
+        self,
+        vectors: Params,
+        other_params: Params,
+        floats: list[jax.Array],
+        x: jax.Array,
+        save: bool,
     ) -> tuple[tuple[jax.Array, Sums], _Residuals]:
         """Returns ((output, sums), what the backward pass reads), without residuals of layers
         unless `save`.
@@ -184,19 +189,19 @@ class _GatheredLayers(LayerCollectives):
             x, matrices = carry
             period_sums = []
             period_residuals = []
-            for place in range(self.segment.period):
-                row = number * self.segment.period + place
+            for position in range(self.segment.period):
+                row = number * self.segment.period + position
                 # The all-gather of the next layer, beside this one's compute. The last layer's
                 # matrices are gathered once more, for the backward pass; in a conditional they
                 # would be waited for.
                 next_row = jnp.minimum(row + 1, last_row)
                 next_matrices, done = self.gather(vectors, next_row, self.finished(x, self.x_spec))
 
-                layer = partial(self.layer, run.remat, row, place)
-                inputs = (self.ordered(x, done), matrices, row_of(others, row), floats)
+                layer = partial(self.layer, run.remat, row, position)
+                inputs = (self.ordered(x, done), matrices, row_of(other_params, row), floats)
                 if save:
                     (x, sums), pull = jax.vjp(layer, *inputs)
-                    residuals = saved(pull, self.saves(run.remat)[place])
+                    residuals = saved(pull, self.saves(run.remat)[position])
                     period_residuals.append((residuals, matrices if run.keep else {}))
                 else:
                     x, sums = layer(*inputs)
@@ -218,14 +223,16 @@ class _GatheredLayers(LayerCollectives):
             run_sums.append(sums)
             residuals_by_run.append(run_residuals)
         layer_sums = jax.tree.map(lambda *parts: jnp.concatenate(parts), *run_sums)
-        residuals = _Residuals(vectors, others, floats, carry.matrices, residuals_by_run)
+        residuals = _Residuals(vectors, other_params, floats, carry.matrices, residuals_by_run)
         return (carry.x, layer_sums), residuals
 
     def backward(
         self, residuals: _Residuals, dx: jax.Array, d_sums: Sums
     ) -> tuple[Params, Params, list[jax.Array], jax.Array]:
-        """Returns the gradients of the vectors, of the others, of the floats, and of the input."""
-        vectors, others, floats, last_matrices, residuals_by_run = residuals
+        """Returns the gradients of the vectors, of the other parameters, of the floats, and of the
+        input.
+        """
+        vectors, other_params, floats, last_matrices, residuals_by_run = residuals
         n_layers = self.segment.n_layers
         period = self.segment.period
 
@@ -235,9 +242,9 @@ class _GatheredLayers(LayerCollectives):
             dx, matrices, matrix_grads, vector_grads, float_grads = carry
             number, period_residuals, period_d_sums = xs
             period_other_grads = []
-            for place in reversed(range(period)):
-                row = number * period + place
-                layer_residuals, kept_matrices = period_residuals[place]
+            for position in reversed(range(period)):
+                row = number * period + position
+                layer_residuals, kept_matrices = period_residuals[position]
 
                 # Two collectives beside this layer's compute. The reduce-scatter is that of the
                 # layer visited before; in the first iteration it sums zeros.
@@ -249,12 +256,14 @@ class _GatheredLayers(LayerCollectives):
 
                 # `restored` puts the saved residuals into the vjp at an input of zeros. XLA then
                 # removes what depended on that input, and recomputes only what was not saved.
-                layer = partial(self.layer, run.remat, row, place)
+                layer = partial(self.layer, run.remat, row, position)
                 zeros = jnp.zeros(self.like.shape, self.like.dtype)
                 layer_matrices = kept_matrices or matrices
-                (_, sums), pull = jax.vjp(layer, zeros, layer_matrices, row_of(others, row), floats)
-                pull = restored(pull, self.saves(run.remat)[place], layer_residuals)
-                layer_d_sums = {name: period_d_sums[name][place] for name in sums}
+                (_, sums), pull = jax.vjp(
+                    layer, zeros, layer_matrices, row_of(other_params, row), floats
+                )
+                pull = restored(pull, self.saves(run.remat)[position], layer_residuals)
+                layer_d_sums = {name: period_d_sums[name][position] for name in sums}
                 dx, matrix_grads, other_grads, layer_float_grads = pull(
                     (self.ordered(dx, done), layer_d_sums)
                 )
@@ -314,31 +323,31 @@ class _GatheredLayers(LayerCollectives):
         self,
         policy: Remat,
         row: jax.Array,
-        place: int,
+        position: int,
         x: jax.Array,
         matrices: Params,
-        others: Params,
+        other_params: Params,
         floats: list[jax.Array],
     ) -> tuple[jax.Array, Sums]:
-        """Returns (output, sums) of the layer in a row, the one at `place` in its period."""
+        """Returns (output, sums) of the layer in a row, the one at `position` in its period."""
 
         def run(
-            x: jax.Array, matrices: Params, others: Params, floats: list[jax.Array]
+            x: jax.Array, matrices: Params, other_params: Params, floats: list[jax.Array]
         ) -> tuple[jax.Array, Sums]:
-            weights = {**matrices, **others}
+            weights = {**matrices, **other_params}
             parameters = jax.tree.unflatten(self.tree, [weights[name] for name in self.names])
             layer = nnx.merge(self.graph, parameters, row_of(self.buffers, row))
             ctx = dataclasses.replace(
                 self.ctx,
                 shared=self.with_floats(floats),
                 number=self.first_layer + row,
-                place=place,
+                place=position,
             )
             output = stack.called(layer, self.segment, self.shard)(x, ctx)
             y, _, sums = layer_output(layer, x, output)
             return y, sums
 
-        return remat(policy, self.segment.unroll)(run)(x, matrices, others, floats)
+        return remat(policy, self.segment.unroll)(run)(x, matrices, other_params, floats)
 
     def with_floats(self, floats: list[jax.Array]) -> Any:
         """Returns the context's shared arrays, with these floats in place of its own."""
@@ -351,14 +360,17 @@ class _GatheredLayers(LayerCollectives):
         saves it.
         """
 
-        def residuals(place: int, x: jax.Array, *rest: Any) -> list[jax.Array]:
-            layer = partial(self.layer, policy, jnp.int32(0), place)
-            return jax.tree.leaves(jax.vjp(layer, x, *rest)[1])
+        def residuals(position: int, x: jax.Array, *inputs: Any) -> list[jax.Array]:
+            layer = partial(self.layer, policy, jnp.int32(0), position)
+            return jax.tree.leaves(jax.vjp(layer, x, *inputs)[1])
 
-        others = jax.eval_shape(partial(row_of, row=0), self.others)
-        rest = (self.abstract, others, self.floats)
-        places = range(self.segment.period)
-        return [depends_on_first(partial(residuals, place), self.like, *rest) for place in places]
+        other_params = jax.eval_shape(partial(row_of, row=0), self.other_params)
+        inputs = (self.abstract, other_params, self.floats)
+        positions = range(self.segment.period)
+        return [
+            depends_on_first(partial(residuals, position), self.like, *inputs)
+            for position in positions
+        ]
 
     def periods(self, run: LayerRun) -> jax.Array:
         """Returns the numbers of the periods of a run's layers."""

@@ -67,7 +67,7 @@ class Program:
         try:
             mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
         except CompilerMissing as error:
-            raise LabError(f"{error.what}; {INSTALL}") from error
+            raise LabError(f"{error.subject}; {INSTALL}") from error
         config = with_compilable_attention(config, target)
         layout = ModelLayout.of(config.model, Shard(config.rules, mesh), config.pipeline)
         return cls(config, mesh, layout)

@@ -49,10 +49,10 @@ def report_facts(config: TrainConfig, layout: ModelLayout, report: Report) -> tu
         return ()
     flops = np.array(report.stage_flops, np.float64)
     shares = _format_values(flops / flops.mean(), ".3f")
-    by_stage = f"matmuls {shares} x the mean; {_layers(layout)} layers"
+    stage_text = f"matmuls {shares} x the mean; {_layers(layout)} layers"
     return (
         *_schedule_facts(config, layout.n_stages),
-        ("by stage", by_stage),
+        ("by stage", stage_text),
         *_padding_facts(layout),
         *_fsdp_facts(config, report),
     )

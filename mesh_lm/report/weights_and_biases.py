@@ -24,11 +24,11 @@ def require_login(project: str) -> None:
         raise _package_missing(project) from error
     try:
         is_online = wandb.setup().settings.mode == "online"
-        logged_in = not is_online or wandb.login(prompt=False, verify=False)
+        has_login = not is_online or wandb.login(prompt=False, verify=False)
     except TypeError:
         # a version that cannot check without a prompt; it reports the problem when the run begins
         return
-    if not logged_in:
+    if not has_login:
         raise ConfigError(
             f"wandb={project}: you are not logged in to Weights & Biases; run `wandb login`, or "
             "set WANDB_MODE=offline"

@@ -33,8 +33,13 @@ def _without_torch() -> Iterator[None]:
 # quarter of the time of an import of mesh_lm.
 with _without_torch():
     from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-    from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboardX.proto.event_pb2 import (
+        Event,  # pyright: ignore[reportAttributeAccessIssue]
+        SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+    )
+    from tensorboardX.proto.summary_pb2 import (
+        Summary,  # pyright: ignore[reportAttributeAccessIssue]
+    )
 
 _FLUSH_SECONDS = 10.0
 """Interval between flushes of TensorBoard's file."""

@@ -184,8 +184,8 @@ def _legend(schedule: Schedule, label_width: int) -> Text:
             colour = colour_of(Op(kind, 0, chunk * schedule.stages), schedule)
             label = f" {chunk} " if schedule.chunks > 1 else "   "
             text.append(label, style=_block_style(colour))
-        of_chunks = " of each chunk" if schedule.chunks > 1 else ""
-        text.append(f" {WORDS[kind]}{of_chunks}   ")
+        chunk_note = " of each chunk" if schedule.chunks > 1 else ""
+        text.append(f" {WORDS[kind]}{chunk_note}   ")
     return text.append("·", style="bright_black").append(" idle")
 
 

@@ -152,10 +152,10 @@ class Schedule:
             for s in range(self.n_virtual)
         )
         first = next(op for op in every_op if op not in self.ticks)
-        others = f" and {n_missing - 1} more ops are" if n_missing > 1 else " is"
+        remainder = f" and {n_missing - 1} more ops are" if n_missing > 1 else " is"
         raise ScheduleError(
             f"{first} ({WORDS[first.kind]} on stage {first.virtual % self.stages})"
-            f"{others} missing from the schedule",
+            f"{remainder} missing from the schedule",
             first,
         )
 
@@ -188,12 +188,12 @@ def _least_warmup(p: int, P: int, V: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Named:
+class _Definition:
     """A named schedule: a warm-up of forwards, then one forward and one backward in turn."""
 
     warmup: Callable[[int, int, int], int] | None
     """(stage, stages, chunks) -> forwards before the first pair; None: all of them."""
-    about: str
+    summary: str
     packed: bool = True
     """Whether a tick has one slot of each kind, or one op only."""
     chunked: bool = True
@@ -204,25 +204,25 @@ class _Named:
     """Whether weight gradients are separate ops, each `stage` microbatches after its backward."""
 
 
-NAMES: Mapping[str, _Named] = {
-    "1f1b": _Named(
+NAMES: Mapping[str, _Definition] = {
+    "1f1b": _Definition(
         _eager_warmup, "eager 1F1B; interleaved with chunks > 1 (arXiv 2104.04473, 2412.14374)"
     ),
-    "gpipe": _Named(None, "all forwards, then all backwards (GPipe, arXiv 1811.06965)"),
-    "classic_1f1b": _Named(
+    "gpipe": _Definition(None, "all forwards, then all backwards (GPipe, arXiv 1811.06965)"),
+    "classic_1f1b": _Definition(
         _least_warmup,
         "1F1B with the least in flight (PipeDream-flush, arXiv 2006.09503)",
         packed=False,
         chunked=False,
     ),
-    "zb_h1": _Named(
+    "zb_h1": _Definition(
         _least_warmup,
         "zero bubble H1 (arXiv 2401.10241), for study",
         packed=False,
         chunked=False,
         split=True,
     ),
-    "forward": _Named(None, "forwards only, for evaluation", backward=False),
+    "forward": _Definition(None, "forwards only, for evaluation", backward=False),
 }
 """The schedules that `make_schedule` makes."""
 
@@ -240,19 +240,19 @@ def make_schedule(
     """
     if name not in NAMES:
         raise ConfigError(f"there is no pipeline schedule {name!r}; {_name_hint(name)}")
-    named = NAMES[name]
+    definition = NAMES[name]
     for field, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if size < 1:
             raise ConfigError(
                 f"pipeline schedule {name}: {field}={size} is too small; it must be at least 1"
             )
-    if chunks > 1 and not named.chunked:
+    if chunks > 1 and not definition.chunked:
         chunked = ", ".join(other for other, schedule in NAMES.items() if schedule.chunked)
         raise ConfigError(
             f"pipeline schedule {name}: chunks={chunks}, but it has one chunk a stage; with more: "
             f"{chunked}"
         )
-    if chunks > 1 and microbatches % stages and named.backward:
+    if chunks > 1 and microbatches % stages and definition.backward:
         below = microbatches // stages * stages
         multiples = f"{below} or {below + stages}" if below else f"{stages}"
         raise ConfigError(
@@ -260,9 +260,9 @@ def make_schedule(
             f"must be a multiple of stages={stages}, as {multiples} is"
         )
 
-    orders = [_order(named, stage, stages, microbatches, chunks) for stage in range(stages)]
+    orders = [_order(definition, stage, stages, microbatches, chunks) for stage in range(stages)]
     if packed is None:
-        packed = named.packed
+        packed = definition.packed
     schedule = Schedule(name, stages, microbatches, chunks, assign_ticks(orders, packed))
     schedule.check()
     return schedule
@@ -275,7 +275,9 @@ def _name_hint(name: str) -> str:
     return f"did you mean {similar[0]!r}?" if similar else f"known: {', '.join(NAMES)}"
 
 
-def _order(named: _Named, stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+def _order(
+    definition: _Definition, stage: int, stages: int, microbatches: int, chunks: int
+) -> Iterator[Op]:
     """Yields the ops of one stage, in order."""
     # Microbatches go through the chunks in groups of `stages` (arXiv 2104.04473).
     passes = []
@@ -284,12 +286,12 @@ def _order(named: _Named, stage: int, stages: int, microbatches: int, chunks: in
         passes += [(m, chunk) for chunk in range(chunks) for m in group]
     forwards = deque(Op("F", m, chunk * stages + stage) for m, chunk in passes)
     backwards = []
-    if named.backward:
+    if definition.backward:
         backwards = [Op("B", m, (chunks - 1 - chunk) * stages + stage) for m, chunk in passes]
 
     n_warmup = len(forwards)
-    if named.warmup is not None:
-        n_warmup = min(named.warmup(stage, stages, chunks), n_warmup)
+    if definition.warmup is not None:
+        n_warmup = min(definition.warmup(stage, stages, chunks), n_warmup)
     for _ in range(n_warmup):
         yield forwards.popleft()
 
@@ -298,7 +300,7 @@ def _order(named: _Named, stage: int, stages: int, microbatches: int, chunks: in
         if forwards:
             yield forwards.popleft()
         yield op
-        if named.split:
+        if definition.split:
             weights.append(op._replace(kind="W"))
             if len(weights) > stage:
                 yield weights.popleft()

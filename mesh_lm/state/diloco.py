@@ -36,11 +36,11 @@ def stacked(leaf: ArraySpec, n: int) -> ArraySpec:
     return dataclasses.replace(leaf, shape=(n, *leaf.shape), axes=(WEIGHTS, *leaf.axes))
 
 
-def sharding(of_leaf: jax.NamedSharding) -> jax.NamedSharding:
+def sharding(leaf_sharding: jax.NamedSharding) -> jax.NamedSharding:
     """Returns the sharding of a stacked array: each island has its own, sharded over the island's
-    devices like `of_leaf`.
+    devices like `leaf_sharding`.
     """
-    return jax.NamedSharding(of_leaf.mesh, PartitionSpec(ISLAND, *of_leaf.spec))
+    return jax.NamedSharding(leaf_sharding.mesh, PartitionSpec(ISLAND, *leaf_sharding.spec))
 
 
 def statistics(recent: np.ndarray, n: int) -> np.ndarray:

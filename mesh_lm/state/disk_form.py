@@ -284,7 +284,8 @@ def _digest(array: jax.Array) -> np.ndarray:
     Blocks, because on XLA:CPU with few cores the collectives of two running programs can starve
     each other.
     """
-    replicated = jax.NamedSharding(array.sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
+    mesh = array.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+    replicated = jax.NamedSharding(mesh, jax.P())
     return np.asarray(jax.jit(digest, out_shardings=replicated)(array))
 
 

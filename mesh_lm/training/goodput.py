@@ -66,17 +66,17 @@ class Goodput:
         """Starts another life of the same process, which continues from this step. Call it before
         the phases get the new step.
         """
-        self.write(now=True)
+        self.write(force=True)
         self._first = step
         seconds = self._phases.seconds()
         age = sum(seconds.values()) - sum(self._earlier_seconds.values())
         self._begin(self._born + age, seconds, went_back=True)
 
-    def write(self, *, now: bool = False) -> None:
-        """Writes the times so far, every few seconds unless `now`. Errors of the disk are
+    def write(self, *, force: bool = False) -> None:
+        """Writes the times so far, every few seconds unless `force`. Errors of the disk are
         ignored.
         """
-        if not now and self._phases.age - self._written_at < _INTERVAL:
+        if not force and self._phases.age - self._written_at < _INTERVAL:
             return
         self._written_at = self._phases.age
         seconds = self._phases.seconds()
@@ -106,7 +106,7 @@ class Goodput:
         lost.
         """
         self._finished = finished
-        self.write(now=True)
+        self.write(force=True)
         return total(self._directory)
 
 

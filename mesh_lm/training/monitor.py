@@ -165,8 +165,11 @@ class Monitor:
         """
         if self.config.train.eval_sequences:
             return {}
-        known = {"gzip -9": self.corpus.gzip_bits_per_byte, "xz -9": self.corpus.xz_bits_per_byte}
-        return {name: value for name, value in known.items() if value is not None}
+        compressor_scores = {
+            "gzip -9": self.corpus.gzip_bits_per_byte,
+            "xz -9": self.corpus.xz_bits_per_byte,
+        }
+        return {name: value for name, value in compressor_scores.items() if value is not None}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -200,7 +203,7 @@ class Monitor:
         if sample is not None:
             self.note(f"sample: {self.output / 'sample.txt'}\n{sample}")
 
-    def has_finished(self, *, with_sample: bool) -> bool:
+    def has_finished(self, *, has_sample: bool) -> bool:
         """Returns whether an earlier process has written what `finish` writes, after the newest
         checkpoint. False off process 0.
 
@@ -209,7 +212,7 @@ class Monitor:
         """
         if not self.speaks:
             return False
-        names = ["loss.png", "sample.txt"] if with_sample else ["loss.png"]
+        names = ["loss.png", "sample.txt"] if has_sample else ["loss.png"]
         checkpoints = self.output / "checkpoints"
         newest = checkpoints / str(max(steps_in(checkpoints), default=0))
         try:

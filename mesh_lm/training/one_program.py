@@ -68,10 +68,10 @@ class _ComparedProgram:
     def _compare(self, arguments: tuple[Any, ...]) -> None:
         with distributed.collective_errors():
             # JAX keeps what it has lowered, and the call that follows compiles that.
-            found = digest(self._program.lower(*arguments))
+            program_digest = digest(self._program.lower(*arguments))
         distributed.assert_equal_across_processes(
             f"the program of {self._name}",
-            found,
+            program_digest,
             (
                 "sort the sets over which the model's code iterates, or set PYTHONHASHSEED=0 on "
                 "all hosts"

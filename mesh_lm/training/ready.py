@@ -74,11 +74,11 @@ def require_ready(
     checks_files = slot is None or slot.count == 1 or HEARTBEAT in os.environ
     problems: list[str] = []
     if data is None:
-        problems += _data_problems(config, with_files=checks_files)
+        problems += _data_problems(config, checks_files=checks_files)
     has_data = not problems
     checks: list[Callable[[], None]] = []
     if checks_files:
-        checks.append(lambda: _require_output(config, with_room=thorough))
+        checks.append(lambda: _require_output(config, checks_room=thorough))
     if config.wandb and is_first:  # the process that writes the metrics
         checks.append(lambda: require_login(config.wandb))
     disk_failed = False
@@ -106,8 +106,8 @@ def require_ready(
     raise ConfigError(message)
 
 
-def _data_problems(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
-    """Yields why there is nothing to train on, without reading it. with_files: also whether its
+def _data_problems(config: TrainConfig, *, checks_files: bool) -> Iterator[str]:
+    """Yields why there is nothing to train on, without reading it. checks_files: also whether its
     files are missing.
     """
     data = config.data
@@ -125,7 +125,7 @@ def _data_problems(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    if not with_files:
+    if not checks_files:
         return
     for field, field_prefixes in (("blend", prefixes), ("valid_blend", heldout)):
         for prefix in field_prefixes:
@@ -146,11 +146,11 @@ def _data_problems(config: TrainConfig, *, with_files: bool) -> Iterator[str]:
             yield str(error)
 
 
-def _require_output(config: TrainConfig, *, with_room: bool) -> None:
+def _require_output(config: TrainConfig, *, checks_room: bool) -> None:
     """Raises ConfigError unless the output is, or can become, a directory that can be written.
 
-    with_room: also if its disk has less room than one checkpoint needs. An error of the disk has an
-    OSError as its cause, by which `storage_failed` knows it.
+    checks_room: also if its disk has less room than one checkpoint needs. An error of the disk has
+    an OSError as its cause, by which `storage_failed` knows it.
     """
     output = config.output
     if not output or "://" in output:
@@ -172,14 +172,14 @@ def _require_output(config: TrainConfig, *, with_room: bool) -> None:
             probe.write(bytes(_PROBE))
         disk = shutil.disk_usage(existing)
     except OSError as error:
-        place = f" ({existing})" if existing != path else ""
+        location = f" ({existing})" if existing != path else ""
         remedy = _REMEDIES.get(error.errno or 0, "")
         alternative = f", or {remedy}" if remedy else ""
         raise ConfigError(
-            f"output={output} cannot be written: {error.strerror}{place}; "
+            f"output={output} cannot be written: {error.strerror}{location}; "
             f"set another output directory{alternative}"
         ) from error
-    if not with_room or not disk.total:  # some network file systems say 0 of 0
+    if not checks_room or not disk.total:  # some network file systems say 0 of 0
         return
     needed = _state_bytes(config)
     if disk.free < needed:

@@ -138,8 +138,8 @@ def _minorities(
     lines = []
     for shard in np.unique(shards.numbers[differs]):
         replicas = np.flatnonzero(shards.numbers == shard)
-        (majority, votes), *others = Counter(values[replicas].tolist()).most_common()
-        is_tie = any(other_votes == votes for _, other_votes in others)
+        (majority, votes), *minorities = Counter(values[replicas].tolist()).most_common()
+        is_tie = any(other_votes == votes for _, other_votes in minorities)
         blamed = [devices[i] for i in replicas if is_tie or values[i] != majority]
         names = ", ".join(map(_name, blamed))
         if is_tie:

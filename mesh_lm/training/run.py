@@ -72,7 +72,7 @@ class Run:
     @property
     def status(self) -> Literal[0, 99, 130]:
         """The exit status of a command that made this run."""
-        return status_of(by_interrupt=self.interrupted) if self.preempted else 0
+        return status_of(interrupted=self.interrupted) if self.preempted else 0
 
     def stop(self) -> None:
         """For callbacks, on all processes: ends the run after this step as if it were the last,

@@ -161,7 +161,7 @@ def _open_data(
                 progress=log.say,
                 outputs=config.outputs.values(),
                 # The name that `Batches` has given it.
-                trained_on=str(saved.data["corpus"]).partition(" in ")[0] if saved else "",
+                checkpoint_corpus=str(saved.data["corpus"]).partition(" in ")[0] if saved else "",
             )
         problems = epochs_problems(config, corpus.sources())
         if problems and not saved:
@@ -186,7 +186,7 @@ def _finish(run: Run, monitor: Monitor, tokenizer: Tokenizer | None, *, has_trai
     """Draws the plot and writes a generated text, unless an earlier process has done so."""
     n_tokens = run.config.train.sample_tokens if tokenizer else 0
     if not has_trained:
-        is_done = monitor.has_finished(with_sample=n_tokens > 0)
+        is_done = monitor.has_finished(has_sample=n_tokens > 0)
         if distributed.broadcast_from_process0(is_done):
             return
     text = None

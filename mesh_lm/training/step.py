@@ -136,6 +136,7 @@ def train_step(
             for name, x in sums.items()
             if name not in ("weight", "objective")
         }
+        metrics |= layout.config.metrics({**sums, **layer_sums})
         metrics["grad_norm"] = grad_norm
         metrics["learning_rate"] = optimizer.learning_rate(state["step"])
         metrics["skipped"] = new_state["skipped"]

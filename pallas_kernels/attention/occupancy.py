@@ -87,7 +87,7 @@ def of_keys(
 
     A block visits the queries of all heads of its group or, if split, of one.
     """
-    costs = tile_costs(S, T, by_key=True, **band)
+    costs = tile_costs(S, T, rows_are_keys=True, **band)
     section = section_of_keys(S, N, K, width, split=split)
     if split:
         return schedule(costs, B * N, section, sms)
@@ -103,7 +103,7 @@ def tile_costs(
     causal: bool = True,
     window: int | None = None,
     q_offset: int | None = 0,
-    by_key: bool = False,
+    rows_are_keys: bool = False,
 ) -> tuple[int, ...]:
     """The work of each tile of one head, in the order of the grid.
 
@@ -111,7 +111,7 @@ def tile_costs(
     grid, a causal tile that visits more comes first.
 
     Args:
-      by_key: tiles of keys visit queries, instead of tiles of queries keys.
+      rows_are_keys: tiles of keys visit queries, instead of tiles of queries keys.
       q_offset: None, if traced, counts as if queries and keys ended together.
     """
     # Imported here, because the kernels of that package import this module.
@@ -120,15 +120,15 @@ def tile_costs(
     band = Band.of(causal, window, T - S if q_offset is None else q_offset)
     n_rows = S
     n_columns = T
-    if by_key:
+    if rows_are_keys:
         band = band.transposed
         n_rows = T
         n_columns = S
     first = np.arange(-(-n_rows // ROWS)) * ROWS
     last = np.minimum(first + ROWS, n_rows) - 1
-    visited = limits(band, first, last, n_columns, ROWS, pad_is_harmless=by_key)
+    visited = limits(band, first, last, n_columns, ROWS, pad_is_harmless=rows_are_keys)
     costs = np.broadcast_to(visited.stop - visited.start, first.shape) + 1
-    if causal and not by_key:
+    if causal and not rows_are_keys:
         costs = costs[::-1]
     return tuple(int(cost) for cost in costs)
 

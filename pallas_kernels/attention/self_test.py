@@ -127,7 +127,7 @@ def faults(
                 if not _same(first[name], rerun[name]):
                     messages.append(f"{name} differs when it is computed again")
             messages += _differences(rerun, reference, facts)
-        call_faults += [f"{message} ({call.about})" for message in dict.fromkeys(messages)]
+        call_faults += [f"{message} ({call.description})" for message in dict.fromkeys(messages)]
     return call_faults
 
 
@@ -170,7 +170,7 @@ class _Call:
       arrays: q, k, v and sinks (or None), in the kind's dtype.
       exact: the same values in fp32.
       weights: factors of out and of sin(lse) in the loss.
-      about: the shape, for messages.
+      description: the shape, for messages.
     """
 
     def __init__(self, facts: dict[str, Any], shape: list[int]) -> None:
@@ -213,7 +213,7 @@ class _Call:
             # `attention_gradients` has no gradient of the log-sum-exp.
             lse_weights = jnp.zeros_like(lse_weights)
         self.weights = (out_weights, lse_weights)
-        self.about = f"q {[B, S, N, H]}, k {[B, T, K, H]}, {facts['dtype']}"
+        self.description = f"q {[B, S, N, H]}, k {[B, T, K, H]}, {facts['dtype']}"
 
     def run(self, attend: Attend | None, *arrays: Array | None) -> dict[str, Array]:
         """Results and gradients of `attend`; None: of `mosaic.attend` with the kind's tiles."""

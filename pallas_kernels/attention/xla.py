@@ -168,11 +168,11 @@ def _forward(
         return _Softmax(*updated)
 
     if plan.unrolled:
-        by_chunk: list[_Softmax] = [initial] * plan.n_q
+        chunk_softmax: list[_Softmax] = [initial] * plan.n_q
         for tile in plan.tiles():
-            q_BKRH = _ordered(q_chunks[tile.i], by_chunk[tile.i - 1])
-            by_chunk[tile.i] = add(tile, q_BKRH, initial)
-        softmax = _Softmax(*map(jnp.stack, zip(*by_chunk, strict=True)))
+            q_BKRH = _ordered(q_chunks[tile.i], chunk_softmax[tile.i - 1])
+            chunk_softmax[tile.i] = add(tile, q_BKRH, initial)
+        softmax = _Softmax(*map(jnp.stack, zip(*chunk_softmax, strict=True)))
     else:
         stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.n_q, *x.shape)), initial)
         softmax = _scan_tiles(plan, add_in_place, stacked)

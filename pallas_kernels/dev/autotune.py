@@ -100,8 +100,8 @@ def forward_variants(head_dims: tuple[int, int]) -> Iterator[ForwardTiles]:
     For narrow heads, there are other sizes, too.
     """
     block = 128 if sum(head_dims) <= 256 else 64
-    for named, automatic in ((True, True), (False, False), (True, False)):
-        yield ForwardTiles(block, 4, named_barriers=named, automatic_barriers=automatic)
+    for is_named, automatic in ((True, True), (False, False), (True, False)):
+        yield ForwardTiles(block, 4, named_barriers=is_named, automatic_barriers=automatic)
     yield ForwardTiles(block, 4, overlapped=False)
     if head_dims == (64, 64):
         for options in ({}, {"named_barriers": True, "automatic_barriers": False}):
@@ -229,9 +229,9 @@ def compile_all(cache: str | None, kernels: Sequence[Kernel] = KERNELS) -> None:
     """
     lines = []
     if set(kernels) != set(KERNELS):
-        others = set(candidates([kernel for kernel in KERNELS if kernel not in kernels]))
+        other_candidates = set(candidates([kernel for kernel in KERNELS if kernel not in kernels]))
         old_lines = json.loads(CANDIDATES.read_text(encoding="utf-8"))["candidates"]
-        lines = [line for line in old_lines if of_line(line) in others]
+        lines = [line for line in old_lines if of_line(line) in other_candidates]
     for candidate in candidates(kernels):
         line = judged(candidate, cache)
         lines.append(line)
@@ -442,12 +442,12 @@ def merged(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[st
     devices = {row["device"] for row in new}
     remaining = [row for row in old if conditions(row) not in replaced]
     same_device = [row for row in remaining if row.get("device") in devices]
-    others = [row for row in remaining if row not in same_device]
+    other_rows = [row for row in remaining if row not in same_device]
     # The first entry that matches is used, so longer lengths of a device come first, and entries
     # that serve fewer calls.
     measured = [*new, *same_device]
     measured.sort(key=lambda row: (-row.get("length", 0), not row.get("plain", False)))
-    return [*measured, *others]
+    return [*measured, *other_rows]
 
 
 def order(lengths: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], bool, int]]:

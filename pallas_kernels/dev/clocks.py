@@ -178,7 +178,7 @@ def dkv(H: int, V: int, block: int, part: str) -> Clocks:
     return _clocks("dkv" if part == "both" else part, work, chain)
 
 
-def fused(H: int, V: int, block: int, *, add: str = "red", with_dv: bool = True) -> Clocks:
+def fused(H: int, V: int, block: int, *, add: str = "red", computes_dv: bool = True) -> Clocks:
     """The backward pass in one kernel, with each warpgroup making half of the columns of dQ.
 
     In the machine code of the kernel that this follows, a step with heads of 128 and 64 queries had
@@ -190,7 +190,7 @@ def fused(H: int, V: int, block: int, *, add: str = "red", with_dv: bool = True)
     dq_elements = block * H // GROUPS
     s = wgmma(ROWS, block, H)
     dp = wgmma(ROWS, block, V)
-    dv = wgmma(ROWS, V, block, registers=True) if with_dv else Work()
+    dv = wgmma(ROWS, V, block, registers=True) if computes_dv else Work()
     dk = wgmma(ROWS, H, block, registers=True)
     dq = wgmma(block, H // GROUPS, ROWS * GROUPS)
     p = _elementwise(elements, 3, 40, exponentials=elements)
@@ -225,8 +225,8 @@ def of_entry(entry: tuning.TuningEntry) -> Iterator[Clocks]:
     for part in parts(H, V):
         yield dkv(H, V, tiling.dkv.block, part)
     if tiling.fused is not None:
-        with_dv = len(parts(H, V)) == 1
-        yield fused(H, V, tiling.fused.block, add=tiling.fused.add, with_dv=with_dv)
+        computes_dv = len(parts(H, V)) == 1
+        yield fused(H, V, tiling.fused.block, add=tiling.fused.add, computes_dv=computes_dv)
 
 
 def lines(entries: Any = None) -> Iterator[str]:

@@ -57,11 +57,11 @@ def faults(kernel: KernelResources, *, sms: int = 0) -> list[str]:
 
 def _registers(kernel: KernelResources) -> Iterator[str]:
     n_warpgroups = kernel.threads // WARPGROUP
-    at_launch = kernel.registers * kernel.threads
-    if at_launch > REGISTERS:
+    launch_registers = kernel.registers * kernel.threads
+    if launch_registers > REGISTERS:
         yield (
-            f"registers: {kernel.threads} threads of {kernel.registers} are {at_launch:,}, and an "
-            f"SM has {REGISTERS:,}"
+            f"registers: {kernel.threads} threads of {kernel.registers} are {launch_registers:,}, "
+            f"and an SM has {REGISTERS:,}"
         )
     spilled = kernel.spill_stores + kernel.spill_loads
     if spilled:
@@ -69,21 +69,23 @@ def _registers(kernel: KernelResources) -> Iterator[str]:
     if not kernel.set_registers:
         return
 
-    fewer = [n for direction, n in kernel.set_registers if direction == "dec"]
-    more = [n for direction, n in kernel.set_registers if direction == "inc"]
+    decreases = [n for direction, n in kernel.set_registers if direction == "dec"]
+    increases = [n for direction, n in kernel.set_registers if direction == "inc"]
     # Code that several warpgroups share is there once, so those that do not give registers back
     # take the most that any takes.
-    budget = fewer + [max(more, default=kernel.registers)] * (n_warpgroups - len(fewer))
+    budget = decreases + [max(increases, default=kernel.registers)] * (
+        n_warpgroups - len(decreases)
+    )
     if sum(budget) > kernel.registers * n_warpgroups:
         yield (
             f"register budget: warpgroups that set {', '.join(map(str, budget))} registers a "
             f"thread need {WARPGROUP * sum(budget):,}, and the block is launched with "
             f"{WARPGROUP * n_warpgroups * kernel.registers:,}, so setmaxnreg would hang"
         )
-    for n in fewer + more:
+    for n in decreases + increases:
         if n % 8 or not 24 <= n <= 256:
             yield f"setmaxnreg: {n} is not a multiple of 8 from 24 to 256"
-    if any(n > kernel.registers for n in fewer) or any(n < kernel.registers for n in more):
+    if any(n > kernel.registers for n in decreases) or any(n < kernel.registers for n in increases):
         yield (
             f"setmaxnreg: {kernel.set_registers} does not fit the {kernel.registers} registers at "
             "launch"

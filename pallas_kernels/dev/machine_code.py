@@ -86,12 +86,14 @@ class Loop:
     def summary(self) -> str:
         """The loop in lines: its wgmma groups, waits, barriers, and the counts of the rest."""
         lines: list[str] = []
-        others: Counter[str] = Counter()
+        opcode_counts: Counter[str] = Counter()
 
         def flush() -> None:
-            if others:
-                lines.append("  " + " ".join(f"{name}:{n}" for name, n in others.most_common()))
-                others.clear()
+            if opcode_counts:
+                lines.append(
+                    "  " + " ".join(f"{name}:{n}" for name, n in opcode_counts.most_common())
+                )
+                opcode_counts.clear()
 
         matmuls = 0
         for instruction in self.instructions:
@@ -106,7 +108,7 @@ class Loop:
                 lines.append(instruction)
             else:
                 name = instruction.split()[0]
-                others[name if name == EXP2 else name.split(".")[0]] += 1
+                opcode_counts[name if name == EXP2 else name.split(".")[0]] += 1
         flush()
         return "\n".join(lines)
 
@@ -232,13 +234,13 @@ class _Code:
         self.starts = sorted(i for i in starts if i < n_instructions)
         self.stops = [*self.starts[1:], n_instructions]
 
-        block_at = {start: block for block, start in enumerate(self.starts)}
+        block_by_start = {start: block for block, start in enumerate(self.starts)}
         self.successors: list[list[int]] = []
         for block, stop in enumerate(self.stops):
             last = stop - 1
             successors = []
             if jumps.get(last, n_instructions) < n_instructions:
-                successors.append(block_at[jumps[last]])
+                successors.append(block_by_start[jumps[last]])
             # A branch with a predicate may fall through.
             is_conditional = re.match(r"@|BRA\.DIV|BRA\S* !?U?P", self.instructions[last])
             falls_through = last not in block_ends or is_conditional

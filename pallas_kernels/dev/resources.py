@@ -185,8 +185,8 @@ def _key(jaxpr: Any, capability: tuple[int, int]) -> str:
 
     The lowered program would include addresses, lines and a count of earlier kernels.
     """
-    without_addresses = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
-    program = "\n".join([without_addresses, *sorted(_inlined(jaxpr.jaxpr))])
+    stable_text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+    program = "\n".join([stable_text, *sorted(_inlined(jaxpr.jaxpr))])
     key = f"{_FORMAT} {jax.__version__} {capability}\n{program}"
     return hashlib.sha256(key.encode()).hexdigest()[:24]
 

@@ -38,7 +38,7 @@ def _store(ctx: Any, ref: Any, x: Any, row: Any, begin: Any, end: Any, column: A
 
     i32 = ir.IntegerType.get_signless(32)
     i64 = ir.IntegerType.get_signless(64)
-    at_least = arith.CmpIPredicate.sge
+    greater_equal = arith.CmpIPredicate.sge
     less = arith.CmpIPredicate.slt
     row, begin, end, column = (scalar.registers.item() for scalar in (row, begin, end, column))
     width = ir.MemRefType(ref.type).shape[1]
@@ -62,7 +62,7 @@ def _store(ctx: Any, ref: Any, x: Any, row: Any, begin: Any, end: Any, column: A
         rows_below = 8 * (i % 2)
         columns_right = 8 * (i // 2)
         x_row = arith.addi(first_row, c(rows_below))
-        in_rows = arith.andi(arith.cmpi(at_least, x_row, begin), arith.cmpi(less, x_row, end))
+        in_rows = arith.andi(arith.cmpi(greater_equal, x_row, begin), arith.cmpi(less, x_row, end))
         stored = arith.andi(in_rows, arith.cmpi(less, c(columns_right), n_columns))
         target = utils.getelementptr(base, [rows_below * width + columns_right], x.mlir_dtype)
         llvm.inline_asm(

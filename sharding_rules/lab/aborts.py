@@ -142,12 +142,12 @@ def _operation(log: Iterable[str]) -> str:
 def _places(program: str, operation: str, vocabulary: Vocabulary) -> str:
     """Returns the places of an operation in words: " in a, or in b or 2 others"."""
     locations = _locations(program, operation, vocabulary)
-    places = list(dict.fromkeys(location_text(location) for location in locations))
-    if not places:
+    location_texts = list(dict.fromkeys(location_text(location) for location in locations))
+    if not location_texts:
         return ""
-    text = f" in {', or in '.join(places[:_MAX_LISTED])}"
-    if len(places) > _MAX_LISTED:
-        text += f" or {len(places) - _MAX_LISTED} others"
+    text = f" in {', or in '.join(location_texts[:_MAX_LISTED])}"
+    if len(location_texts) > _MAX_LISTED:
+        text += f" or {len(location_texts) - _MAX_LISTED} others"
     return text
 
 

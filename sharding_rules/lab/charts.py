@@ -49,22 +49,22 @@ def colours(words: Iterable[str]) -> dict[str, str]:
     The empty word, and those for which none is left, share one.
     """
     colour = {"": "--rest"}
-    named = [word for word in dict.fromkeys(words) if word]
-    for i, word in enumerate(named):
+    nonempty_words = [word for word in dict.fromkeys(words) if word]
+    for i, word in enumerate(nonempty_words):
         colour[word] = f"--c{i}" if i < PALETTE else "--rest"
     return colour
 
 
 def stack(
     shares: Sequence[Share],
-    whole: float,
+    full_scale: float,
     *,
     label: str,
     height: int = 26,
     limit: float = 0,
     limit_label: str = "",
 ) -> str:
-    """Returns a stacked bar on a scale of 0 to `whole`, with a line at `limit`.
+    """Returns a stacked bar on a scale of 0 to `full_scale`, with a line at `limit`.
 
     Shares that are large enough are labelled below.
     """
@@ -73,8 +73,8 @@ def stack(
     begin = 0.0
     label_end = 0.0
     for share in shares:
-        left = 100 * begin / whole
-        width = 100 * share.value / whole
+        left = 100 * begin / full_scale
+        width = 100 * share.value / full_scale
         shapes.append(_rect("share", left, width, 0, height, share.colour, share.tip))
         label_width = _CHARACTER * len(share.label) + _LABEL_MARGIN
         if share.label and width > label_width and left >= label_end:
@@ -82,7 +82,7 @@ def stack(
             label_end = left + label_width
         begin += share.value
     if limit:
-        x = 100 * limit / whole
+        x = 100 * limit / full_scale
         shapes.append(
             f'<line class="limit" x1="{x:.3f}%" x2="{x:.3f}%" y1="-6" y2="{height + 6}"/>'
         )

@@ -23,25 +23,25 @@ _NONE = "<p>none</p>"
 _UNKNOWN = "not known"
 
 
-def compare_page(before: Report, after: Report) -> str:
+def compare_page(old: Report, new: Report) -> str:
     """Returns the page.
 
     It has verdicts, memory by class, bytes by axis, collectives that changed, FLOPs and predicted
     times.
     """
-    changes = diff(before, after).collectives
-    sent = _changes("over", wire_table(before), wire_table(after), size)
-    flops = _changes("phase", flops_table(before), flops_table(after), flop)
+    changes = diff(old, new).collectives
+    sent = _changes("over", wire_table(old), wire_table(new), size)
+    flops = _changes("phase", flops_table(old), flops_table(new), flop)
     sections = [
-        section("times", f"The step, {PREDICTED}", _times(before, after)),
-        section("memory", "Memory at the peak", _memory(before, after)),
+        section("times", f"The step, {PREDICTED}", _times(old, new)),
+        section("memory", "Memory at the peak", _memory(old, new)),
         section("network", "Sent in a step", sent),
         section("collectives", "Collectives that changed", _collectives(changes)),
         section("matmuls", "Matmuls", flops),
     ]
     return document(
-        f"{before.name} and {after.name}",
-        _head(before, after),
+        f"{old.name} and {new.name}",
+        _head(old, new),
         "".join(sections),
         "<footer></footer>",
     )

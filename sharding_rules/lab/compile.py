@@ -294,8 +294,8 @@ def _argument(name: str, kind: str, leaf: Any) -> Argument:
     axes = ()
     if isinstance(sharding, NamedSharding):
         local_shape = sharding.shard_shape(shape)
-        named = [axis for entry in sharding.spec for axis in axes_of(entry)]
-        axes = tuple(axis for axis in named if sharding.mesh.shape[axis] > 1)
+        axis_names = [axis for entry in sharding.spec for axis in axes_of(entry)]
+        axes = tuple(axis for axis in axis_names if sharding.mesh.shape[axis] > 1)
     return Argument(
         name=name,
         kind=kind,

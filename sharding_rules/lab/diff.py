@@ -62,16 +62,16 @@ _LINE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A line that appeared (`before` is None), vanished (`after` is None), or became another."""
+    """A line that appeared (`old` is None), vanished (`new` is None), or became another."""
 
-    before: Line | None
-    after: Line | None
+    old: Line | None
+    new: Line | None
 
     @property
     def wire(self) -> int:
         """Bytes in a step that are sent now and were not."""
-        old = self.before.wire if self.before else 0
-        new = self.after.wire if self.after else 0
+        old = self.old.wire if self.old else 0
+        new = self.new.wire if self.new else 0
         return new - old
 
     def __str__(self) -> str:
@@ -79,8 +79,8 @@ class Change:
 
         + all-gather of bf16[12288,6144] over tensor, 96 x, in recompute of layers/mlp: + 4.20 GiB
         """
-        old = self.before
-        new = self.after
+        old = self.old
+        new = self.new
         sent = signed(self.wire, size) if self.wire else "as many bytes"
         if old is None and new is not None:
             return f"+ {_in_words(new)}: {sent}"
@@ -239,13 +239,13 @@ def ledger_text(report: Report) -> str:
     return "\n".join([f"mesh {mesh_words(report)}", *map(str, lines)]) + "\n"
 
 
-def explain(golden: str, now: str) -> str:
+def explain(golden: str, current: str) -> str:
     """Returns what changed between two texts of `ledger_text`, in words; empty if nothing did.
 
     Raises LabError for any other text.
     """
     old_mesh, old_lines = _parse(golden)
-    new_mesh, new_lines = _parse(now)
+    new_mesh, new_lines = _parse(current)
     text = []
     if old_mesh != new_mesh:
         text.append(f"mesh: {old_mesh} -> {new_mesh}")

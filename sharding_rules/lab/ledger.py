@@ -94,8 +94,8 @@ def _collective(
     """
     kind = _KINDS[inside.opcode]
     group = groups.parse(inside.text, mesh.devices.size)
-    whole = _whole_arrays(kind, inside, _operands(module, inside), group.size)
-    payload = sum(array.bytes for array in whole)
+    whole_arrays = _whole_arrays(kind, inside, _operands(module, inside), group.size)
+    payload = sum(array.bytes for array in whole_arrays)
     asynchronous = start.opcode.endswith("-start") and '"is_sync":true' not in start.text
     hidden_flops = 0
     if asynchronous:
@@ -107,8 +107,8 @@ def _collective(
         axes=group.axes(mesh),
         group=group.size,
         nodes=group.nodes(mesh),
-        shapes=tuple(map(str, whole)),
-        dtype=whole[0].dtype if whole else "",
+        shapes=tuple(map(str, whole_arrays)),
+        dtype=whole_arrays[0].dtype if whole_arrays else "",
         payload=payload,
         wire=_wire_bytes(kind, payload, group.size) if group.members.size else 0.0,
         loops=visit.loops,
@@ -157,12 +157,12 @@ def _whole_arrays(
         return operands
     match = re.search(r"dimensions=\{(\d+)\}", instruction.text)
     dim = int(match[1]) if match else 0
-    whole = []
+    whole_arrays = []
     for array in operands:
         dims = list(array.dims)
         dims[dim] *= group_size
-        whole.append(Array(array.dtype, tuple(dims)))
-    return whole
+        whole_arrays.append(Array(array.dtype, tuple(dims)))
+    return whole_arrays
 
 
 def _wire_bytes(kind: str, payload: int, group_size: int) -> float:

@@ -106,8 +106,10 @@ class Lineage:
                 return argument, index
         # XLA inserts copies without a name.
         is_unnamed_copy = opcode in ("copy", "bitcast") and not instruction.op_name
-        passes_on = opcode == "optimization-barrier" or opcode.endswith("-done") or is_unnamed_copy
-        if operands and passes_on:
+        is_forwarding = (
+            opcode == "optimization-barrier" or opcode.endswith("-done") or is_unnamed_copy
+        )
+        if operands and is_forwarding:
             return operands[0], index
         return None
 

@@ -186,7 +186,7 @@ def global_kernels(context: LintContext) -> Iterator[Finding]:
     Under plain jit XLA gathers a custom call's operands. Sequences may be merged with heads:
     [S, B, N, H] is passed as [1, S, B N, H].
     """
-    for target, shapes, where in context.report.kernels:
+    for target, shapes, location in context.report.kernels:
         operands = [array for shape in shapes for array in arrays(shape)]
         unsharded = {
             "batch": [array for array in operands if _has_whole_batch(context, array)],
@@ -198,14 +198,14 @@ def global_kernels(context: LintContext) -> Iterator[Finding]:
             yield Finding(
                 check="global-kernel",
                 bytes=sum(array.bytes for array in operands),
-                where=where,
+                where=location,
                 text=(
                     f"{target} runs on {', '.join(map(str, operands))}: the whole {row}, which "
                     f"rules.activations[{row!r}] shards"
                 ),
                 fix=(
                     "call it on local shards: shard.shard_map(kernel, in_specs, out_specs) at "
-                    f"{where.source or where.part}"
+                    f"{location.source or location.part}"
                 ),
             )
 

@@ -75,7 +75,7 @@ class Piece:
     array: Array
     bytes: float
     """Its share of the wire bytes of a step."""
-    made_of: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     """The arguments whose values it holds; empty where anything else goes in."""
 
     @property
@@ -142,10 +142,10 @@ class LintContext:
         for collective in self.report.collectives:
             sent = arrays(" ".join(collective.shapes))
             total_bytes = max(1, sum(array.bytes for array in sent))
-            made_of = collective.made_of
-            if len(made_of) != len(sent):
-                made_of = ("",) * len(sent)
-            for array, arguments in zip(sent, made_of, strict=True):
+            arguments_by_array = collective.made_of
+            if len(arguments_by_array) != len(sent):
+                arguments_by_array = ("",) * len(sent)
+            for array, arguments in zip(sent, arguments_by_array, strict=True):
                 wire_bytes = collective.times * collective.wire * array.bytes / total_bytes
                 pieces.append(Piece(collective, array, wire_bytes, tuple(arguments.split())))
         return tuple(pieces)
@@ -336,10 +336,10 @@ class LintContext:
 
         They are exact where the report knows them; otherwise all that have the array's shape.
         """
-        if piece.made_of:
-            if not all(name in self._params_by_name for name in piece.made_of):
+        if piece.arguments:
+            if not all(name in self._params_by_name for name in piece.arguments):
                 return []
-            return [self._params_by_name[name] for name in piece.made_of]
+            return [self._params_by_name[name] for name in piece.arguments]
         collective = piece.collective
         along = collective.axes if self._knows_origins else ()
         if self.is_activation(piece.array, along):
@@ -552,9 +552,9 @@ def short_name(argument: Argument) -> str:
     return key or attribute or argument.name
 
 
-def innermost_scopes(where: Location) -> set[str]:
+def innermost_scopes(location: Location) -> set[str]:
     """Returns {attention, mlp} for layers/attention+mlp."""
-    return set(_without_scope(where.part).split("+")) - {""}
+    return set(_without_scope(location.part).split("+")) - {""}
 
 
 def preset_rows(kind: Kind) -> set[tuple[str, str]]:

@@ -114,7 +114,7 @@ def _gathered_experts(context: LintContext) -> Iterator[Finding]:
         collective = piece.collective
         if collective.kind != "all-gather" or collective.where.phase in ("optimizer", ""):
             continue
-        if not axes & set(collective.axes) or not piece.made_of:
+        if not axes & set(collective.axes) or not piece.arguments:
             continue
         experts = [param for param in context.piece_weights(piece) if _has_experts(context, param)]
         if experts:
@@ -269,8 +269,7 @@ def _exchange_axes(context: LintContext) -> set[str]:
 
     Along the other axes that shard experts, weights are gathered before use, as FSDP does.
     """
-    stored = _expert_axes(context, "params")
-    return stored & (context.manual_axes | _expert_axes(context, "gathered"))
+    return _expert_axes(context, "params") & _expert_axes(context, "gathered")
 
 
 def _expert_axes(context: LintContext, kind: Kind) -> set[str]:

@@ -79,7 +79,7 @@ def reduction_dtype(context: LintContext) -> Iterator[Finding]:
 class _Sum(NamedTuple):
     """Sums of gradients that one finding is about."""
 
-    where: Location
+    location: Location
     weights: str
     """The weights whose gradients they may be, in words."""
     axes: MeshAxes
@@ -116,7 +116,7 @@ def _too_narrow(context: LintContext, reduction: str) -> Iterator[Finding]:
         yield Finding(
             check="reduction-dtype",
             bytes=int(bytes),
-            where=narrow_sum.where,
+            where=narrow_sum.location,
             text=(
                 f"gradients{narrow_sum.weights} are summed in {narrow_sum.dtype} over "
                 f"{' and '.join(narrow_sum.axes)}; rules.reduction={reduction!r} asks for "

@@ -196,7 +196,7 @@ def _grouped(reshards: list[_Reshard]) -> list[list[_Reshard]]:
     groups: list[_Group] = []
     for reshard in reshards:
         collective = reshard.piece.collective
-        words = (collective.where.part, collective.where.source, *reshard.piece.made_of)
+        words = (collective.where.part, collective.where.source, *reshard.piece.arguments)
         keys = {(collective.axes, word) for word in words if word} or {(collective.axes, "")}
         merged = _Group(keys, [reshard])
         # Every group that it has a key in common with becomes one.
@@ -283,7 +283,7 @@ def _is_for_update(context: LintContext, piece: Piece) -> bool:
 
     It is before the update: what is gathered after it is new, and no argument.
     """
-    if piece.collective.where.phase != "optimizer" or not piece.made_of:
+    if piece.collective.where.phase != "optimizer" or not piece.arguments:
         return False
     return bool(context.piece_weights(piece))
 
@@ -312,7 +312,7 @@ def _operand_gather_axes(context: LintContext, weights: list[Argument]) -> set[s
 
 
 def _gathered_weight(context: LintContext, piece: Piece, weights: list[Argument]) -> _Reshard:
-    where = piece.collective.where
+    location = piece.collective.where
     row = context.sharding_row(weights[0], piece.collective.axes)
     activation_row = row.replace("params", "activations") if context.rules else "a constraint"
     return _Reshard(
@@ -323,7 +323,7 @@ def _gathered_weight(context: LintContext, piece: Piece, weights: list[Argument]
         ),
         fix=(
             f"shard what it is multiplied with along {piece.along} too, by {activation_row}; and "
-            f"pin the weight at {where.source or where.part}: shard.weight(w, ...)"
+            f"pin the weight at {location.source or location.part}: shard.weight(w, ...)"
         ),
     )
 
@@ -494,7 +494,7 @@ def _concerns(context: LintContext, weights: list[Argument]) -> Callable[[Piece]
     }
 
     def explains(piece: Piece) -> bool:
-        if names & {*piece.made_of, *piece.collective.beside}:
+        if names & {*piece.arguments, *piece.collective.beside}:
             return True
         if scopes & set(re.split(r"[/+]", piece.collective.where.part)):
             return True
@@ -548,7 +548,7 @@ def _multiplies(weights: list[Argument], axis: str) -> Callable[[Piece], bool]:
     def explains(piece: Piece) -> bool:
         if axis not in piece.collective.axes:
             return False
-        return bool(names & {*piece.made_of, *piece.collective.beside})
+        return bool(names & {*piece.arguments, *piece.collective.beside})
 
     return explains
 

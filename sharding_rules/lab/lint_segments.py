@@ -59,5 +59,5 @@ def finding_segments(report: Report, finding: Finding) -> tuple[str, ...]:
         for collective in report.collectives
         if collective.name in finding.collectives
     ]
-    segments = {segment_of(report, where) for where in locations or [finding.where]}
+    segments = {segment_of(report, location) for location in locations or [finding.where]}
     return tuple(segment for segment in report.segments if segment in segments)

@@ -66,7 +66,7 @@ def gathered_early(context: LintContext) -> Iterator[Finding]:
 def _gathered_stacks(context: LintContext) -> Iterator[tuple[Piece, Argument]]:
     """Yields each array that holds all layers of a stacked weight, with the weight."""
     for piece in context.pieces:
-        if not _is_weight_gather(context, piece) or not piece.made_of:
+        if not _is_weight_gather(context, piece) or not piece.arguments:
             continue
         for weight in context.piece_weights(piece):
             if context.holds_all_layers(weight, piece):
@@ -223,15 +223,15 @@ def wide_collectives(context: LintContext) -> Iterator[Finding]:
             content = name_list(
                 weight for piece in pieces for weight in context.piece_weights(piece)
             )
-        where = largest(pieces).collective.where
+        location = largest(pieces).collective.where
         collective_kinds = " and ".join(dict.fromkeys(piece.collective.kind for piece in pieces))
         yield Finding(
             check="f32-collective",
             bytes=wire_bytes(pieces),
-            where=where,
+            where=location,
             text=f"{collective_kinds} of {content} in {kind.dtype} over {' and '.join(kind.axes)}",
             fix=(
-                f"cast to bf16 before {where.source or where.part}, then "
+                f"cast to bf16 before {location.source or location.part}, then "
                 "lax.optimization_barrier, or XLA moves the cast behind the "
                 f"{collective_kinds}"
             ),
@@ -267,15 +267,15 @@ def _too_wide(context: LintContext, piece: Piece) -> str:
         return _new_weights(context, piece)
     if collective.kind in EXCHANGES or not collective.where.phase or not collective.loops:
         return ""
-    if collective.by_hand and not piece.made_of:
+    if collective.by_hand and not piece.arguments:
         return ""
 
     weights = context.piece_weights(piece)
     if weights:
         return "" if collective.kind in SUMS else name_list(weights)
     if collective.kind in SUMS:
-        over_batch = set(collective.axes) <= context.batch_axes
-        if over_batch and context.is_gradient(array):
+        is_batch_sum = set(collective.axes) <= context.batch_axes
+        if is_batch_sum and context.is_gradient(array):
             return ""
     return f"activation {array}" if context.is_activation(array) else ""
 

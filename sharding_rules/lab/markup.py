@@ -63,12 +63,12 @@ class Number(str):
         cls,
         value: float,
         digits: int = 0,
-        before: str = "",
+        prefix: str = "",
         bar: float | None = None,
         show: str | None = None,
     ) -> Number:
-        """Returns the value with `digits` decimals after `before`, or the text `show`."""
-        text = f"{before}{value:,.{digits}f}" if show is None else show
+        """Returns the value with `digits` decimals after `prefix`, or the text `show`."""
+        text = f"{prefix}{value:,.{digits}f}" if show is None else show
         number = super().__new__(cls, text)
         number.value = value
         number.bar = bar

@@ -296,19 +296,21 @@ def _form(dims: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(d for d in dims if d > 1))
 
 
-def _gradient_forms(whole: tuple[int, ...], local: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _gradient_forms(
+    global_shape: tuple[int, ...], local_shape: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
     """Yields the forms that gradients of a parameter take.
 
     They are those of the parameter as it is stored and of one layer of it, either with dimensions
     that are not yet scattered.
     """
-    yield _form(local)
+    yield _form(local_shape)
     for first_dim in (0, 1):  # 1: one layer
-        sizes = list(zip(whole[first_dim:], local[first_dim:], strict=True))
+        sizes = list(zip(global_shape[first_dim:], local_shape[first_dim:], strict=True))
         for dims in itertools.product(*({w, n} for w, n in sizes)):
             # A whole vector, and a replicated table, have the shapes of activations.
             is_sharded = any(d == n != w for d, (w, n) in zip(dims, sizes, strict=True))
-            is_layer = first_dim == 1 and len(whole) >= 3
+            is_layer = first_dim == 1 and len(global_shape) >= 3
             if len(dims) < 2 or not (is_sharded or is_layer):
                 continue
             yield _form(dims)

@@ -55,9 +55,9 @@ class _Graph:
         start = self._module.by_name.get(collective.name)
         if start is None:
             return collective
-        made_of = []
+        weight_names = []
         for operand in start.operands:
-            made_of.append(" ".join(sorted(self._lineage.weights(operand) or ())))
+            weight_names.append(" ".join(sorted(self._lineage.weights(operand) or ())))
         beside = [
             *self._matmul_params(start, self._producers),
             *self._matmul_params(start, self._consumers),
@@ -65,7 +65,7 @@ class _Graph:
         return dataclasses.replace(
             collective,
             by_hand=collective.kind in _NEVER_INSERTED or self._is_called(start),
-            made_of=tuple(made_of),
+            made_of=tuple(weight_names),
             beside=tuple(dict.fromkeys(beside)),
         )
 
@@ -116,8 +116,8 @@ class _Graph:
                 yield from sorted(name for name in names if name in self._params)
 
     def _producers(self, one: Instruction) -> Iterable[Instruction]:
-        by_name = self._module.by_name
-        return [by_name[name] for name in one.operands if name in by_name]
+        instructions = self._module.by_name
+        return [instructions[name] for name in one.operands if name in instructions]
 
     def _consumers(self, one: Instruction) -> Iterable[Instruction]:
         return self._users[one.name]

@@ -245,17 +245,17 @@ def _matrix(report: Report) -> str:
     """
     cells = matrix(report)
     phases = [phase for phase in _PHASE_COLOURS if any(phase in row for row in cells.values())]
-    largest = max(row.wire for by_phase in cells.values() for row in by_phase.values())
+    largest = max(row.wire for row_by_phase in cells.values() for row in row_by_phase.values())
     unit = Unit.of(largest)
     lines = []
     tags = []
-    for (axes, part), by_phase in cells.items():
+    for (axes, part), row_by_phase in cells.items():
         sent = []
         for phase in phases:
-            row = by_phase.get(phase)
+            row = row_by_phase.get(phase)
             sent.append(amount(row.wire, unit) if row else Number(0, show=""))
-        busy = sum(row.busy for row in by_phase.values()) / 1e3
-        exposed = sum(row.exposed for row in by_phase.values()) / 1e3
+        busy = sum(row.busy for row in row_by_phase.values()) / 1e3
+        exposed = sum(row.exposed for row in row_by_phase.values()) / 1e3
         lines.append(
             (
                 escape(over(axes)),
@@ -266,7 +266,7 @@ def _matrix(report: Report) -> str:
             )
         )
         tip = [f"{over(axes)}, {part}"]
-        for phase, row in by_phase.items():
+        for phase, row in row_by_phase.items():
             tip.append(f"{phase or 'no phase'}: {size(row.wire)}, {duration(row.exposed)} exposed")
         tags.append(_tip(tip))
     names = [
@@ -409,7 +409,9 @@ def _matmuls(report: Report) -> str:
     if not report.kernels:
         return f"{lead}{chart}"
 
-    kernels = Counter((target, where.part, where.phase) for target, _, where in report.kernels)
+    kernels = Counter(
+        (target, location.part, location.phase) for target, _, location in report.kernels
+    )
     lines = []
     for (target, part, phase), n in kernels.most_common():
         lines.append((Number(n), code(target), escape(part), escape(phase)))

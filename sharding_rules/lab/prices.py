@@ -223,8 +223,10 @@ class Prices:
         return 1e6 * n_bytes / (MEMORY * self.target.hbm_bandwidth)
 
     def _operand_bytes(self, instruction: Instruction) -> list[int]:
-        by_name = self.module.by_name
-        return [by_name[name].bytes if name in by_name else 0 for name in instruction.operands]
+        instructions = self.module.by_name
+        return [
+            instructions[name].bytes if name in instructions else 0 for name in instruction.operands
+        ]
 
     def _called(self, instruction: Instruction) -> Iterator[Instruction]:
         for name in instruction.called:

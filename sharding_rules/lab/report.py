@@ -34,12 +34,12 @@ class LabError(ValueError):
 class CompilerMissing(LabError):
     """XLA's compiler for CUDA is not installed.
 
-    `what` says what is missing; the message adds `fix`, what to install.
+    `subject` says what is missing; the message adds `fix`, what to install.
     """
 
-    def __init__(self, what: str, fix: str) -> None:
-        super().__init__(f"{what}; {fix}")
-        self.what = what
+    def __init__(self, subject: str, fix: str) -> None:
+        super().__init__(f"{subject}; {fix}")
+        self.subject = subject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,11 +256,11 @@ class Memory:
     @cached_property
     def by_kind(self) -> dict[str, int]:
         """Bytes at the peak, in the order of KINDS, without classes that have none."""
-        by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
+        bytes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
         for buffer in self.buffers:
-            if buffer.kind in by_kind:
-                by_kind[buffer.kind] += buffer.bytes
-        return {kind: n for kind, n in by_kind.items() if n}
+            if buffer.kind in bytes_by_kind:
+                bytes_by_kind[buffer.kind] += buffer.bytes
+        return {kind: n for kind, n in bytes_by_kind.items() if n}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,25 +409,27 @@ class Report:
         axis: str | Collection[str] | None = None,
         *,
         at_least: int = SCALAR,
-        **where: str,
+        **location: str,
     ) -> float:
         """Returns how many times the collectives that `select` finds run in a step.
 
         at_least: bytes of payload; collectives with less (scalars) are left out.
         """
-        return sum(one.times for one in self.select(kind, axis, **where) if one.payload >= at_least)
+        return sum(
+            one.times for one in self.select(kind, axis, **location) if one.payload >= at_least
+        )
 
     def wire_bytes(
-        self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str
+        self, axis: str | Collection[str] | None = None, kind: str | None = None, **location: str
     ) -> float:
         """Returns the bytes that one device sends in a step."""
-        return sum(one.times * one.wire for one in self.select(kind, axis, **where))
+        return sum(one.times * one.wire for one in self.select(kind, axis, **location))
 
     def payload_bytes(
-        self, axis: str | Collection[str] | None = None, kind: str | None = None, **where: str
+        self, axis: str | Collection[str] | None = None, kind: str | None = None, **location: str
     ) -> float:
         """Returns the bytes of the whole arrays that collectives work on in a step."""
-        return sum(one.times * one.payload for one in self.select(kind, axis, **where))
+        return sum(one.times * one.payload for one in self.select(kind, axis, **location))
 
     @property
     def mfu(self) -> float | None:
@@ -483,10 +485,14 @@ class Report:
         return _build(Report, json.loads(text))
 
 
-def location_text(where: Location) -> str:
+def location_text(location: Location) -> str:
     """Returns the location in words: backward of layers/attention (model/layers.py:107)."""
-    words = " of ".join(dict.fromkeys(filter(None, [where.phase, where.part]))) or where.op or "?"
-    return f"{words} ({where.source})" if where.source else words
+    words = (
+        " of ".join(dict.fromkeys(filter(None, [location.phase, location.part])))
+        or location.op
+        or "?"
+    )
+    return f"{words} ({location.source})" if location.source else words
 
 
 _FIELDS = {"where": Location, "memory": Memory, "timeline": Timeline, "vocabulary": Vocabulary}
@@ -518,7 +524,8 @@ def _build(cls: type, data: dict[str, Any]) -> Any:
             value = {name: tuple(axes) for name, axes in value.items()}
         elif field.name == "kernels":
             value = tuple(
-                (name, tuple(shapes), _build(Location, where)) for name, shapes, where in value
+                (name, tuple(shapes), _build(Location, location))
+                for name, shapes, location in value
             )
         elif field.name in _FIELDS and value is not None:
             value = _build(_FIELDS[field.name], value)

@@ -43,12 +43,12 @@ class SegmentCost:
         return self.compute + self.exposed
 
 
-def segment_of(report: Report, where: Location) -> str:
+def segment_of(report: Report, location: Location) -> str:
     """Returns the segment of layers that a place is in.
 
     Empty outside of segments, and where XLA has merged several of them.
     """
-    return next((word for word in where.part.split("/") if word in report.segments), "")
+    return next((word for word in location.part.split("/") if word in report.segments), "")
 
 
 def segment_of_argument(report: Report, argument: Argument) -> str:

@@ -96,9 +96,9 @@ def amount(n: float) -> str:
     return f"{n:.0f}"
 
 
-def percent(part: float, whole: float) -> str:
+def percent(part: float, total: float) -> str:
     """Returns a share in words: 13 %; less than a half of one, but something: <1 %."""
-    share = 100 * part / whole if whole else 0.0
+    share = 100 * part / total if total else 0.0
     return "<1 %" if 0 < share < 0.5 else f"{share:.0f} %"
 
 

@@ -160,7 +160,9 @@ def _cut(
         is_last = i == len(parts) - 1
         # All parts but the last leave a line for the number of those that do not fit.
         if most < (0 if is_last else 1):
-            n_more = sum(not isinstance(more, Text) for more in parts[i:])  # without headings
+            n_more = sum(
+                not isinstance(cut_part, Text) for cut_part in parts[i:]
+            )  # without headings
             hint = f" on the page: {page_option}" if page_option else ""
             yield Text(f"  and {n_more} more{hint}", style="dim")
             return

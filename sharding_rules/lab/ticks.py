@@ -127,12 +127,14 @@ def _groups(units: Sequence[_Unit], n_ticks: int) -> list[list[_Unit]]:
     if not slotted:
         return []
     # Loops without a conditional may be ticks, too: first those that send as ticks do.
-    others = [unit for unit in units if not unit.conditionals and unit.trips < n_ticks]
-    others.sort(key=lambda unit: not unit.sends)
+    candidates = [unit for unit in units if not unit.conditionals and unit.trips < n_ticks]
+    candidates.sort(key=lambda unit: not unit.sends)
     for n in range(_MOST_OTHER_LOOPS + 1):
-        for more in combinations(others, n):
+        for chosen_loops in combinations(candidates, n):
             chosen = [
-                unit for unit in units if unit.conditionals or any(unit is other for other in more)
+                unit
+                for unit in units
+                if unit.conditionals or any(unit is other for other in chosen_loops)
             ]
             groups = _divided(chosen, n_ticks)
             if groups:

@@ -247,11 +247,11 @@ def config_file(root: Path) -> Target:
 
     def read() -> dict[str, Any]:
         shutil.rmtree(root / "__pycache__", ignore_errors=True)
-        now = json.loads(json.dumps(as_dict(load(str(root / "one.py")))))
+        force = json.loads(json.dumps(as_dict(load(str(root / "one.py")))))
         check(load(str(root / "one.py")), 1)
         # as `SavedCheckpoint.changed` says at a resume
-        print("\n".join(f"changed since: {line}" for line in differences(saved, now)))
-        return now
+        print("\n".join(f"changed since: {line}" for line in differences(saved, force)))
+        return force
 
     return Target(
         root,
@@ -272,7 +272,7 @@ def goodput(root: Path) -> Target:
             100.0 * n + 1,
             root / "run" / "goodput" / f"{100 * n}.000-{n}.json",
         )
-        record.write(now=True)
+        record.write(force=True)
     wanted = total(root / "run" / "goodput")
 
     def read() -> dict[str, Any]:

@@ -34,7 +34,9 @@ def test_a_tile_costs_the_blocks_that_it_sees_and_one(
 ) -> None:
     blocks = visited(S, T, offset, window)
     assert tile_costs(S, T, q_offset=offset, window=window) == tuple(blocks.sum(1)[::-1] + 1)
-    assert tile_costs(S, T, q_offset=offset, window=window, by_key=True) == tuple(blocks.sum(0) + 1)
+    assert tile_costs(S, T, q_offset=offset, window=window, rows_are_keys=True) == tuple(
+        blocks.sum(0) + 1
+    )
     assert tile_costs(S, T, causal=False) == (blocks.shape[1] + 1,) * blocks.shape[0]
 
 

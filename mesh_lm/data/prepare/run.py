@@ -302,7 +302,7 @@ def _results(
 @contextlib.contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Returns a pool whose processes are terminated immediately if the block raises."""
-    others = set(multiprocessing.active_children())
+    earlier_processes = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), worker.start)
     try:
         # Workers inherit the ignored SIGINT, so that Ctrl-C cannot interrupt one that is still
@@ -312,7 +312,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
                 pool.submit(int)
         yield pool
     except BaseException:
-        for process in set(multiprocessing.active_children()) - others:
+        for process in set(multiprocessing.active_children()) - earlier_processes:
             process.terminate()
         raise
     finally:

@@ -180,15 +180,15 @@ class DecodeStream:
         return text
 
 
-def smaller_than_asked(tokenizer: Tokenizer, asked: int) -> str:
+def smaller_than_asked(tokenizer: Tokenizer, requested_size: int) -> str:
     """Returns a message about a tokenizer with fewer entries than were asked for; "" if it has all
     of them.
     """
-    if tokenizer.vocab_size >= asked:
+    if tokenizer.vocab_size >= requested_size:
         return ""
     return (
-        f"the tokenizer has {tokenizer.vocab_size} entries instead of {asked}, because no other "
-        "pair of tokens occurs often enough in the text to become one; "
+        f"the tokenizer has {tokenizer.vocab_size} entries instead of {requested_size}, because "
+        "no other pair of tokens occurs often enough in the text to become one; "
         f"model.vocab_size={tokenizer.vocab_size} would be enough"
     )
 

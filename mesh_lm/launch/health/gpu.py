@@ -156,10 +156,10 @@ class Gpus:
         }
         return _result(faults, f"{sum(active.values())} links")
 
-    def xids(self, lines: Iterable[str], now: float) -> Result:
+    def xids(self, lines: Iterable[str], uptime: float) -> Result:
         """Returns failed if the kernel's log has a recent Xid of the hardware.
 
-        lines: as in /dev/kmsg. now: seconds since the boot.
+        lines: as in /dev/kmsg. uptime: seconds since the boot.
 
         Each Xid counts for a while only, because nothing clears the log when the GPU was reset. A
         fault that lasts fails other checks.
@@ -175,12 +175,12 @@ class Gpus:
             xid = _Xid(bus=match[1], number=int(match[2]), head=head)
             if xid.number not in XIDS or _slot(xid.bus) in hidden:
                 continue
-            age = now - int(head.split(",")[2]) / 1e6
+            age = uptime - int(head.split(",")[2]) / 1e6
             if age >= RECENT:
                 continue
-            first = self._xids_reported_at.get(xid, now)
+            first = self._xids_reported_at.get(xid, uptime)
             reported_at[xid] = first
-            if now - first < COUNTS:
+            if uptime - first < COUNTS:
                 faults[xid.bus, xid.number] = (
                     f"GPU at {xid.bus}: Xid {xid.number} {age:.0f} s ago ({XIDS[xid.number]})"
                 )

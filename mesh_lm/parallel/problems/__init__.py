@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.parallel.problems.context import context_problems
+from mesh_lm.parallel.problems.experts import expert_problems
 from mesh_lm.parallel.problems.flat import flat_problems
 from mesh_lm.parallel.problems.layers import half_problems, layer_problems
 from mesh_lm.parallel.problems.pipeline import permute_problems, pipeline_problems
@@ -21,6 +22,7 @@ _CHECKS = (
     unused_axis_problems,
     row_problems,
     context_problems,
+    expert_problems,
     reduction_problems,
     residual_problems,
     flat_problems,

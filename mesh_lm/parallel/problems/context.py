@@ -143,9 +143,9 @@ def _head_problems(
     product = " x ".join(setting(axis, mesh[axis]) for axis in axes)
     fitting = ", ".join(str(n) for n in range(1, local_heads + 1) if divides(n))
     subject = field_of(axes[0]) if len(axes) == 1 else "their product"
-    with_kv = f" with {kv_heads} kv heads" if kv_heads != heads else ""
+    kv_text = f" with {kv_heads} kv heads" if kv_heads != heads else ""
     on_device = f", {local_heads}{segment} on each device" if head_shards > 1 else segment
     yield (
-        f"model.{field}={heads}{with_kv}{on_device}: Ulysses cannot divide them over {product}; "
+        f"model.{field}={heads}{kv_text}{on_device}: Ulysses cannot divide them over {product}; "
         f"{subject} can be {fitting}, or exchange by gather or ring, which divide no heads"
     )

@@ -45,10 +45,10 @@ def _axis_problems(rules: Rules, setting: str, axes: tuple[str, ...]) -> Iterato
     if repeated:
         yield f"{setting}: has {repeated[0]!r} twice; name each mesh axis once"
     elif auto_axes:
-        known = ", ".join(axis for axis in rules.order() if axis in replica_axes)
+        axis_names = ", ".join(axis for axis in rules.order() if axis in replica_axes)
         yield (
-            f"{setting}: flat vectors are sharded over replicas, whose axes are {known}; remove "
-            f"{auto_axes[0]!r}"
+            f"{setting}: flat vectors are sharded over replicas, whose axes are {axis_names}; "
+            f"remove {auto_axes[0]!r}"
         )
     elif layers and axes_of(layers) != ("pipeline",):
         yield (

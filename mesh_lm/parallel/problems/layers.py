@@ -80,7 +80,9 @@ def half_problems(config: TrainConfig) -> Iterator[str]:
     batch_axes = axes_of(config.rules.activations.get("batch"))
     other_axes = set()
     for row, entry in config.rules.activations.items():
-        if name_of(row) != "batch":
+        if name_of(row) == "experts":
+            other_axes |= set(axes_of(entry))
+        elif name_of(row) != "batch":
             other_axes |= set(axes_of(entry)) - set(batch_axes)
     if not any(mesh.get(axis, 1) > 1 for axis in other_axes):
         yield (

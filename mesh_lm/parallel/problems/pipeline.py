@@ -89,15 +89,16 @@ def permute_problems(config: TrainConfig) -> Iterator[str]:
 
     for row in dict.fromkeys([*rules.params, *rules.column("gathered"), *rules.activations]):
         stored = sharding_axes("params", row)
-        used = sharding_axes("gathered", row)
+        gathered = sharding_axes("gathered", row)
         activations = sharding_axes("activations", row)
-        if stored[: len(used)] != used:
+        if stored[: len(gathered)] != gathered:
             yield deadlock(
-                f"rules.params[{row!r}]={stored} does not start with rules.gathered[{row!r}]={used}"
+                f"rules.params[{row!r}]={stored} "
+                f"does not start with rules.gathered[{row!r}]={gathered}"
             )
-        elif activations[: len(used)] != used[: len(activations)]:
+        elif activations[: len(gathered)] != gathered[: len(activations)]:
             yield deadlock(
-                f"rules.activations[{row!r}]={activations} and rules.gathered[{row!r}]={used} "
+                f"rules.activations[{row!r}]={activations} and rules.gathered[{row!r}]={gathered} "
                 "differ in the axes that they start with"
             )
     default = sharding_axes("activations", "seq_resid")

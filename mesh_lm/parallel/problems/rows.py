@@ -59,12 +59,7 @@ def unused_axis_problems(config: TrainConfig) -> Iterator[str]:
         # pipeline shards the layers, not an activation.
         if size <= 1 or axis == "pipeline" or axis not in rules.order():
             continue
-        if axis == "expert":
-            yield (
-                f"mesh.{axis}={size}: no model of this version is sharded over {axis}; set "
-                f"mesh.{axis}=1"
-            )
-        elif axis not in used_axes:
+        if axis not in used_axes:
             yield (
                 f"{setting(axis, size)}, but rules {rules.name!r} shard no activation over {axis}; "
                 f"set {setting(axis, 1)} or {_rules_with(rules, axis)}"
@@ -104,7 +99,9 @@ def _weight_row_problems(rules: Rules, kind: Kind) -> Iterator[str]:
     for row, entry in (getattr(rules, kind) or {}).items():
         for axis in axes_of(entry):
             is_stage = (row, axis) == ("layers", "pipeline")
-            if axis not in rules.manual_axes() or is_stage or name_of(row) == FLAT:
+            if axis not in rules.manual_axes() or is_stage:
+                continue
+            if name_of(row) in (FLAT, "experts"):  # see `flat_problems` and `expert_problems`
                 continue
             yield (
                 f"rules.{kind}[{row!r}]={entry!r}: weights are replicated over {axis}; "
@@ -131,7 +128,7 @@ def _activation_row_problems(rules: Rules, row: str) -> Iterator[str]:
                 f"how over {axis}; {fix}, or leave {axis!r} out"
             )
         return
-    if name == "batch":
+    if name in ("batch", "experts"):  # see `expert_problems`
         return
     allowed = rules.context if name == "seq_resid" else ()  # see `context_problems`
     refused = [axis for axis in axes_of(entry) if axis in manual_axes and axis not in allowed]

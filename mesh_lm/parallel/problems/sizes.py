@@ -47,10 +47,10 @@ def _rows_with_sizes(
     known.
     """
     for logical in dict.fromkeys([*sizes, *column]):
-        known = sizes.get(logical, sizes.get(name_of(logical)))
+        field_and_size = sizes.get(logical, sizes.get(name_of(logical)))
         row = row_of(column, logical)
-        if known and row:
-            yield row, *known
+        if field_and_size and row:
+            yield row, *field_and_size
 
 
 def _kv_head_fix(config: TrainConfig, kind: Kind, row: str, n_shards: int) -> str:

@@ -89,16 +89,16 @@ def backward_fused(
     # If each query head has its own walk, or if there are too few blocks of threads, dk and dv are
     # summed in global memory, too. That sum is in fp32, which shared memory has no room for: a tile
     # of it is as large as those of K and V together.
-    by_head = spec.unrounded or by_query_head(B, N, K, T) or (N > K and heads_differ)
-    shape = shape_of(tiles, q, k, v, by_head)
-    from_registers = tiles.add == "red"
-    key_operands = {"dk": k, "dv": v} if shape.with_dv else {"dk": k}
+    single_head = spec.unrounded or by_query_head(B, N, K, T) or (N > K and heads_differ)
+    shape = shape_of(tiles, q, k, v, single_head)
+    is_register_ordered = tiles.add == "red"
+    key_operands = {"dk": k, "dv": v} if shape.computes_dv else {"dk": k}
 
-    dq_shape = register_order(B, N, S, H, shape.part) if from_registers else (B, S, N, H)
+    dq_shape = register_order(B, N, S, H, shape.part) if is_register_ordered else (B, S, N, H)
     sums = {"dq": dq_shape}
     out = {}
     for name, x in key_operands.items():
-        if by_head:
+        if single_head:
             sums[name] = register_order(B, K, T, x.shape[3], x.shape[3])
         else:
             out[name] = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -118,16 +118,16 @@ def backward_fused(
         scratch_of(spec, tiles, shape, q, k, v),
         name="flash_attention_bwd",
         # S, dK and dQ take H for each pair of query and key, dP and dV take V.
-        flops=spec.flops(B, N, 3 * H + (2 if shape.with_dv else 1) * V),
-        occupancy=spec.occupancy(B, N, K, H + V, keys=True, split=by_head),
-        grid=(B, N if by_head else K, T // ROWS),
-        section=section_of_keys(S, N, K, H + V, split=by_head),
+        flops=spec.flops(B, N, 3 * H + (2 if shape.computes_dv else 1) * V),
+        occupancy=spec.occupancy(B, N, K, H + V, keys=True, split=single_head),
+        grid=(B, N if single_head else K, T // ROWS),
+        section=section_of_keys(S, N, K, H + V, split=single_head),
     )
     for name, scale in (("dq", spec.scale), ("dk", spec.scale), ("dv", 1.0)):
         if name not in sums:
             continue
         x = results[name]
-        if name != "dq" or from_registers:
+        if name != "dq" or is_register_ordered:
             x = from_register_order(x)
         x = x * scale
         results[name] = x if spec.unrounded else x.astype(q.dtype)
@@ -170,7 +170,7 @@ class _Kernel:
         self.group = group
         self.refs = refs
         self.batch, self.head, self.tile = block_position()
-        if shape.by_head:
+        if shape.single_head:
             self.first_head = self.head
             self.n_heads = 1
         else:
@@ -182,7 +182,7 @@ class _Kernel:
     @property
     def kv_head(self) -> Any:
         """Computed again where it is needed, so that it holds no register through the loop."""
-        if self.shape.by_head:
+        if self.shape.single_head:
             return lax.div(opaque(self.head), jnp.int32(self.group))
         return self.head
 
@@ -275,7 +275,7 @@ class _Kernel:
             )
             delta = refs.delta.at[batch, head, rows]
             slot = self.douts.slot(turn)
-            delta_ready = self.douts.ready if self.shape.with_dv else refs.delta_ready
+            delta_ready = self.douts.ready if self.shape.computes_dv else refs.delta_ready
             self.douts.fill(
                 turn, (refs.dout.at[batch, rows, head], lambda slot: refs.dout_s.at[slot])
             )
@@ -287,7 +287,7 @@ class _Kernel:
         refs = self.refs
         plgpu.barrier_wait(refs.kv_ready)
         widths = {"dk": refs.q.shape[3], "dv": refs.dout.shape[3]}
-        names = ("dk", "dv") if self.shape.with_dv else ("dk",)
+        names = ("dk", "dv") if self.shape.computes_dv else ("dk",)
 
         def sum_up(*accs: Any) -> tuple[Array, ...]:
             sums = Refs(zip(names, accs, strict=True))
@@ -337,7 +337,7 @@ class _Kernel:
             plgpu.wgmma(dp_ref, refs.v_s.at[wg], transposed(refs.dout_s.at[dout_slot]))
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
             p, p_slope = self.probabilities(s, steps, step, slot, wg)
-            if self.shape.with_dv:
+            if self.shape.computes_dv:
                 p = p.astype(refs.dout.dtype)
                 plgpu.wgmma(sums.dv, p, refs.dout_s.at[dout_slot])
             else:
@@ -345,9 +345,9 @@ class _Kernel:
                 # dP^T, but not below one that branches.
                 p_slope = opaque(p_slope)
                 plgpu.barrier_wait(refs.delta_ready.at[dout_slot])
-            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=int(self.shape.with_dv))
+            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=int(self.shape.computes_dv))
             dp = dp - spread(vector(self.delta_s(dout_slot), 1), dp.shape, 1)
-            if not self.shape.with_dv:
+            if not self.shape.computes_dv:
                 self.douts.give(turn)
             return (p_slope.astype(jnp.float32) * dp).astype(refs.q.dtype)
 
@@ -454,7 +454,7 @@ class _Kernel:
                 plgpu.wgmma(acc, transposed(ds_w), k_w)
             plgpu.wgmma(sums.dk, ds, refs.q_s.at[slot])
             dq = plgpu.wgmma_accumulator_load(acc, wait_n=int(self.queries.size > 1))
-            if shape.with_dv:
+            if shape.computes_dv:
                 self.douts.give(turn)  # dV is done before dQ
             if self.queries.size == 1:
                 self.queries.give(turn)
@@ -492,7 +492,7 @@ class _Kernel:
         refs = self.refs
         # computed again, so that it holds no register through the loop
         tile = opaque(self.tile)
-        if self.shape.by_head:
+        if self.shape.single_head:
             for name, x in sums.items():
                 target = refs[name].at[self.batch, self.kv_head, tile * COMPUTING + wg, 0]
                 add_from_registers(target, x)

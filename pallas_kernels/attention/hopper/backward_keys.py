@@ -75,12 +75,12 @@ def dkv(
     _, T, K, V = v.shape
     W = COMPUTING
     C = tiles.block
-    with_dk = part != "dv"
-    with_dv = part != "dk"
+    computes_dk = part != "dv"
+    computes_dv = part != "dk"
     # The operand of the last product of a step is needed longest; if memory is short, the other
     # operand gets fewer slots.
     n_turns = min(tiles.stages, N // K * (S // C))
-    if with_dk:
+    if computes_dk:
         q_stages, dout_stages = ring_sizes(n_turns, tiles.rows * (H + V), C * H, C * V)
     else:
         # dV needs no V.
@@ -94,16 +94,16 @@ def dkv(
     # Ids are loaded with their queries or keys, lse with the queries, delta with dO.
     scratch = {
         "k_s": matrix(WARPGROUP, H, k.dtype, (W,)),
-        "v_s": matrix(WARPGROUP, V, v.dtype, (W,)) if with_dk or V != H else None,
+        "v_s": matrix(WARPGROUP, V, v.dtype, (W,)) if computes_dk or V != H else None,
         "q_s": matrix(C, H, q.dtype, (q_stages,)),
         "dout_s": matrix(C, V, q.dtype, (dout_stages,)),
         # Each array takes at least a kilobyte, and wide heads leave only three: lse and delta share
         # one array, and so do all ids.
-        "vectors_s": plgpu.SMEM((q_stages + dout_stages * with_dk, C), jnp.float32),
+        "vectors_s": plgpu.SMEM((q_stages + dout_stages * computes_dk, C), jnp.float32),
         "ids_s": plgpu.SMEM((tiles.rows + q_stages * C,), jnp.int32) if spec.segments else None,
-        "kv_ready": plgpu.Barrier(num_arrivals=1 + with_dk + spec.segments, num_barriers=W),
+        "kv_ready": plgpu.Barrier(num_arrivals=1 + computes_dk + spec.segments, num_barriers=W),
         "q_ready": plgpu.Barrier(num_arrivals=2 + spec.segments, num_barriers=q_stages),
-        "dout_ready": plgpu.Barrier(num_arrivals=1 + with_dk, num_barriers=dout_stages),
+        "dout_ready": plgpu.Barrier(num_arrivals=1 + computes_dk, num_barriers=dout_stages),
         "q_free": plgpu.Barrier(num_arrivals=W, num_barriers=q_stages),
         "dout_free": plgpu.Barrier(num_arrivals=W, num_barriers=dout_stages),
     }
@@ -118,16 +118,16 @@ def dkv(
     inputs = {
         "q": q,
         "k": k,
-        "v": v if with_dk else None,
+        "v": v if computes_dk else None,
         "dout": dout,
         "lse": lse,
-        "delta": delta if with_dk else None,
+        "delta": delta if computes_dk else None,
         **sides,
     }
     out = {}
-    if with_dk:
+    if computes_dk:
         out["dk"] = jax.ShapeDtypeStruct(k.shape, k.dtype)
-    if with_dv:
+    if computes_dv:
         out["dv"] = jax.ShapeDtypeStruct(v.shape, v.dtype)
     name = "dkv" if part == "both" else part
     # s takes H, dp V, dk H and dv V for each pair of query and key; dv alone needs no dp.

@@ -190,8 +190,8 @@ def _gradients(
     # +inf makes every probability of a row 0, for rows that see no key and for padding.
     lse_BNS = pad(jnp.where(empty, jnp.inf, lse), fill=jnp.inf).swapaxes(1, 2)
 
-    def side_inputs(tiles: Tiles | FusedTiles, by_key: bool) -> dict[str, Array | None]:
-        return _side_inputs(spec, tiles, sides, pad, pad, by_key)
+    def side_inputs(tiles: Tiles | FusedTiles, rows_are_keys: bool) -> dict[str, Array | None]:
+        return _side_inputs(spec, tiles, sides, pad, pad, rows_are_keys)
 
     dq, dk, dv = backward(
         spec,
@@ -226,9 +226,9 @@ def _side_inputs(
     sides: _Sides,
     pad_queries: Any,
     pad_keys: Any,
-    by_key: bool = False,
+    rows_are_keys: bool = False,
 ) -> dict[str, Array | None]:
-    """The inputs of a kernel besides the matrices. by_key: whether its rows are keys."""
+    """The inputs of a kernel besides the matrices. rows_are_keys: whether its rows are keys."""
     inputs: dict[str, Array | None] = dict.fromkeys(
         ("table", "counts", "blocks", "offset", "q_ids", "k_ids")
     )
@@ -243,18 +243,18 @@ def _side_inputs(
     n_columns = spec.T
     row_ids = sides.q_ids
     column_ids = sides.k_ids
-    if by_key:
+    if rows_are_keys:
         band = band.transposed
         n_rows = spec.T
         n_columns = spec.S
         row_ids = sides.k_ids
         column_ids = sides.q_ids
     # Padding queries, the columns of a tile of keys, have probability 0 (see `_gradients`).
-    pad_is_harmless = by_key
+    pad_is_harmless = rows_are_keys
 
     if spec.block_mask is not None:
         visible = spec.block_mask.visible
-        if by_key:
+        if rows_are_keys:
             visible = visible.swapaxes(1, 2)
         counts, blocks = lists(
             visible,

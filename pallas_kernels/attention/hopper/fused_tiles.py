@@ -67,19 +67,19 @@ class FusedShape(NamedTuple):
     warpgroup multiplies by its part of K alone."""
     q_stages: int
     dout_stages: int
-    with_dv: bool
+    computes_dv: bool
     """The kernel computes dV, too."""
-    by_head: bool
+    single_head: bool
     """A block of threads visits the queries of one head, instead of all heads of a group."""
 
 
-def shape_of(tiles: FusedTiles, q: Array, k: Array, v: Array, by_head: bool) -> FusedShape:
+def shape_of(tiles: FusedTiles, q: Array, k: Array, v: Array, single_head: bool) -> FusedShape:
     """The sizes for operands as of `backward_fused`."""
     _, S, N, H = q.shape
     K, V = v.shape[2:]
     C = tiles.block
     part = H // COMPUTING if C == WARPGROUP else H
-    n_turns = S // C * (1 if by_head else N // K)
+    n_turns = S // C * (1 if single_head else N // K)
     # K and V, two slots of dS^T, and dQ in fp32 if it is staged.
     n_resident = ROWS * (H + V) + 2 * ROWS * C
     if tiles.add == "tma":
@@ -91,8 +91,8 @@ def shape_of(tiles: FusedTiles, q: Array, k: Array, v: Array, by_head: bool) -> 
         tile_columns=math.gcd(part, 64),
         q_stages=q_stages,
         dout_stages=dout_stages,
-        with_dv=sums_fit(H, V),
-        by_head=by_head,
+        computes_dv=sums_fit(H, V),
+        single_head=single_head,
     )
 
 
@@ -119,7 +119,7 @@ def scratch_of(
         dq_s = swizzled(WARPGROUP, shape.part, jnp.float32, math.gcd(shape.part, 32), (W,))
     # delta arrives with dO, or at a barrier of its own (see `_Kernel.step`).
     delta_ready = None
-    if not shape.with_dv:
+    if not shape.computes_dv:
         delta_ready = plgpu.Barrier(num_barriers=shape.dout_stages)
     return {
         "k_s": swizzled(WARPGROUP, H, k.dtype, columns, (W,)),
@@ -138,7 +138,9 @@ def scratch_of(
         "kv_ready": plgpu.Barrier(num_arrivals=2 * W + spec.segments + 1, num_barriers=1),
         # Q, lse, and ids
         "q_ready": plgpu.Barrier(num_arrivals=2 + spec.segments, num_barriers=shape.q_stages),
-        "dout_ready": plgpu.Barrier(num_arrivals=1 + shape.with_dv, num_barriers=shape.dout_stages),
+        "dout_ready": plgpu.Barrier(
+            num_arrivals=1 + shape.computes_dv, num_barriers=shape.dout_stages
+        ),
         "delta_ready": delta_ready,
         "q_free": plgpu.Barrier(num_arrivals=W, num_barriers=shape.q_stages),
         "dout_free": plgpu.Barrier(num_arrivals=W, num_barriers=shape.dout_stages),

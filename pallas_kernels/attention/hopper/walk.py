@@ -151,10 +151,12 @@ def table(
     i = jnp.arange(-(-n_rows // tile), dtype=jnp.int32)
     first = i * tile
     last = jnp.minimum((i + 1) * tile, n_rows) - 1
-    by_tile = limits(band, first, last, n_columns, block, pad_is_harmless=pad_is_harmless)
-    by_tile = Limits(*(jnp.broadcast_to(jnp.asarray(x, jnp.int32), i.shape)[None] for x in by_tile))
+    tile_limits = limits(band, first, last, n_columns, block, pad_is_harmless=pad_is_harmless)
+    tile_limits = Limits(
+        *(jnp.broadcast_to(jnp.asarray(x, jnp.int32), i.shape)[None] for x in tile_limits)
+    )
     if row_ids is None or column_ids is None:
-        return jnp.stack(by_tile, -1)
+        return jnp.stack(tile_limits, -1)
 
     # [B, tiles] and [B, blocks]
     row_min, row_max = _extremes(row_ids, tile)
@@ -168,7 +170,7 @@ def table(
     meets = (
         (row_min[:, :, None] <= column_max[:, None])
         & (column_min[:, None] <= row_max[:, :, None])
-        & between(by_tile.start, by_tile.stop)
+        & between(tile_limits.start, tile_limits.stop)
     )
     start, stop = _hull(meets)
 
@@ -178,7 +180,7 @@ def table(
         & (column_min == column_max)[:, None]
         & (row_min[:, :, None] == column_min[:, None])
     )
-    full_start, full_stop = _hull(same_id & between(by_tile.full_start, by_tile.full_stop))
+    full_start, full_stop = _hull(same_id & between(tile_limits.full_start, tile_limits.full_stop))
     # If blocks of equal ids are not contiguous, all blocks are masked.
     n_same = (same_id & between(full_start, full_stop)).sum(-1)
     contiguous = n_same == full_stop - full_start
@@ -218,8 +220,12 @@ def lists(
     full = np.zeros_like(visited)
     if band is not None:
         last = np.minimum((i + 1) * tile, n_rows) - 1
-        by_tile = limits(band, i * tile, last, n_columns, block, pad_is_harmless=pad_is_harmless)
-        start, full_start, full_stop, stop = (np.broadcast_to(x, i.shape)[:, None] for x in by_tile)
+        tile_limits = limits(
+            band, i * tile, last, n_columns, block, pad_is_harmless=pad_is_harmless
+        )
+        start, full_start, full_stop, stop = (
+            np.broadcast_to(x, i.shape)[:, None] for x in tile_limits
+        )
         visited &= (j >= start) & (j < stop)
         full = visited & (j >= full_start) & (j < full_stop)
     # Unmasked blocks first, then the masked ones, then those that are not visited.

@@ -53,8 +53,8 @@ def run_kernel(
     rng = random.Random(seed) if seed is not None else None
     for point in itertools.product(*map(range, (*mesh.grid, *mesh.cluster))):
         position = dict(zip(axes, point, strict=True))
-        named = [f"{axis}={i}" for axis, i in position.items() if isinstance(axis, str)]
-        block = Block(f"{name}, block {', '.join(named) or point}")
+        coordinates = [f"{axis}={i}" for axis, i in position.items() if isinstance(axis, str)]
+        block = Block(f"{name}, block {', '.join(coordinates) or point}")
         running = []
         for i, clock in enumerate(np.eye(n_threads, dtype=np.int32)):
             thread = Thread(i, clock, position | {mesh.thread_name: i}, block)

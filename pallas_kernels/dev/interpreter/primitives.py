@@ -122,12 +122,12 @@ def _named_barrier_wait(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
 
 def _copy_in(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     params = eqn.params
-    source, target, barriers, *rest = values
+    source, target, barriers, *transform_leaves = values
     if not params.get("has_barrier", True) or params["collective_axes"]:
         raise NotImplementedError(
             "copy_gmem_to_smem without a barrier, or to several blocks of a cluster"
         )
-    leaves = iter(rest)
+    leaves = iter(transform_leaves)
     source_transforms = _transforms(params["src_transforms_treedef"], leaves)
     target_transforms = _transforms(params["dst_transforms_treedef"], leaves)
     barrier = _barrier(barriers, _transforms(params["barrier_transforms_treedef"], leaves))
@@ -145,9 +145,9 @@ def _copy_in(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
 
 def _copy_out(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
     params = eqn.params
-    source, target, *rest = values
+    source, target, *transform_leaves = values
     reduction = params["reduction_op"]
-    leaves = iter(rest)
+    leaves = iter(transform_leaves)
     source_transforms = _transforms(params["src_transforms_treedef"], leaves)
     target_transforms = _transforms(params["dst_transforms_treedef"], leaves)
     if not params["has_user_predicate"] or bool(next(leaves)):
@@ -188,8 +188,8 @@ def _commit_smem(thread: Thread, eqn: Any) -> Any:
 
 
 def _wgmma(thread: Thread, eqn: Any, values: list[Any]) -> Steps:
-    acc, a, b, *rest = values
-    leaves = iter(rest)
+    acc, a, b, *transform_leaves = values
+    leaves = iter(transform_leaves)
     acc_transforms, a_transforms, b_transforms = (
         _transforms(eqn.params[f"{name}_transforms_tree"], leaves) for name in ("acc", "a", "b")
     )

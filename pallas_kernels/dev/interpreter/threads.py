@@ -93,7 +93,7 @@ class Block:
     """The allocations of each visit to a collective run_scoped."""
     arrivals: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
     """The clocks of the threads that have reached such a visit."""
-    named: dict[int, NamedBarrier] = field(default_factory=dict)
+    named_barriers: dict[int, NamedBarrier] = field(default_factory=dict)
     """The named barriers in use, by number."""
 
     def meet(self, number: int, thread: Thread) -> NamedBarrier:
@@ -101,7 +101,7 @@ class Block:
 
         Raises Fault if the hardware would take the arrival for that of another thread.
         """
-        barrier = self.named.setdefault(number, NamedBarrier())
+        barrier = self.named_barriers.setdefault(number, NamedBarrier())
         if thread.index in barrier.arrived_threads:
             raise Fault(
                 f"arrives twice at named barrier {number}, which another warpgroup has not "

@@ -154,11 +154,11 @@ def test_ranges_of_any_length_verify_the_blocks_that_they_touch(tmp_path: Path):
             for start, stop in zip(starts, stops, strict=True)
             for i in range(start, stop)
         }
-        assert touched <= {*np.flatnonzero(read._seen).tolist()}
-        assert read._left == n - read._seen[:-1].sum() and not read.complete
+        assert touched <= {*np.flatnonzero(read._is_verified).tolist()}
+        assert read._n_unverified == n - read._is_verified[:-1].sum() and not read.complete
     verified = blocks(data)
     verified.require_all()
-    assert verified.complete and verified._seen.all()
+    assert verified.complete and verified._is_verified.all()
     for position in (0, 4096 * block, len(data) - 1):
         damaged = data.copy()
         damaged[position] ^= 1

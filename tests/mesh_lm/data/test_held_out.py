@@ -56,12 +56,14 @@ def test_a_run_on_few_documents_of_an_earlier_version_keeps_its_corpus(tmp_path:
     digest = sources.find(str(root)).digest()
     old_name = f"six-{hashlib.sha256(f'1 280 {digest}'.encode()).hexdigest()[:16]}"
     for _ in range(3):
-        old = prepare(config(root, tmp_path), vocab=280, trained_on=old_name)
+        old = prepare(config(root, tmp_path), vocab=280, checkpoint_corpus=old_name)
         made = prepare(config(root, tmp_path), vocab=280)
         assert (old.name, old.documents, old.heldout_documents) == (old_name, 6, 0)
         assert "an earlier version held out none of these 6 documents" in old.why_no_heldout
-    for trained_on in ("", "another", made.name):
-        assert prepare(config(root, tmp_path), vocab=280, trained_on=trained_on) == made
+    for checkpoint_corpus in ("", "another", made.name):
+        assert (
+            prepare(config(root, tmp_path), vocab=280, checkpoint_corpus=checkpoint_corpus) == made
+        )
     assert (made.documents, made.heldout_documents, made.why_no_heldout) == (5, 1, "")
 
 

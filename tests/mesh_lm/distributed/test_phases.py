@@ -223,7 +223,7 @@ def test_a_killed_life_is_on_record(tmp_path: Path) -> None:
     phases = Phases()
     goodput = Goodput(tmp_path, phases, first=5)
     phases.step = 7
-    goodput.write(now=True)
+    goodput.write(force=True)
     assert total(tmp_path / "goodput")["starts"] == 1
     phases.step = 9
     assert goodput.total()["starts"] == 1, "the same life is written again"

@@ -11,7 +11,7 @@ from mesh_lm.training.monitor import Monitor
 
 
 @pytest.mark.parametrize(
-    ("ages", "with_sample", "finished"),
+    ("ages", "has_sample", "finished"),
     [
         ({"2": 9, "4": 5, "loss.png": 4, "sample.txt": 4}, True, True),
         ({"2": 9, "4": 5, "loss.png": 5, "sample.txt": 5}, True, True),
@@ -24,7 +24,7 @@ from mesh_lm.training.monitor import Monitor
     ],
 )
 def test_what_an_earlier_run_wrote_is_not_that_of_a_longer_one(
-    tmp_path: Path, ages: dict[str, int], with_sample: bool, finished: bool
+    tmp_path: Path, ages: dict[str, int], has_sample: bool, finished: bool
 ) -> None:
     """ages: seconds since each checkpoint and file was written."""
     (tmp_path / "checkpoints").mkdir()
@@ -38,6 +38,6 @@ def test_what_an_earlier_run_wrote_is_not_that_of_a_longer_one(
         path.write_text("", encoding="utf-8")
         os.utime(path, (1e9 - age, 1e9 - age))
     monitor: Any = SimpleNamespace(speaks=True, output=tmp_path)
-    assert Monitor.has_finished(monitor, with_sample=with_sample) is finished
+    assert Monitor.has_finished(monitor, has_sample=has_sample) is finished
     monitor.speaks = False
-    assert not Monitor.has_finished(monitor, with_sample=with_sample)
+    assert not Monitor.has_finished(monitor, has_sample=has_sample)

@@ -50,5 +50,7 @@ def test_every_entry_has_a_line_that_says_what_binds() -> None:
 
 
 def test_heads_too_wide_for_both_sums_leave_one_out() -> None:
-    six, five = (clocks.fused(256, 256, 64, with_dv=with_dv) for with_dv in (False, True))
+    six, five = (
+        clocks.fused(256, 256, 64, computes_dv=computes_dv) for computes_dv in (False, True)
+    )
     assert five.tensor - six.tensor == 2 * clocks.wgmma(64, 256, 64).tensor

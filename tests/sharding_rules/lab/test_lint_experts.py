@@ -37,6 +37,7 @@ def rules(experts: str | None = "expert") -> Rules:
         "experts",
         params={"experts": experts, "expert_mlp": None},
         activations={"batch": ("data", "expert"), "experts": experts, "expert_mlp": None},
+        exchange={experts: "padded"} if experts else {},
     )
 
 

@@ -1,0 +1,285 @@
+"""A mixture of experts on any mesh: sums, loads, gradients and steps equal those of one device,
+however tokens are routed and exchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import covering
+import jax
+import numpy as np
+import pytest
+from covering import Row
+from support import (
+    SEQ,
+    VOCAB,
+    Outcome,
+    assert_same_gradients,
+    gradients,
+    host_batch,
+    initial,
+    on_devices,
+    shard_on,
+)
+
+from mesh_lm.config import OptimizerConfig, PipelineConfig
+from mesh_lm.model import DecoderConfig, SegmentConfig
+from mesh_lm.model.experts_config import ExpertsConfig
+from mesh_lm.optim import AdamW, Optimizer
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state.initial import fresh_state
+from mesh_lm.training.step import train_step
+from sharding_rules import Rules, preset
+
+COMPILE_BUDGET = 160
+
+EXPERTS = ExpertsConfig(
+    number=8, active=2, d_ff=24, shared=16, score="sigmoid", groups=4, active_groups=2, scale=2.5,
+    bias_rate=0.01, z_loss=1e-2, balance_loss=1e-2,
+)  # fmt: skip
+MODEL = DecoderConfig(
+    vocab_size=VOCAB, vocab_multiple=16, seq_len=SEQ, n_layers=2, d_model=32, n_heads=4,
+    n_kv_heads=2, positions="rotary", norm="rmsnorm", activation="swiglu", biases=False, tied=False,
+    init_std=0.1, dtype="float32", loss_chunk=24, remat="full", block="moe", experts=EXPERTS,
+)  # fmt: skip
+"""A model with all that a router can have."""
+MIXED = dataclasses.replace(
+    MODEL,
+    n_layers=3,
+    segments=(SegmentConfig("dense", 1), SegmentConfig("moe", 2, "moe")),
+    experts=dataclasses.replace(EXPERTS, score="softmax", groups=1, active_groups=1),
+)
+"""A dense layer before the ones with experts, and another router."""
+
+PARTNERS: dict[str, tuple[str, dict[str, int]]] = {
+    "alone": ("ddp", {}),
+    "data": ("ddp", {"data": 2}),
+    "fsdp": ("fsdp", {"fsdp": 2}),
+    "tensor": ("megatron", {"tensor": 2}),
+    "sp": ("megatron_sp", {"tensor": 2}),
+    "pipeline": ("ddp", {"pipeline": 2}),
+    "ring": ("ring", {"sequence": 2}),
+    "ulysses": ("ulysses", {"sequence": 2}),
+}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "ways": (2, 4, 8),
+    "exchange": ("gather", "padded", "worst"),
+    "partner": tuple(PARTNERS),
+    "remat": ("none", "full", "save_attention", "save_names"),
+    "halves": (False, True),
+    "stash": ("input", "residuals"),
+    "routing": ("learned", "zipf", "one"),
+}
+"""ways: devices that share the experts. worst: padded, with buffers for the worst routing."""
+
+
+CONSTRAINTS = (
+    (("ways", "partner"), lambda ways, partner: ways < 8 or partner == "alone"),
+    (("partner", "stash"), lambda partner, stash: stash == "input" or partner == "pipeline"),
+    # A device has 16 / (ways * replicas * microbatches) sequences, and halves need two.
+    (("ways", "partner", "halves"), lambda ways, partner, halves: not halves or ways < 8),
+    (
+        ("partner", "halves", "ways"),
+        lambda partner, halves, ways: not halves or ways == 2 or partner != "pipeline",
+    ),
+)
+ROWS = covering.array(FACTORS, CONSTRAINTS)[0]
+N_FAST = 5
+N_CI = 18
+"""The first rows cover the most pairs: so many are in the fast tier, and so many in CI."""
+
+
+def _marks(number: int) -> list[Any]:
+    if number < N_FAST:
+        return []
+    return [pytest.mark.slow if number < N_CI else pytest.mark.exhaustive]
+
+
+def skewed(params: dict[str, np.ndarray], routing: str) -> dict[str, np.ndarray]:
+    """Parameters whose routers' biases send tokens to experts 0, 1, ... in proportion to about 1 /
+    n^1.2 (zipf), or all to the same ones (one)."""
+    if routing == "learned":
+        return params
+    name = next(name for name in params if name.endswith("experts.bias"))
+    n_experts = params[name].shape[-1]
+    if routing == "one":
+        bias = -2.0 * np.arange(n_experts)
+    else:
+        bias = -0.12 * 1.2 * np.log(1 + np.arange(n_experts))
+    return params | {name: np.broadcast_to(bias, params[name].shape).astype(np.float32)}
+
+
+@functools.cache
+def one_device(model: DecoderConfig, routing: str) -> Outcome:
+    """The results on one device, of exchanges that have nothing to do there."""
+    params = skewed(initial(ModelLayout.of(model, shard_on("ddp"))), routing)
+    return gradients(model, shard_on("ddp"), params=params)
+
+
+def assert_equal(found: Outcome, wanted: Outcome) -> None:
+    """Asserts equal gradients and sums, and loads that are equal as integers."""
+    assert_same_gradients(found[2], wanted[2])
+    for name, value in wanted[1].items():
+        if name.endswith("load"):
+            np.testing.assert_array_equal(found[1][name], value)
+        else:
+            assert found[1][name] == pytest.approx(value, rel=1e-5), name
+
+
+def _microbatches(row: Row) -> int:
+    if row["partner"] != "pipeline":
+        return 1
+    return 2 if row["halves"] or row["ways"] == 4 else 4
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row,
+            marks=_marks(number),
+            id="-".join(f"{value}" for value in row.values()),
+        )
+        for number, row in enumerate(ROWS)
+    ],
+)
+def test_equals_one_device(row: Row) -> None:
+    name, mesh = PARTNERS[row["partner"]]
+    exchange = "gather" if row["exchange"] == "gather" else "padded"
+    factor = 0.0 if row["exchange"] == "worst" else 1.25
+    model = dataclasses.replace(
+        MODEL,
+        remat=row["remat"],
+        batch_halves=row["halves"],
+        experts=dataclasses.replace(EXPERTS, factor=factor),
+    )
+    wanted = one_device(MODEL, row["routing"])
+    shard = shard_on(f"experts_{exchange}+{name}", expert=row["ways"], **mesh)
+    pipeline = PipelineConfig(stash=row["stash"])
+    found = gradients(model, shard, _microbatches(row), pipeline=pipeline, params=wanted[0])
+    assert_equal(found, wanted)
+
+
+def folded(base: str, experts: tuple[str, ...], **exchange: Any) -> Rules:
+    """A preset with the experts on these mesh axes."""
+    rows = {"experts": experts, "expert_mlp": None}
+    return preset(base).replace("folded", params=rows, activations=rows, exchange=exchange)
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh", "microbatches", "routing"),
+    [
+        # Over the replicas, without an axis of their own.
+        (folded("ddp", ("data",), data="padded"), {"data": 4}, 2, "learned"),
+        # Tensor parallelism for attention, expert parallelism for experts.
+        pytest.param(
+            folded("experts_gather+megatron_sp", ("expert", "tensor"), tensor="gather"),
+            {"data": 2, "expert": 2, "tensor": 2},
+            1,
+            "zipf",
+            marks=pytest.mark.slow,
+        ),
+        # Two exchanges: a token is sent to a group of devices once, and gathered in the group.
+        (
+            folded("experts_padded+megatron_sp", ("expert", "tensor"), tensor="gather"),
+            {"expert": 4, "tensor": 2},
+            1,
+            "zipf",
+        ),
+        # The other way round.
+        pytest.param(
+            folded("experts_gather+ring", ("expert", "sequence"), sequence="padded"),
+            {"expert": 2, "sequence": 2},
+            1,
+            "one",
+            marks=pytest.mark.slow,
+        ),
+        # Experts over fsdp, too, whose other matrices it shards along embed.
+        pytest.param(
+            preset("experts_padded+fsdp").replace(
+                "experts over fsdp",
+                params={"experts": ("expert", "fsdp"), "blocks/embed": None},
+                activations={"experts": ("expert", "fsdp")},
+                exchange={"fsdp": "padded"},
+            ),
+            {"fsdp": 2, "expert": 2},
+            1,
+            "learned",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            preset("experts_padded+hsdp+megatron_sp"),
+            {"pipeline": 2, "fsdp": 2, "expert": 2},
+            4,
+            "zipf",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Rules) else None,
+)
+def test_experts_on_other_axes(
+    rules: Rules, mesh: dict[str, int], microbatches: int, routing: str
+) -> None:
+    wanted = one_device(MODEL, routing)
+    found = gradients(MODEL, shard_on(rules, **mesh), microbatches, params=wanted[0])
+    assert_equal(found, wanted)
+
+
+@pytest.mark.slow
+def test_uneven_stages_with_a_dense_layer() -> None:
+    """The first stage has the dense layer and one with experts."""
+    wanted = one_device(MIXED, "learned")
+    shard = shard_on("experts_padded", pipeline=2, expert=2, data=2)
+    pipeline = PipelineConfig(layers=(2, 1))
+    found = gradients(MIXED, shard, 4, pipeline=pipeline, params=wanted[0])
+    assert_equal(found, wanted)
+
+
+OPTIMIZER = OptimizerConfig(
+    AdamW(eps=1.0), learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9
+)
+
+
+def three_steps(rules: Rules | str, **mesh: int) -> tuple[list[float], np.ndarray]:
+    """Returns the losses of three steps, and the routers' biases after them."""
+    layout = ModelLayout.of(MODEL, shard_on(rules, **mesh))
+    params = initial(ModelLayout.of(MODEL, shard_on("ddp")))
+    optimizer = Optimizer(OPTIMIZER, 10)
+    everywhere = jax.NamedSharding(layout.shard.mesh, jax.P())
+    weights = {name: jax.device_put(x, everywhere) for name, x in params.items()}
+    state = fresh_state(layout, optimizer, weights)
+    step = train_step(layout, optimizer, seed=0)
+    losses = []
+    for seed in range(3):
+        state, metrics = step(state, on_devices(host_batch(1, seed), layout))
+        losses.append(float(metrics["loss"]))
+    assert {"expert_load", "expert_idle", "balance", "router_z"} <= metrics.keys()
+    return losses, np.asarray(state["buffers"]["blocks.experts.bias"])
+
+
+@pytest.mark.parametrize(
+    ("rules", "mesh"),
+    [
+        ("experts_padded+distributed", {"data": 2, "expert": 2}),
+        pytest.param("experts_gather+zero3", {"data": 2, "expert": 2}, marks=pytest.mark.slow),
+        pytest.param("experts_padded+zero2", {"data": 2, "expert": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            folded("distributed", ("data",), data="padded"), {"data": 4}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Rules) else str(value),
+)
+def test_steps_equal_one_device(rules: Rules | str, mesh: dict[str, int]) -> None:
+    """The bias after a step is the same number: it is made of integers."""
+    losses, bias = three_steps(rules, **mesh)
+    wanted_losses, wanted_bias = three_steps_on_one_device()
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+    np.testing.assert_array_equal(bias, wanted_bias)
+    assert np.abs(bias).max() > 0.01
+
+
+@functools.cache
+def three_steps_on_one_device() -> tuple[list[float], np.ndarray]:
+    return three_steps("ddp")
