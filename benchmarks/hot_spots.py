@@ -112,7 +112,7 @@ def traffic(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Traffic:
         for one in () if visit.fused else module.computations[visit.computation]:
             if one.opcode in FREE or one.opcode in ("while", "conditional", "call"):
                 continue
-            times, size = math.prod(visit.loops), int(prices._memory(one))
+            times, size = round(math.prod(visit.loops)), int(prices._memory(one))
             if flops := module.flops(one):
                 matmuls += [(flops, size)] * times
             else:

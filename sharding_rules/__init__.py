@@ -25,5 +25,7 @@ from sharding_rules.rules import axes_of as axes_of
 from sharding_rules.rules import did_you_mean as did_you_mean
 from sharding_rules.rules import row_of as row_of
 from sharding_rules.rules import unknown_scopes as unknown_scopes
+from sharding_rules.scopes import EXPERTS as EXPERTS
+from sharding_rules.scopes import EXTRA_ROUND as EXTRA_ROUND
 from sharding_rules.shard import Shard as Shard
 from sharding_rules.token_order import token_order as token_order

@@ -26,6 +26,10 @@ VOCABULARY = Vocabulary(
         "branch-collective": (
             "run both branches and select the result, or move it out of the conditional"
         ),
+        "exchange-repeated": (
+            "give what the exchange returns a name, checkpoint_name(x, NAME), and add the name to "
+            "SAVED_NAMES (mesh_lm/parallel/remat.py)"
+        ),
         "exposed-hop": (
             "XLA's flags of the set pipeline (launch.xla_flags=auto takes it for a pipeline; "
             "--plan --flags=pipeline); where the peak is above XLA's limit, 76 % of the memory, it "

@@ -86,7 +86,7 @@ def _too_exposed(
 
 
 def _in_words(collective: Collective) -> str:
-    return f"{collective.times} x {collective.kind} of {' '.join(collective.shapes)}"
+    return f"{collective.times:.10g} x {collective.kind} of {' '.join(collective.shapes)}"
 
 
 def _bullets(lines: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from html import escape
 
 from sharding_rules.lab.report import Span, location_text
 from sharding_rules.lab.schedule import Piece
-from sharding_rules.lab.summary import duration
+from sharding_rules.lab.summary import duration, runs
 
 PALETTE = 7
 """Colours --c0 to --c6; whatever comes after them is --rest."""
@@ -125,7 +125,9 @@ def schedule(piece: Piece, colour: Mapping[str, str]) -> str:
     for time in ticks(piece.duration):
         marks.append(_mark(percent(piece.begin + time), duration(time) if time else "0"))
     axis = f'<line class="axis" x1="0" x2="100%" y1="{_AXIS}" y2="{_AXIS}"/>'
-    label = f"schedule of {piece.name}: {duration(piece.duration)}, {piece.times} times in a step"
+    label = (
+        f"schedule of {piece.name}: {duration(piece.duration)}, {runs(piece.times)} times in a step"
+    )
     return (
         f'<svg class="schedule" height="{_SCHEDULE_HEIGHT}" role="img" '
         f'aria-label="{escape(label)}">{axis}{"".join(shapes)}{"".join(marks)}</svg>'
@@ -165,7 +167,7 @@ def legend(colour: Mapping[str, str], none: str) -> str:
 
 def _tip(span: Span) -> str:
     """Returns the lines that hovering over a span shows."""
-    loops = " x ".join(f"{n:,}" for n in span.loops)
+    loops = " x ".join(map(runs, span.loops))
     times = f", {loops} times" if loops else ""
     kind = f"{span.kind}, {duration(span.duration)}{times}"
     return "\n".join([span.name, kind, location_text(span.where)])

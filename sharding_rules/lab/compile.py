@@ -26,7 +26,14 @@ from sharding_rules.lab import hlo
 from sharding_rules.lab.aborts import explain_abort
 from sharding_rules.lab.assembler import gpu_in_use, unassembled
 from sharding_rules.lab.child import Aborted, compile_in_child, server
-from sharding_rules.lab.ledger import collectives, copies, flops_by_phase, flops_by_stage, kernels
+from sharding_rules.lab.ledger import (
+    collectives,
+    conditionals,
+    copies,
+    flops_by_phase,
+    flops_by_stage,
+    kernels,
+)
 from sharding_rules.lab.memory import memory
 from sharding_rules.lab.origins import used_in_part, with_origins
 from sharding_rules.lab.prices import model_us
@@ -37,6 +44,13 @@ from sharding_rules.lab.timeline import estimates, in_parallel, priced, replay
 from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 from sharding_rules.mesh import node_of
 from sharding_rules.rules import axes_of
+from sharding_rules.scopes import EXTRA_ROUND
+
+PROBABILITIES: Mapping[str, float] = {EXTRA_ROUND: 0.0}
+"""By named scope, the probabilities of conditionals that the lab assumes where nobody says them.
+
+Routing is balanced: no further round of an exchange of tokens runs.
+"""
 
 # The files that a cached report depends on: all but those that only read reports.
 _MAKERS = (
@@ -85,6 +99,7 @@ class _Request:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
+    probabilities: dict[str, float] = dataclasses.field(default_factory=lambda: dict(PROBABILITIES))
     vocabulary: Vocabulary = NEUTRAL
     model_flops: float = 0.0
     attention_flops: float = 0.0
@@ -100,6 +115,7 @@ def compile_report(
     cache: str | os.PathLike[str] | None = None,
     kind_of: Callable[[str], str] = kind_of_argument,
     slots: Sequence[Slot] = (),
+    probabilities: Mapping[str, float] | None = None,
     vocabulary: Vocabulary = NEUTRAL,
     kwargs: Mapping[str, Any] | None = None,
     model_flops: float = 0.0,
@@ -119,6 +135,9 @@ def compile_report(
         serve absent devices.
       kind_of: the class of an argument (params, moments, batch, other) from its path.
       slots: how often conditionals run; what is in others is counted as if it always ran.
+      probabilities: by the named scope directly around a conditional, how likely its branch with
+        the most FLOPs runs. Collectives, FLOPs and times count that often; memory counts in full.
+        They go before those of PROBABILITIES.
       vocabulary: the names that the program's trainer uses; the report keeps it, for lint and for
         what shows reports.
       kwargs: its keyword arguments.
@@ -128,8 +147,8 @@ def compile_report(
       segments: layers of each segment of the model, by the named scope around them, for
         `by_segment` and lint.
 
-    Raises LabError where XLA cannot compile it, or slots differ in their stages; what tracing
-    raises passes through.
+    Raises LabError where XLA cannot compile it, slots differ in their stages, or a probability is
+    not between 0 and 1; what tracing raises passes through.
     """
     if len({len(slot.stages) for slot in slots}) > 1:
         raise LabError(
@@ -147,6 +166,7 @@ def compile_report(
         versions={"jax": jax.__version__, "jaxlib": version("jaxlib")},
         options=dict(options or {}),
         slots=tuple(slots),
+        probabilities=_checked_probabilities(probabilities),
         vocabulary=vocabulary,
         model_flops=float(model_flops),
         attention_flops=float(attention_flops),
@@ -171,14 +191,31 @@ def compile_module(
     mesh: Mesh,
     options: Mapping[str, Any] | None = None,
     slots: Sequence[Slot] = (),
+    probabilities: Mapping[str, float] | None = None,
 ) -> hlo.Module:
     """Returns the compiled and scheduled program itself, for the queries of `structure`.
 
     It is not cached. Arguments, and errors, are those of `compile_report`.
     """
     lowered, _ = _lower(_jitted(step), args, {})
-    request = _Request(name=_name(step), options=dict(options or {}))
-    return hlo.parse(_run_compiler(lowered, mesh, request).text, tuple(slots))
+    request = _Request(
+        name=_name(step),
+        options=dict(options or {}),
+        slots=tuple(slots),
+        probabilities=_checked_probabilities(probabilities),
+    )
+    text = _run_compiler(lowered, mesh, request).text
+    return hlo.parse(text, request.slots, request.probabilities)
+
+
+def _checked_probabilities(probabilities: Mapping[str, float] | None) -> dict[str, float]:
+    """Returns these probabilities before those that the lab assumes."""
+    for scope, probability in (probabilities or {}).items():
+        if not 0 <= probability <= 1:
+            raise LabError(
+                f"the probability of {scope!r} is {probability}; it must be between 0 and 1"
+            )
+    return {**PROBABILITIES, **(probabilities or {})}
 
 
 def _jitted(step: Callable[..., Any]) -> Any:
@@ -339,7 +376,7 @@ def _compile(
     lowered: Any, arguments: tuple[Argument, ...], mesh: Mesh, request: _Request
 ) -> Report:
     compiled = _run_compiler(lowered, mesh, request)
-    module = hlo.parse(compiled.text, request.slots)
+    module = hlo.parse(compiled.text, request.slots, request.probabilities)
     provenance = Provenance(module, request.vocabulary)
     sent = with_origins(module, arguments, collectives(module, provenance, mesh))
 
@@ -374,6 +411,7 @@ def _compile(
             *(line for line in compiled.log if _REMATERIALIZATION in line),
             *_unknown_loops(module),
             *_useless_slots(module),
+            *_useless_probabilities(module),
         ),
         timeline=timeline,
         instructions=sum(map(len, module.computations.values())),
@@ -382,6 +420,7 @@ def _compile(
         versions=request.versions,
         options=request.options,
         slots=request.slots,
+        conditionals=conditionals(module),
         tick_loops=next((window.loops for window in module.windows.values()), ()),
         stage_flops=flops_by_stage(module),
         copies=copies(module, provenance),
@@ -510,6 +549,13 @@ def _useless_slots(module: hlo.Module) -> Iterator[str]:
             )
     for scope in sorted(unused):
         yield f"slot {scope!r} fits no conditional in a loop, and counts nothing"
+
+
+def _useless_probabilities(module: hlo.Module) -> Iterator[str]:
+    """Yields a warning for each probability, but those that the lab assumes, without effect."""
+    used = {conditional.scope for conditional in conditionals(module)}
+    for scope in sorted(module.probabilities.keys() - PROBABILITIES.keys() - used):
+        yield f"probability {scope!r} fits no conditional, and counts nothing"
 
 
 def _axis_nodes(mesh: Mesh) -> dict[str, int]:

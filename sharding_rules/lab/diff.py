@@ -37,7 +37,7 @@ class Line:
     """Shapes of the whole arrays with their dtypes, sorted."""
     where: str
     """backward of layers/attention."""
-    times: int
+    times: float
     wire: int
     """Bytes that one device sends in a step."""
 
@@ -48,15 +48,15 @@ class Line:
 
     def __str__(self) -> str:
         return (
-            f"{self.kind} over {self.over} of {self.shapes} in {self.where}: {self.times} x, "
+            f"{self.kind} over {self.over} of {self.shapes} in {self.where}: {self.times:.10g} x, "
             f"{self.wire} bytes"
         )
 
 
 # `str` of a Line.
 _LINE = re.compile(
-    r"(?P<kind>\S+) over (?P<over>\S+) of (?P<shapes>.+) in (?P<where>.+): (?P<times>\d+) x, "
-    r"(?P<wire>\d+) bytes"
+    r"(?P<kind>\S+) over (?P<over>\S+) of (?P<shapes>.+) in (?P<where>.+): "
+    r"(?P<times>\d+(?:\.\d+)?) x, (?P<wire>\d+) bytes"
 )
 
 
@@ -89,15 +89,15 @@ class Change:
             return f"- {_in_words(old)}: {sent}"
         if old.meaning == new.meaning:
             return (
-                f"~ {new.kind} of {new.shapes} over {new.over} in {new.where}: {old.times} x -> "
-                f"{new.times} x, {sent}"
+                f"~ {new.kind} of {new.shapes} over {new.over} in {new.where}: "
+                f"{old.times:.10g} x -> {new.times:.10g} x, {sent}"
             )
         words = [f"{a} -> {b}" for a, b in _changed_words(old, new)]
         return f"~ {_in_words(old)}: {', '.join(words)}, {sent}"
 
 
 def _in_words(line: Line) -> str:
-    return f"{line.kind} of {line.shapes} over {line.over}, {line.times} x, in {line.where}"
+    return f"{line.kind} of {line.shapes} over {line.over}, {line.times:.10g} x, in {line.where}"
 
 
 def _changed_words(old: Line, new: Line) -> list[tuple[str, str]]:
@@ -292,7 +292,7 @@ def _parse_line(text: str) -> Line:
         over=match["over"],
         shapes=match["shapes"],
         where=match["where"],
-        times=int(match["times"]),
+        times=float(match["times"]),
         wire=int(match["wire"]),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -199,9 +199,9 @@ class Visit:
     """A computation as the entry reaches it."""
 
     computation: str
-    stages: tuple[tuple[int, ...], ...]
+    stages: tuple[tuple[float, ...], ...]
     """By stage, the trip counts of the loops around it, outermost first. An unknown count is 1; in
-    a branch with a slot, its runs."""
+    a branch with a slot, its runs, and in one with a probability, its expected runs."""
     conditional: bool = False
     """Inside a branch that may not be taken."""
     fused: bool = False
@@ -209,10 +209,11 @@ class Visit:
     bounded: bool = False
     """Inside a branch of which nothing is known: it runs at most as often as the loops say."""
     dearest: bool = True
-    """Not inside a branch that another one exceeds in FLOPs, for conditionals without a slot."""
+    """Not inside a branch that another one exceeds in FLOPs, for conditionals of which nothing is
+    known."""
 
     @property
-    def loops(self) -> tuple[int, ...]:
+    def loops(self) -> tuple[float, ...]:
         """The trip counts on the stage that runs it most."""
         return max(self.stages, key=math.prod)
 
@@ -225,6 +226,8 @@ class Module:
     entry: str
     _stack_traces: _StackTraces
     slots: tuple[Slot, ...] = ()
+    probabilities: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """By the named scope around a conditional, how likely its dearest branch runs."""
 
     # Instructions and their computations.
 
@@ -318,19 +321,26 @@ class Module:
         inside = dataclasses.replace(visit, computation=branch, conditional=True)
         is_dearest = branch == self.dearest(conditional)
         slot = self.slot(conditional)
-        if slot is None:
+        probabilities = self.branch_probabilities(conditional)
+        if slot is None and not probabilities:
             return dataclasses.replace(inside, bounded=True, dearest=visit.dearest and is_dearest)
         stages = []
         for stage, loops in enumerate(visit.stages):
             *outer, trips = loops or (1,)
-            runs = min(trips, slot.runs(stage))
-            stages.append((*outer, runs if is_dearest else trips - runs))
+            if slot is None:
+                runs = _expected(trips, probabilities[branch])
+            elif is_dearest:
+                runs = min(trips, slot.runs(stage))
+            else:
+                runs = trips - min(trips, slot.runs(stage))
+            stages.append((*outer, runs))
         return dataclasses.replace(inside, stages=tuple(stages))
 
     def dearest(self, conditional: Instruction) -> str:
         """Returns the branch with the most FLOPs, then with the most instructions.
 
-        With a slot, it is the branch that runs in the slot.
+        With a slot or a probability, it is the branch that runs in the slot, or with this
+        probability.
         """
         return max(
             conditional.branches,
@@ -355,6 +365,28 @@ class Module:
         """The cache of `_n_instructions`."""
         return {}
 
+    # Probabilities of conditionals.
+
+    def branch_probabilities(self, conditional: Instruction) -> dict[str, float]:
+        """Returns the probability of each branch of a conditional; empty if none is known."""
+        scope = self.probable_scope(conditional)
+        if scope is None:
+            return {}
+        probability = self.probabilities[scope]
+        dearest = self.dearest(conditional)
+        others = [branch for branch in conditional.branches if branch != dearest]
+        return {dearest: probability} | {
+            branch: (1 - probability) / len(others) for branch in others
+        }
+
+    def probable_scope(self, conditional: Instruction) -> str | None:
+        """Returns the scope in `probabilities` that a conditional was traced in directly.
+
+        None if there is none. A scope outside of another branch or loop around the conditional
+        does not count.
+        """
+        return _scope_around(conditional, self.probabilities)
+
     # Slots of conditionals.
 
     def slot(self, conditional: Instruction) -> Slot | None:
@@ -376,19 +408,8 @@ class Module:
         A scope outside of another branch or loop around the conditional does not count. The
         innermost scope decides between several slots.
         """
-        path = _SCOPE.findall(conditional.op_name)[:-1]
-        begin = 0
-        for position, scope in enumerate(path):
-            if _LOOP_OR_BRANCH_SCOPE.fullmatch(scope):
-                begin = position + 1
-        innermost = None
-        best = (begin, -1)
-        for slot in self.slots:
-            rank = (_last_position(slot.scope.split("/"), path), len(slot.scope))
-            if rank > best:
-                best = rank
-                innermost = slot
-        return innermost
+        scope = _scope_around(conditional, [slot.scope for slot in self.slots])
+        return next((slot for slot in self.slots if slot.scope == scope), None)
 
     def slots_in(self, computation: str) -> Iterator[tuple[str, Slot]]:
         """Yields the conditionals with a slot in a computation and its branches.
@@ -428,7 +449,8 @@ class Module:
     def flops(self, instruction: Instruction) -> int:
         """Returns the FLOPs of the matmuls in one instruction and in what it calls, run once.
 
-        Loops inside count with their trips, and of branches the one with the most.
+        Loops inside count with their trips. Branches count with their probabilities; where these
+        are not known, only the branch with the most counts.
 
         XLA cannot look into a kernel. Any kernel can say its FLOPs in the attribute `kernel_flops`
         of its call (before jax 0.12, Pallas's `cost_estimate` is dropped on Mosaic GPU). Fused
@@ -446,7 +468,10 @@ class Module:
         if instruction.opcode == "while":
             return (instruction.trips or 1) * self.total_flops(instruction.body)
         if instruction.opcode == "conditional":
-            return max(map(self.total_flops, instruction.branches), default=0)
+            probabilities = self.branch_probabilities(instruction)
+            if not probabilities:
+                return max(map(self.total_flops, instruction.branches), default=0)
+            return round(sum(p * self.total_flops(branch) for branch, p in probabilities.items()))
         if instruction.opcode in CALLS:
             return sum(map(self.total_flops, instruction.called))
         return 0
@@ -496,6 +521,32 @@ def _in_loop(visit: Visit, computation: str, trips: int) -> Visit:
     return dataclasses.replace(visit, computation=computation, stages=stages)
 
 
+def _expected(trips: float, probability: float) -> float:
+    """Returns the expected runs in so many trips, as an integer where they are one."""
+    runs = trips * probability
+    return int(runs) if runs == int(runs) else runs
+
+
+def _scope_around(conditional: Instruction, scopes: Iterable[str]) -> str | None:
+    """Returns the innermost of these scopes that a conditional was traced in directly.
+
+    Directly means that no other branch or loop lies between the two.
+    """
+    path = _SCOPE.findall(conditional.op_name)[:-1]
+    begin = 0
+    for position, word in enumerate(path):
+        if _LOOP_OR_BRANCH_SCOPE.fullmatch(word):
+            begin = position + 1
+    innermost = None
+    best = (begin, -1)
+    for scope in scopes:
+        rank = (_last_position(scope.split("/"), path), len(scope))
+        if rank > best:
+            best = rank
+            innermost = scope
+    return innermost
+
+
 def _last_position(scopes: Sequence[str], path: Sequence[str]) -> int:
     """Returns the last position in a path of the last of these scopes.
 
@@ -515,10 +566,13 @@ def _last_position(scopes: Sequence[str], path: Sequence[str]) -> int:
 # Parsing.
 
 
-def parse(text: str, slots: tuple[Slot, ...] = ()) -> Module:
+def parse(
+    text: str, slots: tuple[Slot, ...] = (), probabilities: Mapping[str, float] | None = None
+) -> Module:
     """Returns `compiled.as_text()` as a Module.
 
-    slots: what is known of its conditionals. Raises ValueError where there is no entry computation.
+    slots, probabilities: what is known of its conditionals, as `compile_report` takes it. Raises
+    ValueError where there is no entry computation.
     """
     computations: dict[str, list[Instruction]] = {}
     entry = ""
@@ -546,6 +600,7 @@ def parse(text: str, slots: tuple[Slot, ...] = ()) -> Module:
         entry,
         _stack_traces(text),
         slots,
+        dict(probabilities or {}),
     )
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from sharding_rules.lab import groups
 from sharding_rules.lab.hlo import Array, Instruction, Module, Visit
 from sharding_rules.lab.provenance import COLLECTIVES, Provenance
-from sharding_rules.lab.report import Collective, Copy, Location
+from sharding_rules.lab.report import Collective, Conditional, Copy, Location
 
 # The kind of a collective by its opcode, such as all-gather of all-gather-start.
 _KINDS = {kind + suffix: kind for kind in COLLECTIVES for suffix in ("", "-start")}
@@ -187,29 +187,45 @@ def _hiding(module: Module, computation: str, start: Instruction) -> Iterator[In
         yield instruction
 
 
+# Conditionals.
+
+
+def conditionals(module: Module) -> tuple[Conditional, ...]:
+    """Returns the conditionals that are counted with a probability, those of one scope together."""
+    times: dict[str, float] = defaultdict(int)
+    for visit in module.visits():
+        for instruction in module.computations.get(visit.computation, ()):
+            if instruction.opcode != "conditional" or module.slot(instruction):
+                continue
+            scope = module.probable_scope(instruction)
+            if scope is not None:
+                times[scope] += math.prod(visit.loops)
+    return tuple(Conditional(scope, module.probabilities[scope], n) for scope, n in times.items())
+
+
 # Matmuls and kernels.
 
 
 def flops_by_phase(module: Module, provenance: Provenance) -> dict[str, int]:
     """Returns the FLOPs of matmuls on the mean device by phase; "" where it is not known.
 
-    They are times the trips of the loops around them. For a conditional without a slot, the branch
-    with the most counts.
+    They are times the trips of the loops around them. Of a conditional of which nothing is known,
+    only the branch with the most counts.
     """
-    flops: dict[str, int] = defaultdict(int)
+    flops: dict[str, float] = defaultdict(int)
     for dot, visit in _dots(module):
         n_runs = sum(map(math.prod, visit.stages))
         flops[provenance.of(dot).phase] += n_runs * module.flops(dot)
-    return {phase: n // module.n_stages for phase, n in flops.items()}
+    return {phase: int(n // module.n_stages) for phase, n in flops.items()}
 
 
 def flops_by_stage(module: Module) -> tuple[int, ...]:
     """Returns the FLOPs of matmuls, of all phases, on a device of each stage."""
-    flops = [0] * module.n_stages
+    flops: list[float] = [0] * module.n_stages
     for dot, visit in _dots(module):
         for stage, loops in enumerate(visit.stages):
             flops[stage] += math.prod(loops) * module.flops(dot)
-    return tuple(flops)
+    return tuple(map(int, flops))
 
 
 def _dots(module: Module) -> Iterator[tuple[Instruction, Visit]]:
@@ -258,7 +274,7 @@ def copies(module: Module, provenance: Provenance) -> tuple[Copy, ...]:
 
     copies = []
     for visit in module.visits():
-        if not visit.loops or visit.fused:
+        if not visit.loops or 0 in visit.loops or visit.fused:
             continue
         for copy in module.computations.get(visit.computation, ()):
             if copy.opcode not in ("copy", "copy-start"):

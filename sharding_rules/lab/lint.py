@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
 from sharding_rules.lab import (
+    lint_experts,
     lint_pipeline,
     lint_placement,
     lint_reductions,
@@ -271,6 +272,7 @@ CHECKS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
     *lint_placement.CHECKS,
     *lint_reductions.CHECKS,
     *lint_pipeline.CHECKS,
+    *lint_experts.CHECKS,
 )
 
 # These checks look at the layers of one segment at a time, so that one segment hides nothing in
@@ -282,4 +284,5 @@ _CHECKS_BY_SEGMENT = {
     *lint_weights.CHECKS,
     lint_reductions.reduction_dtype,
     lint_reductions.residual_not_sharded,
+    *lint_experts.CHECKS,
 }

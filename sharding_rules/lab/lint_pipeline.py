@@ -61,7 +61,8 @@ def exposed_hops(context: LintContext) -> Iterator[Finding]:
             bytes=int(collective.times * collective.wire),
             where=collective.where,
             text=(
-                f"{_in_words(collective)} in each of {collective.times} ticks: no matmul hides it"
+                f"{_in_words(collective)} in each of {collective.times:.10g} ticks: no matmul "
+                "hides it"
             ),
             fix=context.vocabulary.fix(
                 "exposed-hop",
@@ -139,7 +140,8 @@ def copies(context: LintContext) -> Iterator[Finding]:
 
     bandwidth = MEMORY * TARGETS[report.target].hbm_bandwidth
     for shape, copies in copies_by_shape.items():
-        moved_bytes = sum(2 * copy.bytes * copy.times for copy in copies)  # read and written
+        # Each copy is read and written.
+        moved_bytes = int(sum(2 * copy.bytes * copy.times for copy in copies))
         if 1e6 * moved_bytes / bandwidth < _LONG_COPY * report.timeline.step:
             continue
         yield Finding(
@@ -148,7 +150,7 @@ def copies(context: LintContext) -> Iterator[Finding]:
             where=max(copies, key=lambda copy: copy.times).where,
             text=(
                 f"{shape}, which the loop over ticks carries, is copied whole "
-                f"{sum(copy.times for copy in copies)} times in a step"
+                f"{sum(copy.times for copy in copies):.10g} times in a step"
             ),
             fix=(
                 "read slots of it before the conditional and write them after it; add gradients up "
@@ -159,9 +161,9 @@ def copies(context: LintContext) -> Iterator[Finding]:
 
 
 def useless_slots(context: LintContext) -> Iterator[Finding]:
-    """A slot that does not count what it should."""
+    """A slot or a probability that does not count what it should."""
     for line in context.report.warnings:
-        if line.startswith("slot "):
+        if line.startswith(("slot ", "probability ")):
             yield Finding(
                 check="slot",
                 bytes=0,

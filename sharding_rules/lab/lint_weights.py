@@ -121,7 +121,9 @@ def gathered_twice(context: LintContext) -> Iterator[Finding]:
         if wasted_bytes < context.large_wire_bytes:
             continue
         run = "forward" if gather.is_forward else "backward"
-        in_words = f"{times} times over {' and '.join(gather.axes)} in the {run}, {needed} would do"
+        in_words = (
+            f"{times:.10g} times over {' and '.join(gather.axes)} in the {run}, {needed} would do"
+        )
         excess = _Excess(gather.weights, pieces, wasted_bytes)
         excess_by_axes[gather.axes][in_words].append(excess)
 

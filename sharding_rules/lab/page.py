@@ -24,6 +24,7 @@ from sharding_rules.lab.summary import (
     Unit,
     alike,
     by_meaning,
+    conditionals_words,
     duration,
     efficiency,
     exposed_words,
@@ -36,6 +37,7 @@ from sharding_rules.lab.summary import (
     percent,
     ratio,
     rows,
+    runs,
     shapes,
     size,
     stages_words,
@@ -126,6 +128,8 @@ def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str
         ("mesh", mesh_words(report)),
         *facts,
     ]
+    if report.conditionals:
+        labelled.append(("conditionals counted", conditionals_words(report)))
     items = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in labelled
     )
@@ -302,7 +306,7 @@ def _collectives(collectives: Sequence[Row]) -> str:
             code(shapes(one.shapes)),
             escape(one.where.part),
             escape(one.where.phase),
-            Number(row.times, prefix="≤ " if row.bounded else ""),
+            Number(row.times, show=row.count),
             Number(one.payload / 2**20, 1),
             amount(row.wire, unit, bar=row.wire / largest),
             Number(row.busy / 1e3, 1),
@@ -311,12 +315,13 @@ def _collectives(collectives: Sequence[Row]) -> str:
         lines.append(cells)
         tip = []
         for collective in row.collectives[:_INSTRUCTIONS]:
-            times = " x ".join(map(str, collective.loops)) or 1
+            times = " x ".join(map(runs, collective.loops)) or 1
             tip.append(f"{collective.name}: {times} times, {location_text(collective.where)}")
         tags.append(f'data-axis="{escape(over(one.axes))}" {_tip(tip)}')
+    n_runs = sum(row.times for row in collectives)
     foot = (
         *[""] * names.index("times"),
-        Number(sum(row.times for row in collectives)),
+        Number(n_runs, show=runs(n_runs)),
         "",
         amount(sum(row.wire for row in collectives), unit),
         Number(sum(row.busy for row in collectives) / 1e3, 1),
@@ -358,7 +363,7 @@ def _schedule(
     drawn = [piece for piece in schedule_pieces if piece.total >= _SMALLEST_PIECE * line.step]
     for i, piece in enumerate(drawn):
         letter = _LETTERS[i % len(_LETTERS)]
-        trips = f"{piece.times:,} x {duration(piece.duration)} = {duration(piece.total)}"
+        trips = f"{runs(piece.times)} x {duration(piece.duration)} = {duration(piece.total)}"
         waiting = f"of it {duration(piece.waiting)} waiting for the network"
         compute = max(piece.total - piece.waiting, 0)
         tip = f"{piece.name}\n{trips}"

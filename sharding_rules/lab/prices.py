@@ -62,7 +62,8 @@ FREE = {
 }  # fmt: skip
 """Opcodes that take no time."""
 
-_PAIRWISE = ("all-to-all", "ragged-all-to-all", "collective-permute")
+_ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
+_PAIRWISE = (*_ALL_TO_ALL, "collective-permute")
 _SOL = re.compile(r'"exec_time_us":"?([\d.eE+\-]+)"?[^}]*?"name":"sol"')
 _SOL_LIMIT = 2.0
 """XLA's estimate of a matmul is not believed beyond this many times its roofline."""
@@ -84,15 +85,26 @@ def collective_us(one: Collective, target: Target) -> float:
     """Returns the microseconds of one collective alone: bytes / bandwidth plus latency.
 
     The bandwidth is that of its slowest link. A ring through nodes with k members in each has k
-    network ports between two nodes; pairs of devices (all-to-all, permute) have one each. Latency
-    of a ring is linear in the nodes; that of an all-reduce is of NCCL's double tree.
+    network ports between two nodes; pairs of devices (all-to-all, permute) have one each. Of an
+    all-to-all, only what leaves the node passes the port, while the rest passes NVLink. Latency of
+    a ring is linear in the nodes; that of an all-reduce is of NCCL's double tree.
     """
     is_pairwise = one.kind in _PAIRWISE
     members_per_node = max(1, one.group // one.nodes)
-    bandwidth = NVLINK * target.nvlink
-    if one.nodes > 1:
+
+    # Bytes that a device sends, per link.
+    nvlink_bytes = one.wire
+    network_bytes = 0.0
+    if one.kind in _ALL_TO_ALL and one.nodes > 1:
+        # A device sends as much to each of the others.
+        network_bytes = one.wire * (one.group - members_per_node) / (one.group - 1)
+        nvlink_bytes = one.wire - network_bytes
+    elif one.nodes > 1:
         n_ports = 1 if is_pairwise else members_per_node
-        bandwidth = min(bandwidth, n_ports * NETWORK * target.network)
+        network_bytes = one.wire / n_ports
+    transfer = max(
+        nvlink_bytes / (NVLINK * target.nvlink), network_bytes / (NETWORK * target.network)
+    )
 
     if one.kind == "all-reduce":
         network_steps = 2 * math.ceil(math.log2(one.nodes))
@@ -104,7 +116,7 @@ def collective_us(one: Collective, target: Target) -> float:
     latency = _START + _NVLINK_STEP * nvlink_steps + _NETWORK_STEP * network_steps
     if one.nodes > 1:
         latency += _START_BETWEEN_NODES
-    return 1e6 * one.wire / bandwidth + latency
+    return 1e6 * transfer + latency
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,6 +91,17 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True)
+class Conditional:
+    """The conditionals of one named scope, which are counted with a probability."""
+
+    scope: str
+    probability: float
+    """How likely the branch with the most FLOPs runs."""
+    times: float
+    """How often the program comes to one of them in a step."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Location:
     """The place of an instruction in the model that was traced."""
 
@@ -125,9 +136,9 @@ class Collective:
     wire: float
     """Bytes that a device sends in a ring: (n-1)/n of the payload, twice that for an all-reduce,
     all of it for a permute."""
-    loops: tuple[int, ...]
+    loops: tuple[float, ...]
     """Trip counts of the loops around it, outermost first; in a branch with a Slot, its runs there
-    on the stage that has the most."""
+    on the stage that has the most, and in one with a probability, its expected runs."""
     conditional: bool
     """In a branch that may not be taken."""
     where: Location
@@ -145,16 +156,19 @@ class Collective:
     beside: tuple[str, ...] = ()
     """Parameters that the nearest matmuls multiply with, before the collective and after it."""
     bounded: bool = False
-    """In a branch without a Slot: it counts as if the branch were always taken, so that `times` is
-    an upper bound."""
+    """In a branch without a Slot or a probability: it counts as if the branch were always taken, so
+    that `times` is an upper bound."""
     duration: float = 0.0
     """Predicted microseconds of one run alone; 0 where the target is not known."""
     exposed: float = 0.0
     """Predicted microseconds in a step, all runs together, during which compute waits for it."""
 
     @property
-    def times(self) -> int:
-        """How often it runs in a step: the product of the trips of the loops around it."""
+    def times(self) -> float:
+        """How often it runs in a step: the product of the trips of the loops around it.
+
+        It is an integer unless a probability makes it an expectation.
+        """
         return math.prod(self.loops)
 
 
@@ -166,11 +180,11 @@ class Copy:
     shape: str
     bytes: int
     """Bytes of the array. A copy reads as many and writes as many."""
-    loops: tuple[int, ...]
+    loops: tuple[float, ...]
     where: Location
 
     @property
-    def times(self) -> int:
+    def times(self) -> float:
         """How often it runs in a step: the product of the trips of the loops around it."""
         return math.prod(self.loops)
 
@@ -260,7 +274,7 @@ class Span:
     start: float
     duration: float
     """Microseconds, one time."""
-    loops: tuple[int, ...]
+    loops: tuple[float, ...]
     """The trip counts around the span, of which the timeline shows one trip each; in a Slot, the
     trips in which it is waited for."""
     where: Location
@@ -323,6 +337,8 @@ class Report:
     options: dict[str, Any]
     slots: tuple[Slot, ...] = ()
     """The trips in which conditionals run, as far as they are known."""
+    conditionals: tuple[Conditional, ...] = ()
+    """The conditionals that are counted with a probability."""
     tick_loops: tuple[int, ...] = ()
     """Trips of the loops that run the table of the slots, one after another; empty without
     slots."""
@@ -394,7 +410,7 @@ class Report:
         *,
         at_least: int = SCALAR,
         **location: str,
-    ) -> int:
+    ) -> float:
         """Returns how many times the collectives that `select` finds run in a step.
 
         at_least: bytes of payload; collectives with less (scalars) are left out.
@@ -411,7 +427,7 @@ class Report:
 
     def payload_bytes(
         self, axis: str | Collection[str] | None = None, kind: str | None = None, **location: str
-    ) -> int:
+    ) -> float:
         """Returns the bytes of the whole arrays that collectives work on in a step."""
         return sum(one.times * one.payload for one in self.select(kind, axis, **location))
 
@@ -485,6 +501,7 @@ _ELEMENTS: dict[tuple[type, str], type] = {
     (Report, "collectives"): Collective,
     (Report, "arguments"): Argument,
     (Report, "slots"): Slot,
+    (Report, "conditionals"): Conditional,
     (Report, "copies"): Copy,
     (Memory, "buffers"): Buffer,
     (Timeline, "spans"): Span,

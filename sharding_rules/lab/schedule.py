@@ -28,13 +28,13 @@ class Piece:
     begin: float
     end: float
     """Microseconds on the timeline."""
-    loops: tuple[int, ...]
+    loops: tuple[float, ...]
     """Trip counts of the loops around it, outermost first."""
     spans: tuple[Span, ...]
     """The spans that overlap it."""
 
     @property
-    def times(self) -> int:
+    def times(self) -> float:
         """How often it runs in a step."""
         return math.prod(self.loops)
 
@@ -102,7 +102,7 @@ class _Cut(NamedTuple):
     """The begin of a piece, and the loops that it is in."""
 
     begin: float
-    loops: tuple[int, ...]
+    loops: tuple[float, ...]
 
 
 def pieces(line: Timeline) -> list[Piece]:
@@ -112,7 +112,7 @@ def pieces(line: Timeline) -> list[Piece]:
     around it.
     """
     spans = sorted(line.spans, key=lambda span: (span.start, span.stream))
-    ns_by_loops = Counter[tuple[int, ...]]()
+    ns_by_loops = Counter[tuple[float, ...]]()
     for span in spans:
         for depth in range(len(span.loops) + 1):
             ns_by_loops[span.loops[:depth]] += round(_NS * span.duration * math.prod(span.loops))
@@ -130,7 +130,7 @@ def pieces(line: Timeline) -> list[Piece]:
     ]
 
 
-def _heavy_loops(span: Span, ns_by_loops: Counter[tuple[int, ...]]) -> tuple[int, ...]:
+def _heavy_loops(span: Span, ns_by_loops: Counter[tuple[float, ...]]) -> tuple[float, ...]:
     """Returns the loops around a span, up to the first that takes less than _HEAVY of its outer."""
     for depth in range(len(span.loops)):
         outer = span.loops[:depth]

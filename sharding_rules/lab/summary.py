@@ -75,6 +75,11 @@ def duration(microseconds: float) -> str:
     return f"{microseconds:.3g} µs"
 
 
+def runs(n: float) -> str:
+    """Returns how often something runs: 1,024, or 0.5 where that is an expectation."""
+    return f"{n:,.10g}"
+
+
 def flop(n: float) -> str:
     """Returns floating-point operations in words: 337.4 TFLOP; smaller ones in GFLOP and MFLOP."""
     for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9)):
@@ -168,6 +173,17 @@ def headline(report: Report) -> str:
     return f"{verdict(report)}; {', '.join(filter(None, step))}"
 
 
+def conditionals_words(report: Report) -> str:
+    """Returns how conditionals are counted: 24 of extra_round with probability 0.
+
+    Empty where none is counted with a probability.
+    """
+    return ", ".join(
+        f"{runs(one.times)} of {one.scope} with probability {one.probability:g}"
+        for one in report.conditionals
+    )
+
+
 def stages_words(report: Report) -> str:
     """Returns `, the mean of stages with 1.2 to 1.6 TFLOP`; empty if stages do not differ."""
     least = flop(min(report.stage_flops, default=0))
@@ -218,12 +234,12 @@ class Row:
         return self.collectives[0]
 
     @property
-    def times(self) -> int:
+    def times(self) -> float:
         """Executions of all of them in a step."""
         return sum(c.times for c in self.collectives)
 
     @property
-    def payload(self) -> int:
+    def payload(self) -> float:
         """Bytes of the whole arrays in a step."""
         return sum(c.times * c.payload for c in self.collectives)
 
@@ -253,7 +269,7 @@ class Row:
     @property
     def count(self) -> str:
         """How often they run in a step: 1,024, or ≤ 1,024 where that is an upper bound."""
-        return f"≤ {self.times:,}" if self.bounded else f"{self.times:,}"
+        return f"≤ {runs(self.times)}" if self.bounded else runs(self.times)
 
     @property
     def nodes(self) -> int:

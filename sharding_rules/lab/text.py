@@ -27,6 +27,7 @@ from sharding_rules.lab.summary import (
     Unit,
     alike,
     by_axes,
+    conditionals_words,
     duration,
     efficiency,
     exposed_words,
@@ -37,6 +38,7 @@ from sharding_rules.lab.summary import (
     percent,
     ratio,
     rows,
+    runs,
     shapes,
     size,
     stages_words,
@@ -288,7 +290,7 @@ def _collectives(collectives: Sequence[Row], most: int, is_narrow: bool) -> Rend
             table,
             f"{len(hidden)} more",
             "",
-            f"{sum(row.times for row in hidden):,}",
+            runs(sum(row.times for row in hidden)),
             *(() if is_narrow else ("",)),
             unit(sum(row.wire for row in hidden)),
             style="dim",
@@ -329,6 +331,8 @@ def _sums(report: Report) -> RenderableType:
 
     if any(one.bounded for one in report.collectives):
         _add(table, "times", UPPER_BOUND)
+    if report.conditionals:
+        _add(table, "branches", f"conditionals counted: {conditionals_words(report)}")
 
     line = report.timeline
     if line:

@@ -18,7 +18,7 @@ import dataclasses
 import math
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -72,7 +72,8 @@ def replay(
     There is one stream for compute, one for collectives, in the order they are started, and one for
     permutes. Compute continues after a collective's start, and waits at its done; without start and
     done it blocks. Loops run their known trips (the spans show one, and time as if it were the only
-    one), conditionals their dearest branch. Where slots say which stages run a conditional in which
+    one), conditionals their slowest branch, or each branch as often as its probability says. Where
+    slots say which stages run a conditional in which
     trip, each trip is that of its slowest stage: a ring of sends and receives lets no stage run
     ahead. The most frequent is shown.
 
@@ -103,13 +104,13 @@ def priced(sent: Sequence[Collective], line: Timeline, target: Target) -> tuple[
 
     Collectives of one name share what compute waits for it, in proportion to their runs.
     """
-    runs = Counter[str]()
+    runs: dict[str, float] = defaultdict(float)
     for collective in sent:
         runs[collective.name] += collective.times
     priced = []
     for collective in sent:
         waits = line.waits.get(collective.name, 0.0)
-        exposed = waits * collective.times / max(1, runs[collective.name])
+        exposed = waits * collective.times / (runs[collective.name] or 1)
         duration = collective_us(collective, target)
         priced.append(dataclasses.replace(collective, duration=duration, exposed=exposed))
     return tuple(priced)
@@ -231,7 +232,7 @@ class _Run:
     active_trips: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """How many trips run each conditional with a slot."""
 
-    def computation(self, name: str, loops: tuple[int, ...]) -> None:
+    def computation(self, name: str, loops: tuple[float, ...]) -> None:
         """Runs a computation. loops: the trip counts around it, outermost first."""
         for line in self.program.module.computations[name]:
             if line.opcode == "while":
@@ -261,9 +262,13 @@ class _Run:
         self.clock = until
         self.transfers = [transfer for transfer in self.transfers if transfer.end > until]
 
-    def _conditional(self, conditional: Instruction, loops: tuple[int, ...]) -> None:
+    def _conditional(self, conditional: Instruction, loops: tuple[float, ...]) -> None:
         module = self.program.module
         if module.slot(conditional) is None:
+            probabilities = module.branch_probabilities(conditional)
+            if probabilities:
+                self._expected(probabilities, loops)
+                return
             branch = max(
                 conditional.branches,
                 key=lambda branch: self.program.run_alone(branch, self.active).clock,
@@ -281,7 +286,15 @@ class _Run:
         if idle is not None:
             self.computation(idle, loops)
 
-    def _loop(self, loop: Instruction, loops: tuple[int, ...]) -> None:
+    def _expected(self, probabilities: dict[str, float], loops: tuple[float, ...]) -> None:
+        """Runs each branch as often as it is likely. The spans show a branch that is certain."""
+        for branch, probability in probabilities.items():
+            if probability == 1:
+                self.computation(branch, loops)
+            elif probability > 0:
+                self._repeat(self.program.run_alone(branch, self.active), probability)
+
+    def _loop(self, loop: Instruction, loops: tuple[float, ...]) -> None:
         trips = self.program.trips(loop)
         n_trips = trips.total()
         shown = max(trips, key=lambda active: trips[active])
@@ -302,8 +315,8 @@ class _Run:
         for computation, active, n in hidden:
             self._repeat(self.program.run_alone(computation, active), n)
 
-    def _repeat(self, run: _Run, n: int) -> None:
-        """Adds n runs of a computation that the spans do not show."""
+    def _repeat(self, run: _Run, n: float) -> None:
+        """Adds n runs of a computation that the spans do not show, or the expectation of n."""
         self.clock += n * run.clock
         self.skipped += n * run.clock
         self.compute += n * run.compute
@@ -314,7 +327,7 @@ class _Run:
         for part, us in run.parts.items():
             _add(self.parts, part, n * us)
 
-    def _instruction(self, one: Instruction, loops: tuple[int, ...]) -> None:
+    def _instruction(self, one: Instruction, loops: tuple[float, ...]) -> None:
         if one.opcode == "async-update":
             self.ends[one.name] = self.ends.get(one.operands[0], self.clock)
             return
@@ -336,7 +349,7 @@ class _Run:
         self.compute += us
         _add(self.parts, location.part, us)
 
-    def _send(self, one: Collective, loops: tuple[int, ...]) -> float:
+    def _send(self, one: Collective, loops: tuple[float, ...]) -> float:
         """Queues a collective on its stream, and returns when it ends."""
         us = collective_us(one, self.program.target)
         stream = self.program.stream(one)

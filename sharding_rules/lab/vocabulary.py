@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from sharding_rules.scopes import EXPERTS
+
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
@@ -29,6 +31,8 @@ class Vocabulary:
     """Named scopes in which a pipeline stores what its backward pass needs of a forward pass."""
     optimizer_part: str = "optimizer"
     """Named scope of the update."""
+    experts_part: str = EXPERTS
+    """Named scope of a layer's mixture of experts, with the exchange of tokens."""
     tables: tuple[str, ...] = ("embed", "head", "vocab", "wte", "output")
     """Words in the names of parameters that have the vocabulary as a dimension."""
     source_roots: tuple[str, ...] = ()
@@ -37,6 +41,8 @@ class Vocabulary:
     manual_axes: tuple[str, ...] = ()
     """Mesh axes along which the trainer itself moves activations (pipeline stages, experts, rings):
     no rule says when."""
+    expert_axis: str = "expert"
+    """Mesh axis whose devices hold different experts."""
     pipeline_axis: str = "pipeline"
     """Mesh axis whose devices run different stages."""
     sequence_axis: str = "sequence"

@@ -127,7 +127,7 @@ SLOTS = (
 MODULE = hlo.parse(PROGRAM, SLOTS)
 
 
-def loops(*slots: Slot) -> dict[str, tuple[int, ...]]:
+def loops(*slots: Slot) -> dict[str, tuple[float, ...]]:
     module = hlo.parse(PROGRAM, slots)
     return {one.name: one.loops for one in collectives(module, Provenance(module), MESH)}
 

@@ -100,7 +100,7 @@ def module(*entry: str, blocks: str, slots: tuple[Slot, ...] = (EMBED, LOSS)) ->
     return hlo.parse(program(*entry, blocks=blocks), slots)
 
 
-def runs(parsed: hlo.Module) -> dict[str, int]:
+def runs(parsed: hlo.Module) -> dict[str, float]:
     sent = collectives(parsed, Provenance(parsed), MESH)
     return {one.name.removeprefix("sent."): one.times for one in sent if one.kind == "all-reduce"}
 

@@ -362,8 +362,33 @@ def test_members_of_a_ring_in_one_node_share_its_network_ports() -> None:
     assert collective_us(together, H100) == pytest.approx(
         1e16 / min(NVLINK * 450e9, 8 * NETWORK * 50e9), rel=1e-2
     )
-    exchange = dataclasses.replace(together, kind="all-to-all")
-    assert collective_us(exchange, H100) == pytest.approx(collective_us(apart, H100), rel=1e-2)
+    permute = dataclasses.replace(together, kind="collective-permute")
+    assert collective_us(permute, H100) == pytest.approx(collective_us(apart, H100), rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["all-to-all", "ragged-all-to-all"])
+@pytest.mark.parametrize(
+    ("group", "nodes", "outside"),
+    [(8, 2, 4 / 7), (16, 2, 8 / 15), (64, 8, 56 / 63), (8, 8, 1), (2, 2, 1)],
+)
+def test_of_an_all_to_all_only_what_leaves_the_node_passes_the_network(
+    kind: str, group: int, nodes: int, outside: float
+) -> None:
+    """A device sends each of the others as much; G - g of the G - 1 others are in other nodes."""
+    exchange = dataclasses.replace(GATHER, kind=kind, wire=1e10, group=group, nodes=nodes)
+    latency = 8 + 7 + 1.5 + 6
+    # An H100 has 50 GB/s to the network, of which collectives reach 84 %.
+    assert collective_us(exchange, H100) == pytest.approx(outside * 1e16 / 42e9 + latency)
+
+
+def test_an_all_to_all_takes_as_long_as_its_slower_link() -> None:
+    within = dataclasses.replace(GATHER, kind="all-to-all", wire=1e10, group=8)
+    # In one node: 450 GB/s of NVLink, of which collectives reach 78 %.
+    assert collective_us(within, H100) == pytest.approx(1e16 / 351e9 + 9.5)
+    # With a network of 1 TB/s, 7/15 of the bytes over NVLink take longer than 8/15 over the port.
+    fast = dataclasses.replace(H100, network=1e12)
+    across = dataclasses.replace(within, group=16, nodes=2)
+    assert collective_us(across, fast) == pytest.approx(7 / 15 * 1e16 / 351e9 + 22.5)
 
 
 def test_latency_of_a_ring_is_linear_in_its_nodes() -> None:
