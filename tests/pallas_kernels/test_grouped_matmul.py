@@ -2,6 +2,7 @@
 kernels in the interpreter."""
 
 import functools
+import re
 
 import covering
 import jax
@@ -178,6 +179,56 @@ def gradients(**features):
         return grouped_matmul(x, w, sizes, **features).astype(jnp.float32).sum()
 
     return jax.grad(loss, (0, 1))
+
+
+def costs(**features) -> dict[str, list[tuple[int, int]]]:
+    """(FLOPs, bytes) that the calls of each kernel report, forward and backward."""
+
+    def both(x, w, sizes):
+        y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, **HOPPER, **features), x, w)
+        return back(y)
+
+    program = jax.jit(both).trace(*shapes(F=3072)).lower(lowering_platforms=("cuda",))
+    attributes = r'kernel = "(\w+)", kernel_bytes = "(\d+)", kernel_flops = "(\d+)"'
+    found: dict[str, list[tuple[int, int]]] = {}
+    for kernel, moved, flops in re.findall(attributes, program.as_text()):
+        found.setdefault(kernel, []).append((int(flops), int(moved)))
+    return found
+
+
+def test_the_cost_is_that_of_the_rows_that_are_expected() -> None:
+    """Of the result, and of both gradients: what nobody fills is neither multiplied nor moved."""
+    T, D, F, E = 4096, 1024, 3072, 8
+    full = costs()
+    assert {kernel: len(calls) for kernel, calls in full.items()} == {
+        "grouped_matmul": 2,
+        "grouped_matmul_weights": 1,
+    }
+    assert full == costs(expected_rows=T) == costs(expected_rows=2 * T)
+    for rows in (0, 3277):
+        found = costs(expected_rows=rows)
+        for kernel, calls in full.items():
+            for (flops, moved), (all_flops, all_moved) in zip(found[kernel], calls, strict=True):
+                assert (all_flops, flops) == (2 * T * D * F, 2 * rows * D * F)
+                assert all_moved - moved == 2 * (T - rows) * (D + F)
+                # The table of tiles is small.
+                assert 0 <= moved - 2 * (rows * (D + F) + E * D * F) < 2**14
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_an_expectation_changes_no_number(implementation: str) -> None:
+    arguments = case(SIZES["a small one before a large one"], 64, 64, jnp.bfloat16)
+    place = HOPPER | {"implementation": implementation}
+    with interpreted():
+        without = ours(*arguments, tuple(place.items()))
+        found = ours(*arguments, tuple((place | {"expected_rows": 20}).items()))
+    for one, other in zip(found, without, strict=True):
+        assert (np.asarray(one) == np.asarray(other)).all()
+
+
+def test_fewer_than_no_rows_are_a_fault() -> None:
+    with pytest.raises(ValueError, match="expected_rows must be None or at least 0, got -1"):
+        jax.eval_shape(lambda *a: grouped_matmul(*a, expected_rows=-1), *shapes())
 
 
 @pytest.mark.deviceless
