@@ -5,7 +5,8 @@ which one serves a call and why:
 
 - mosaic: kernels for Hopper (`grouped/hopper.py`). They need no temporary arrays. An H200
   has run them: docs/kernels.md has their rates.
-- xla: a loop over blocks of tokens (`grouped/xla.py`). It runs on any platform.
+- xla: a loop over blocks of tokens (`grouped/xla.py`, on CPUs `grouped/blocks.py`). It runs on any
+  platform.
 
 Shape suffixes: T tokens sorted by group, E groups (experts), D width in, F width out.
 """
@@ -21,7 +22,7 @@ from jax import Array
 from pallas_kernels import compat
 from pallas_kernels.attention.problem import DTYPES, target_of
 from pallas_kernels.choice import Choice, serving, trusted_choice
-from pallas_kernels.grouped import xla
+from pallas_kernels.grouped import blocks, xla
 from pallas_kernels.grouped.plan import balanced, plan_rows, plan_weights
 from pallas_kernels.trust.verdict import Verdict, trusted
 
@@ -195,26 +196,34 @@ def grouped_matmul(
         choose=lambda: choose(problem),
         reason=lambda name: unsupported_reason(problem) if name == "mosaic" else None,
     )
-    return _product(x, w, group_sizes.astype(jnp.int32), _Server(name, expected_rows))
+    return _product(
+        x, w, group_sizes.astype(jnp.int32), _Server(name, problem.platform, expected_rows)
+    )
 
 
 class _Server(NamedTuple):
     """The implementation that serves a call, with what it is told besides arrays."""
 
     name: str
+    platform: str
     expected_rows: int | None
 
     def rows(self, x_TD: Array, w_EDF: Array, sizes_E: Array, *, transposed: bool) -> Array:
         """Each token times its group's matrix, or the transpose of it."""
         if self.name == "xla":
-            return xla.rows(x_TD, w_EDF, sizes_E, transposed=transposed)
+            return self._loop.rows(x_TD, w_EDF, sizes_E, transposed=transposed)
         return _mosaic_rows(x_TD, w_EDF, sizes_E, self.expected_rows, transposed=transposed)
 
     def weights(self, x_TD: Array, dy_TF: Array, sizes_E: Array) -> Array:
         """[E, D, F]: for each group, the sum of the outer products of its tokens."""
         if self.name == "xla":
-            return xla.weights(x_TD, dy_TF, sizes_E)
+            return self._loop.weights(x_TD, dy_TF, sizes_E)
         return _mosaic_weights(x_TD, dy_TF, sizes_E, self.expected_rows)
+
+    @property
+    def _loop(self) -> Any:
+        """The module of XLA's loop."""
+        return blocks if self.platform == "cpu" else xla
 
 
 # A Mosaic GPU kernel has no derivative rule: both gradients are grouped matmuls, too.
