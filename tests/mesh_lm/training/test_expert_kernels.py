@@ -4,45 +4,32 @@ before a run of several processes, in which the kernels cannot be tested while t
 import dataclasses
 from pathlib import Path
 
+import jax
 import pytest
+from support import BATCH, SEQ, VOCAB, host_batch, on_devices, shard_on
 
 from mesh_lm import distributed
-from mesh_lm.config import TrainConfig, TrainLoop, load
+from mesh_lm.config import PipelineConfig, TrainConfig, TrainLoop, load
 from mesh_lm.distributed import gpu
-from mesh_lm.model.config import DecoderConfig, SegmentConfig
+from mesh_lm.model import DecoderConfig, SegmentConfig, moe
+from mesh_lm.model.experts_config import ExpertsConfig
 from mesh_lm.network.process_slot import ProcessSlot
-from mesh_lm.training.expert_kernels import (
-    DeviceExperts,
-    buffer_rows,
-    expert_problems,
-    grouped_problems,
-)
+from mesh_lm.parallel import engine
+from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.training.expert_kernels import DeviceExperts, expert_problems, grouped_problems
 from mesh_lm.training.own_kernels import HOPPER, agree, examine
+from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped.self_test import kind_of
 from pallas_kernels.grouped_matmul import choose_trusted_grouped_matmul
 from pallas_kernels.trust import VARIABLE, Kind, Verdict, verdict
 from sharding_rules import MeshConfig, preset
 
+COMPILE_BUDGET = 2
+
+EXPERTS = ExpertsConfig(number=64, active=4, d_ff=768)
 PASSED = Verdict("passed", "because")
 FAILED = Verdict("failed", "because")
 H100 = "NVIDIA H100 80GB HBM3"
-
-
-@dataclasses.dataclass(frozen=True)
-class Experts:
-    """The names of a config of experts that the kernels' tests read."""
-
-    number: int = 64
-    active: int = 4
-    d_ff: int = 768
-    factor: float = 1.25
-
-
-@dataclasses.dataclass(frozen=True)
-class Mixture(DecoderConfig):
-    """A decoder whose last layers have experts."""
-
-    experts: Experts = Experts()
 
 
 @pytest.fixture(autouse=True)
@@ -55,109 +42,114 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def config(
     mesh: MeshConfig = MeshConfig(data=8),
-    params: dict | None = None,
-    activations: dict | None = None,
-    experts: Experts = Experts(),
+    rules: str = "ddp",
+    experts: ExpertsConfig = EXPERTS,
     **model,
 ) -> TrainConfig:
-    """A microbatch of 32 sequences of 1,024 tokens. params, activations: further rows of ddp."""
-    ddp = preset("ddp")
-    rules = dataclasses.replace(
-        ddp,
-        params={**ddp.params, **(params or {})},
-        activations={**ddp.activations, **(activations or {})},
-    )
+    """A microbatch of 32 sequences of 1,024 tokens; the last three layers have experts."""
     segments = (SegmentConfig("early", 1), SegmentConfig("late", 3, kind="moe"))
-    features = {"d_model": 2048, "n_heads": 16, "n_layers": 4, "segments": segments} | model
+    features = {
+        "segments": segments,
+        "d_model": 2048,
+        "n_heads": 16,
+        "n_layers": 4,
+        "seq_len": 1024,
+    } | model
     return dataclasses.replace(
         load("llama3_8b"),
-        model=Mixture(experts=experts, seq_len=1024, **features),
+        model=DecoderConfig(experts=experts, **features),
         train=TrainLoop(global_batch=64, microbatches=2),
         mesh=mesh,
-        rules=rules,
+        rules=preset(rules),
     )
 
 
 def shapes(changed: TrainConfig) -> list[tuple[int, int, int, int]]:
-    """(rows, groups, width in, width out)."""
+    """(rows, experts, width in, width out)."""
     return [
         (problem.tokens, problem.groups, problem.d_in, problem.d_out)
         for problem in grouped_problems(changed, "gpu", HOPPER)
     ]
 
 
-def test_a_device_with_all_experts_has_a_row_for_each_of_its_assignments() -> None:
+def test_a_device_with_all_experts_has_a_row_for_each_of_its_choices() -> None:
     """32 sequences on 8 devices."""
-    assert shapes(config()) == [
-        (4 * 1024 * 4, 64, 2048, 2 * 768),
-        (4 * 1024 * 4, 64, 768, 2048),
-    ]
-    halved = [rows for rows, *_ in shapes(config(batch_halves=True))]
-    assert halved == [4 * 1024 * 2] * 2
+    rows = 4 * 1024 * 4
+    assert shapes(config()) == [(rows, 64, 2048, 768), (rows, 64, 768, 2048)]
+    assert shapes(config(batch_halves=True))[0] == (rows // 2, 64, 2048, 768)
+    assert shapes(config(activation="swiglu"))[0] == (rows, 64, 2048, 2 * 768)
 
 
-def test_experts_on_several_devices_have_rows_for_each_exchange() -> None:
-    """4 devices share 64 experts, and see the tokens of each other: 16 sequences."""
-    across = config(
-        MeshConfig(data=2, expert=4),
-        {"experts": "expert"},
-        {"batch": ("data", "expert")},
-    )
-    worst = 16 * 1024 * 4
-    balanced = worst // 4
-    rounds = balanced * 5 // 4
-    assert {rows for rows, *_ in shapes(across)} == {worst, rounds}
-    assert {groups for _, groups, *_ in shapes(across)} == {16}
-
-
-def test_a_row_of_the_segment_precedes_the_plain_one() -> None:
+def test_experts_of_several_devices_have_the_rows_of_a_round() -> None:
+    """1.25 times those that balanced routing fills, or those of the worst."""
     mesh = MeshConfig(data=2, expert=4)
-    rows = {"late/experts": "expert", "experts": None}
-    [groups] = {groups for _, groups, *_ in shapes(config(mesh, rows))}
-    assert groups == 16
-    [groups] = {groups for _, groups, *_ in shapes(config(mesh, {"early/experts": "expert"}))}
-    assert groups == 64
+    balanced = 4 * 1024 * 4
+    assert shapes(config(mesh, "ddp+experts_gather"))[0] == (balanced * 5 // 4, 16, 2048, 768)
+    assert shapes(config(mesh, "ddp+experts_padded"))[0] == (balanced * 5 // 4, 16, 2048, 768)
+    worst = dataclasses.replace(EXPERTS, factor=0.0)
+    assert shapes(config(mesh, "ddp+experts_gather", worst))[0][0] == 4 * balanced
 
 
 def test_tensor_parallel_experts_are_narrower_and_gather_their_tokens() -> None:
-    sharded = config(
-        MeshConfig(data=2, tensor=4),
-        {"expert_mlp": "tensor"},
-        {"seq_resid": "tensor"},
-    )
+    sharded = config(MeshConfig(data=2, tensor=4), "megatron_sp")
     rows = 16 * 1024 * 4
-    assert shapes(sharded) == [(rows, 64, 2048, 2 * 192), (rows, 64, 192, 2048)]
+    assert shapes(sharded) == [(rows, 64, 2048, 192), (rows, 64, 192, 2048)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "halves"),
+    [
+        (MeshConfig(data=8), "ddp", False),
+        (MeshConfig(fsdp=4, expert=2), "fsdp+experts_gather", False),
+        (MeshConfig(expert=4, tensor=2), "megatron+experts_padded", True),
+        (MeshConfig(expert=2, tensor=2, data=2), "megatron_sp+experts_gather", False),
+    ],
+    ids=["data", "fsdp", "tensor, halves", "sequence-parallel"],
+)
+def test_what_was_tested_is_what_each_device_multiplies(
+    mesh: MeshConfig, rules: str, halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shapes that a training step is traced with."""
+    experts = ExpertsConfig(number=8, active=2, d_ff=64)
+    small = dataclasses.replace(
+        config(
+            mesh,
+            rules,
+            experts,
+            d_model=32,
+            n_heads=4,
+            vocab_size=VOCAB,
+            seq_len=SEQ,
+            batch_halves=halves,
+        ),
+        train=TrainLoop(global_batch=BATCH, microbatches=2),
+    )
+    seen = set()
+
+    def recorded(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        seen.add((len(x), *w.shape))
+        return grouped_matmul(x, w, sizes)
+
+    monkeypatch.setattr(moe, "grouped_matmul", recorded)
+    sizes = {axis: size for axis, size in mesh.sizes().items() if size > 1}
+    layout = ModelLayout.of(small.model, shard_on(rules, **sizes), PipelineConfig())
+    batch = on_devices(host_batch(2), layout)
+    jax.eval_shape(engine.value_and_grad(layout), layout.shapes, batch, jax.random.key(3))
+    assert seen == set(shapes(small))
 
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        config(MeshConfig(data=-1)),
-        config(experts=Experts(number=0)),
-        config(segments=()),
-        load("llama3_8b"),
-        load("gpt_tiny"),
-    ],
-    ids=["an open mesh", "no experts", "no layers of experts", "llama", "gpt"],
+    [config(MeshConfig(data=-1)), config(segments=()), load("llama3_8b"), load("gpt_tiny")],
+    ids=["an open mesh", "no layers of experts", "llama", "gpt"],
 )
 def test_nothing_is_known_without_experts_or_sizes(changed: TrainConfig) -> None:
     assert grouped_problems(changed, "gpu", HOPPER) == []
 
 
-def test_rows_of_a_buffer() -> None:
-    """8 of 32 experts, and 1,000 tokens of 4 devices with 2 experts each."""
-    device = DeviceExperts(number=8, width=64, ways=4, tokens=1000)
-    # 500 are balanced. 625 is rounded to a multiple of 128, or a quarter of it to one of 8.
-    assert buffer_rows(device, 32, 2, 1.25) == [640, 2000]
-    assert buffer_rows(device, 32, 2, 1.1) == [640, 4 * 144, 2000]
-    assert buffer_rows(device, 32, 2, 0) == [2000]
-    assert buffer_rows(device._replace(ways=1), 32, 2, 1.25) == [2000]
-    one_expert = device._replace(number=1, tokens=4000)
-    assert buffer_rows(one_expert, 4, 4, 1.25) == [4000]
-
-
 def test_the_problems_of_an_mlp() -> None:
-    into, out_of = expert_problems(512, 256, 64, 8, "bfloat16", "gpu", HOPPER)
+    device = DeviceExperts(rows=512, number=8, width=64)
+    into, out_of = expert_problems(device, 256, "bfloat16", "gpu", HOPPER, is_gated=True)
     assert (into.d_in, into.d_out) == (256, 128) and (out_of.d_in, out_of.d_out) == (64, 256)
     assert {into.tokens, out_of.tokens} == {512} and {into.groups, out_of.groups} == {8}
 
