@@ -5,15 +5,15 @@ which one serves a call and why:
 
 - mosaic: kernels for Hopper (`grouped/hopper.py`). They need no temporary arrays. An H200
   has run them: docs/kernels.md has their rates.
-- xla: a loop over blocks of tokens (`grouped/xla.py`). It runs on any platform.
+- xla: a loop over blocks of tokens (`grouped/xla.py`, on CPUs `grouped/blocks.py`). It runs on any
+  platform.
 
 Shape suffixes: T tokens sorted by group, E groups (experts), D width in, F width out.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax import Array
 from pallas_kernels import compat
 from pallas_kernels.attention.problem import DTYPES, target_of
 from pallas_kernels.choice import Choice, serving, trusted_choice
-from pallas_kernels.grouped import xla
+from pallas_kernels.grouped import blocks, xla
 from pallas_kernels.grouped.plan import balanced, plan_rows, plan_weights
 from pallas_kernels.trust.verdict import Verdict, trusted
 
@@ -155,6 +155,7 @@ def grouped_matmul(
     implementation: Literal["mosaic", "xla"] | None = None,
     platform: str | None = None,
     capability: tuple[int, int] | None = None,
+    expected_rows: int | None = None,
 ) -> Array:
     """x[t] @ w[group of t] for every token t, accumulated in fp32 (MegaBlocks, arXiv 2211.15841).
 
@@ -169,6 +170,9 @@ def grouped_matmul(
         on this process's own GPUs.
       platform, capability: of the target device; None: this process's. See
         `pallas_kernels.describe_attention`.
+      expected_rows: of the T tokens, those that groups are expected to have in sum; None, or more
+        than T: all. Only the cost that the kernels report depends on it, gradients included, so
+        that rows of a buffer that nobody fills do not count as FLOPs.
 
     Returns:
       [T, F] in x's dtype. Tokens after the last group get 0, and gradient 0. Has a gradient with
@@ -179,6 +183,10 @@ def grouped_matmul(
       Unsupported: `implementation` cannot serve the call.
     """
     problem = describe_grouped_matmul(x, w, group_sizes, platform=platform, capability=capability)
+    if expected_rows is not None and expected_rows < 0:
+        raise ValueError(
+            f"grouped_matmul: expected_rows must be None or at least 0, got {expected_rows}"
+        )
     on_own_devices = platform is None and capability is None
     choose = choose_trusted_grouped_matmul if on_own_devices else choose_grouped_matmul
     name = serving(
@@ -188,51 +196,89 @@ def grouped_matmul(
         choose=lambda: choose(problem),
         reason=lambda name: unsupported_reason(problem) if name == "mosaic" else None,
     )
-    return _product(x, w, group_sizes.astype(jnp.int32), name)
+    return _product(
+        x, w, group_sizes.astype(jnp.int32), _Server(name, problem.platform, expected_rows)
+    )
+
+
+class _Server(NamedTuple):
+    """The implementation that serves a call, with what it is told besides arrays."""
+
+    name: str
+    platform: str
+    expected_rows: int | None
+
+    def rows(self, x_TD: Array, w_EDF: Array, sizes_E: Array, *, transposed: bool) -> Array:
+        """Each token times its group's matrix, or the transpose of it."""
+        if self.name == "xla":
+            return self._loop.rows(x_TD, w_EDF, sizes_E, transposed=transposed)
+        return _mosaic_rows(x_TD, w_EDF, sizes_E, self.expected_rows, transposed=transposed)
+
+    def weights(self, x_TD: Array, dy_TF: Array, sizes_E: Array) -> Array:
+        """[E, D, F]: for each group, the sum of the outer products of its tokens."""
+        if self.name == "xla":
+            return self._loop.weights(x_TD, dy_TF, sizes_E)
+        return _mosaic_weights(x_TD, dy_TF, sizes_E, self.expected_rows)
+
+    @property
+    def _loop(self) -> Any:
+        """The module of XLA's loop."""
+        return blocks if self.platform == "cpu" else xla
 
 
 # A Mosaic GPU kernel has no derivative rule: both gradients are grouped matmuls, too.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x_TD: Array, w_EDF: Array, sizes_E: Array, name: str) -> Array:
-    return _ROWS[name](x_TD, w_EDF, sizes_E, transposed=False)
+def _product(x_TD: Array, w_EDF: Array, sizes_E: Array, server: _Server) -> Array:
+    return server.rows(x_TD, w_EDF, sizes_E, transposed=False)
 
 
 def _forward(
-    x_TD: Array, w_EDF: Array, sizes_E: Array, name: str
+    x_TD: Array, w_EDF: Array, sizes_E: Array, server: _Server
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _product(x_TD, w_EDF, sizes_E, name), (x_TD, w_EDF, sizes_E)
+    return _product(x_TD, w_EDF, sizes_E, server), (x_TD, w_EDF, sizes_E)
 
 
 def _backward(
-    name: str, residuals: tuple[Array, Array, Array], dy_TF: Array
+    server: _Server, residuals: tuple[Array, Array, Array], dy_TF: Array
 ) -> tuple[Array, Array, None]:
     x_TD, w_EDF, sizes_E = residuals
-    dx_TD = _ROWS[name](dy_TF, w_EDF, sizes_E, transposed=True)
-    dw_EDF = _WEIGHTS[name](x_TD, dy_TF, sizes_E)
+    dx_TD = server.rows(dy_TF, w_EDF, sizes_E, transposed=True)
+    dw_EDF = server.weights(x_TD, dy_TF, sizes_E)
     return dx_TD, dw_EDF, None
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _mosaic_rows(x_TD: Array, w_EDF: Array, sizes_E: Array, *, transposed: bool) -> Array:
+def _mosaic_rows(
+    x_TD: Array, w_EDF: Array, sizes_E: Array, expected_rows: int | None, *, transposed: bool
+) -> Array:
     # Imported here, so that no other platform loads Mosaic.
     from pallas_kernels.grouped import hopper
 
     width = w_EDF.shape[1 if transposed else 2]
     plan, occupancy = plan_rows(balanced(len(x_TD), len(sizes_E)), width)
     return hopper.rows(
-        plan, x_TD, w_EDF, sizes_E, transpose=transposed, occupancy=occupancy.efficiency
+        plan,
+        x_TD,
+        w_EDF,
+        sizes_E,
+        transpose=transposed,
+        occupancy=occupancy.efficiency,
+        expected_rows=expected_rows,
     )
 
 
-def _mosaic_weights(x_TD: Array, dy_TF: Array, sizes_E: Array) -> Array:
+def _mosaic_weights(x_TD: Array, dy_TF: Array, sizes_E: Array, expected_rows: int | None) -> Array:
     from pallas_kernels.grouped import hopper
 
     sizes = balanced(len(x_TD), len(sizes_E))
     plan, occupancy = plan_weights(sizes, x_TD.shape[1], dy_TF.shape[1])
-    return hopper.weights(plan, x_TD, dy_TF, sizes_E, occupancy=occupancy.efficiency)
-
-
-_ROWS: dict[str, Callable[..., Array]] = {"mosaic": _mosaic_rows, "xla": xla.rows}
-_WEIGHTS: dict[str, Callable[..., Array]] = {"mosaic": _mosaic_weights, "xla": xla.weights}
+    return hopper.weights(
+        plan,
+        x_TD,
+        dy_TF,
+        sizes_E,
+        occupancy=occupancy.efficiency,
+        expected_rows=expected_rows,
+    )

@@ -20,7 +20,9 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig
 from mesh_lm.model.context import Call, calls
 from mesh_lm.network.process_slot import ProcessSlot
+from mesh_lm.training.expert_kernels import grouped_problems
 from pallas_kernels import AttentionProblem, Choice, choose_attention, describe_attention
+from pallas_kernels.grouped_matmul import choose_grouped_matmul
 from pallas_kernels.trust import VARIABLE, Kind, Store, Verdict, assess, policy, settle, worst
 from pallas_kernels.trust.verdict import warning
 from sharding_rules import axes_of
@@ -114,35 +116,70 @@ def examine(config: TrainConfig, judge: Callable[[Kind], Verdict] = assess) -> E
         return []
     if not isinstance(config.model, DecoderConfig):
         return []
-    if config.model.attention not in ("auto", "mosaic"):
+    kinds = _attention_kinds(config, gpu_name) + _grouped_kinds(config)
+    if not kinds:
         return []
-    # Imported here, so that no other platform loads Mosaic.
-    from pallas_kernels.attention.self_test import kind_of
-
     try:
         is_tested = policy() == "test"
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    slot = ProcessSlot.of(config.launch)
+    is_first = slot is None or slot.index == 0
+    if is_tested and is_first:
+        untested = [kind.family for kind in kinds if Store().get(kind) is None]
+        for family in dict.fromkeys(untested):
+            print(
+                f"testing our {family} kernel on {gpu_name} before its first use; this takes a few "
+                "minutes at most, once",
+                flush=True,
+            )
+    return [(kind, judge(kind)) for kind in kinds]
+
+
+def _attention_kinds(config: TrainConfig, gpu_name: str) -> list[Kind]:
+    """Returns the kinds of attention that our kernel serves."""
+    attention = getattr(config.model, "attention", "")
+    if attention not in ("auto", "mosaic"):
+        return []
+    # Imported here, so that no other platform loads Mosaic.
+    from pallas_kernels.attention.self_test import kind_of
+
     served = []
     try:
         for problem in attention_problems(config, "gpu", HOPPER):
             choice = choose_attention(problem)
             # If the config names our kernel, an error of its own reports what it cannot serve.
-            is_named = config.model.attention == "mosaic" and "mosaic" not in choice.rejected
+            is_named = attention == "mosaic" and "mosaic" not in choice.rejected
             if choice.name == "mosaic" or is_named:
                 served.append(problem)
     except ValueError:
         return []  # the config cannot run, which its check reports in the config's words
-    kinds = list(dict.fromkeys(kind_of(problem, gpu_name) for problem in served))
+    return list(dict.fromkeys(kind_of(problem, gpu_name) for problem in served))
+
+
+def _grouped_kinds(config: TrainConfig) -> list[Kind]:
+    """Returns the kinds of grouped matmul that our kernel serves."""
+    try:
+        problems = grouped_problems(_with_mesh(config), "gpu", HOPPER)
+    except (ValueError, ArithmeticError):
+        return []  # as above
+    if not problems:
+        return []
+    from pallas_kernels.grouped.self_test import kind_of
+
+    served = [problem for problem in problems if choose_grouped_matmul(problem).name == "mosaic"]
+    return list(dict.fromkeys(kind_of(problem) for problem in served))
+
+
+def _with_mesh(config: TrainConfig) -> TrainConfig:
+    """Returns the config with a mesh without -1, if the number of devices is known before JAX finds
+    them: that of several processes that have been given their GPUs.
+    """
     slot = ProcessSlot.of(config.launch)
-    is_first = slot is None or slot.index == 0
-    if is_tested and is_first and any(Store().get(kind) is None for kind in kinds):
-        print(
-            f"testing our attention kernel on {gpu_name} before its first use; this takes a few "
-            "minutes at most, once",
-            flush=True,
-        )
-    return [(kind, judge(kind)) for kind in kinds]
+    if slot is None or slot.local_devices is None:
+        return config
+    mesh = config.mesh.resolve(slot.count * len(slot.local_devices))
+    return dataclasses.replace(config, mesh=mesh)
 
 
 def agree(config: TrainConfig, examined: Examined) -> None:
@@ -161,7 +198,8 @@ def agree(config: TrainConfig, examined: Examined) -> None:
         if verdict.passed:
             continue
         text = warning(kind, verdict)
-        if getattr(config.model, "attention", "") == "mosaic":
+        is_named = getattr(config.model, "attention", "") == "mosaic"
+        if is_named and kind.family == "attention":
             raise ConfigError(
                 f"model.attention=mosaic: {text or verdict.reason}; set model.attention=auto, or "
                 f"{VARIABLE}=always to use it all the same"

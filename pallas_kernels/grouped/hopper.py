@@ -66,6 +66,7 @@ def rows(
     *,
     transpose: bool,
     occupancy: float | None = None,
+    expected_rows: int | None = None,
 ) -> Array:
     """x[t] @ w[group of t] for every token t; with `transpose`, times the transpose of that matrix.
 
@@ -73,6 +74,7 @@ def rows(
       x: [T, K]; T is a multiple of 8 and at least 64, K of 64.
       w: [E, K, N], or with `transpose` [E, N, K], in x's type of 16 bits; N is a multiple of 64.
       occupancy: metadata.
+      expected_rows: metadata: the tokens that groups have in sum; None: all.
 
     Returns:
       [T, N], 0 after the last group.
@@ -82,6 +84,7 @@ def rows(
     table, n_entries = row_table(sizes_E, T, -(-K // STEP))
     n_column_tiles = -(-N // plan.columns)
     right = (plan.columns, STEP) if transpose else (STEP, plan.columns)
+    n_rows = _rows_of_cost(T, expected_rows)
 
     def body(refs: Refs) -> None:
         _Rows(plan, n_column_tiles, transpose, refs).run()
@@ -93,13 +96,20 @@ def rows(
         jax.ShapeDtypeStruct((T, N), x.dtype),
         right,
         name="grouped_matmul",
-        flops=2 * T * K * N,
+        unused_bytes=(T - n_rows) * (K + N) * x.dtype.itemsize,
+        flops=2 * n_rows * K * N,
         occupancy=occupancy,
     )
 
 
 def weights(
-    plan: Plan, x: Array, dy: Array, sizes_E: Array, *, occupancy: float | None = None
+    plan: Plan,
+    x: Array,
+    dy: Array,
+    sizes_E: Array,
+    *,
+    occupancy: float | None = None,
+    expected_rows: int | None = None,
 ) -> Array:
     """[E, D, F]: for each group, the sum over its tokens of the outer products of x and dy.
 
@@ -108,10 +118,11 @@ def weights(
 
     Args:
       x, dy: [T, D] and [T, F], with sizes as in `rows`.
-      occupancy: metadata.
+      occupancy, expected_rows: as in `rows`.
     """
     T, D = x.shape
     F = dy.shape[1]
+    n_rows = _rows_of_cost(T, expected_rows)
     table, n_entries = group_table(sizes_E)
     n_row_tiles = -(-D // ROWS)
     n_column_tiles = -(-F // plan.columns)
@@ -126,9 +137,15 @@ def weights(
         jax.ShapeDtypeStruct((len(sizes_E), D, F), x.dtype),
         (STEP, plan.columns),
         name="grouped_matmul_weights",
-        flops=2 * T * D * F,
+        unused_bytes=(T - n_rows) * (D + F) * x.dtype.itemsize,
+        flops=2 * n_rows * D * F,
         occupancy=occupancy,
     )
+
+
+def _rows_of_cost(T: int, expected_rows: int | None) -> int:
+    """The tokens whose cost a kernel reports."""
+    return T if expected_rows is None else min(T, expected_rows)
 
 
 def _launch(
@@ -137,9 +154,16 @@ def _launch(
     inputs: dict[str, Array],
     out: Any,
     right: tuple[int, int],
+    *,
+    unused_bytes: int,
     **metadata: Any,
 ) -> Array:
-    """The result of a kernel whose step multiplies by a matrix of shape `right`."""
+    """The result of a kernel whose step multiplies by a matrix of shape `right`.
+
+    unused_bytes: metadata: of the arrays, what belongs to no expected token.
+    """
+    array_bytes = sum(array.size * array.dtype.itemsize for array in (*inputs.values(), out))
+    metadata["moved"] = array_bytes - unused_bytes
     scratch = buffers(plan, (WARPGROUP, STEP), right, out.dtype, out.dtype)
     grid = (plan.blocks, 1, 1)
     return launch(body, inputs, {"out": out}, scratch, grid=grid, section=1, **metadata).out

@@ -49,6 +49,15 @@ def test_host_cost(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_grouped_cpu(tmp_path: Path) -> None:
+    rows = run("grouped_cpu", tmp_path)["Grouped matmul on a CPU"]
+    assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
+    exact, rounded = (row["difference"] for row in rows)
+    assert exact < 1e-5 and rounded < 1e-2
+    assert all(row["blocks_ms"] > 0 and row["ragged_dot_forward_ms"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_loss_memory(tmp_path: Path) -> None:
     tables = run("loss_memory", tmp_path)
     few, many = tables["Temp memory of loss and gradients"]

@@ -1,7 +1,8 @@
-"""Grouped matmul against a loop over groups, forward and gradients: xla on the CPU, the Hopper
-kernels in the interpreter."""
+"""Grouped matmul against a loop over groups, forward and gradients: both loops of xla on the CPU,
+the Hopper kernels in the interpreter."""
 
 import functools
+import re
 
 import covering
 import jax
@@ -15,13 +16,14 @@ from pallas_kernels.dev import machine_code
 from pallas_kernels.dev.interpreter import interpreted
 from pallas_kernels.dev.limits import faults
 from pallas_kernels.dev.resources import resources
-from pallas_kernels.grouped import hopper, plan
+from pallas_kernels.grouped import blocks, hopper, plan
 from pallas_kernels.grouped_matmul import choose_grouped_matmul, describe_grouped_matmul
 from sharding_rules.lab.targets import devices
 
-COMPILE_BUDGET = 36
+COMPILE_BUDGET = 60
 
 HOPPER = {"implementation": "mosaic", "platform": "gpu", "capability": (9, 0)}
+OLD_GPU = {"platform": "gpu", "capability": (8, 0)}
 SIZES = {
     "ragged, empty ones, some tokens of none": [70, 0, 101, 1, 0, 20],
     "ends on blocks": [64, 0, 128, 0],
@@ -80,11 +82,42 @@ def check(arguments, tolerance: float, **features) -> None:
 @pytest.mark.parametrize("times", [1, 7], ids=["one block", "three blocks"])
 @pytest.mark.parametrize("name", SIZES)
 def test_xla(name: str, times: int) -> None:
-    check(
-        case([times * n for n in SIZES[name]], 48, 24, np.float32, spare=1e3, T=times * T),
-        1e-5,
-        implementation="xla",
-    )
+    """The loop of GPUs, and that of CPUs, whose blocks are shorter."""
+    arguments = case([times * n for n in SIZES[name]], 48, 24, np.float32, 1e3, times * T)
+    for place in (OLD_GPU, {"platform": "cpu"}):
+        check(arguments, 1e-5, implementation="xla", **place)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("place", [{"platform": "cpu"}, OLD_GPU], ids=["cpu", "gpu"])
+def test_what_is_in_unused_rows_is_in_no_result(place: dict, dtype) -> None:
+    """A buffer has what was in it before, in the tokens and in their gradients."""
+    sizes = SIZES["ragged, empty ones, some tokens of none"]
+    x, w, dy, sizes_E = case(sizes, 48, 24, dtype)
+    poisoned = [a.copy() for a in (x, dy)]
+    for a in poisoned:
+        a[sum(sizes) :] = np.nan
+    features = tuple(({"implementation": "xla"} | place).items())
+    found = ours(poisoned[0], w, poisoned[1], sizes_E, features)
+    clean = ours(x, w, dy, sizes_E, features)
+    for result, expected in zip(found, clean, strict=True):
+        assert (np.asarray(result) == np.asarray(expected)).all()
+    y, dx, _ = found
+    assert not np.asarray(y)[sum(sizes) :].any() and not np.asarray(dx)[sum(sizes) :].any()
+
+
+@pytest.mark.parametrize("T", [100, 129])
+def test_blocks_are_as_many_as_the_worst_sizes_need(T: int) -> None:
+    random = np.random.default_rng(T)
+    for sizes in ([T], [0, T], [1] * min(T, 9), random.multinomial(T, [0.2, 0, 0.5, 0.3])):
+        found, C = jax.jit(blocks._blocks, static_argnums=1)(np.array(sizes, np.int32), T)
+        covered = np.zeros(T, int)
+        group_of = np.repeat(np.arange(len(sizes)), sizes)
+        for group, row, stop in zip(*map(np.asarray, found), strict=True):
+            assert stop <= row + C
+            covered[row : max(row, stop)] += 1
+            assert set(group_of[row : max(row, stop)]) <= {group}
+        assert (covered[: sum(sizes)] == 1).all() and not covered[sum(sizes) :].any()
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -178,6 +211,56 @@ def gradients(**features):
         return grouped_matmul(x, w, sizes, **features).astype(jnp.float32).sum()
 
     return jax.grad(loss, (0, 1))
+
+
+def costs(**features) -> dict[str, list[tuple[int, int]]]:
+    """(FLOPs, bytes) that the calls of each kernel report, forward and backward."""
+
+    def both(x, w, sizes):
+        y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, **HOPPER, **features), x, w)
+        return back(y)
+
+    program = jax.jit(both).trace(*shapes(F=3072)).lower(lowering_platforms=("cuda",))
+    attributes = r'kernel = "(\w+)", kernel_bytes = "(\d+)", kernel_flops = "(\d+)"'
+    found: dict[str, list[tuple[int, int]]] = {}
+    for kernel, moved, flops in re.findall(attributes, program.as_text()):
+        found.setdefault(kernel, []).append((int(flops), int(moved)))
+    return found
+
+
+def test_the_cost_is_that_of_the_rows_that_are_expected() -> None:
+    """Of the result, and of both gradients: what nobody fills is neither multiplied nor moved."""
+    T, D, F, E = 4096, 1024, 3072, 8
+    full = costs()
+    assert {kernel: len(calls) for kernel, calls in full.items()} == {
+        "grouped_matmul": 2,
+        "grouped_matmul_weights": 1,
+    }
+    assert full == costs(expected_rows=2 * T)
+    rows = 3277
+    found = costs(expected_rows=rows)
+    for kernel, calls in full.items():
+        for (flops, moved), (all_flops, all_moved) in zip(found[kernel], calls, strict=True):
+            assert (all_flops, flops) == (2 * T * D * F, 2 * rows * D * F)
+            assert all_moved - moved == 2 * (T - rows) * (D + F)
+            # The table of tiles is small.
+            assert 0 <= moved - 2 * (rows * (D + F) + E * D * F) < 2**14
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_an_expectation_changes_no_number(implementation: str) -> None:
+    arguments = case(SIZES["a small one before a large one"], 64, 64, jnp.bfloat16)
+    place = HOPPER | {"implementation": implementation}
+    with interpreted():
+        without = ours(*arguments, tuple(place.items()))
+        found = ours(*arguments, tuple((place | {"expected_rows": 20}).items()))
+    for one, other in zip(found, without, strict=True):
+        assert (np.asarray(one) == np.asarray(other)).all()
+
+
+def test_fewer_than_no_rows_are_a_fault() -> None:
+    with pytest.raises(ValueError, match="expected_rows must be None or at least 0, got -1"):
+        jax.eval_shape(lambda *a: grouped_matmul(*a, expected_rows=-1), *shapes())
 
 
 @pytest.mark.deviceless
