@@ -25,6 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_lm.model.permutation import Rows, add_rows, copy_tokens, sort
+from sharding_rules import EXTRA_ROUND
 from sharding_rules.rules import TokenExchange
 
 RECEIVED = "expert_in"
@@ -274,23 +275,34 @@ def _in_rounds(
     if size >= most:
         return run(tokens, 0, first=first)
     n_needed = needed()
-    begins = jnp.arange(0, most, size, dtype=jnp.int32)
-    y = jnp.zeros_like(tokens.x)
-    if first:
-        # The first round always has work, and is not in the loop, so that its activations can be
-        # saved.
-        y = run(tokens, 0, first=True)
-        begins = begins[1:]
 
     # Recomputed in the backward pass: residuals of a loop are stacked over all rounds.
     @jax.checkpoint
-    def further_round(tokens: Tokens, begin: jax.Array) -> jax.Array:
-        def skipped(tokens: Tokens) -> jax.Array:
-            return jnp.zeros_like(tokens.x)
+    def add_round(y: jax.Array, tokens: Tokens, begin: jax.Array) -> jax.Array:
+        def added(y: jax.Array, tokens: Tokens) -> jax.Array:
+            return y + run(tokens, begin, first=False)
 
-        return lax.cond(begin < n_needed, partial(run, begin=begin, first=False), skipped, tokens)
+        with jax.named_scope(EXTRA_ROUND):
+            return lax.cond(begin < n_needed, added, _unchanged, y, tokens)
 
-    def add_round(y: jax.Array, begin: jax.Array) -> tuple[jax.Array, None]:
-        return y + further_round(tokens, begin), None
+    def add_rounds(y: jax.Array, tokens: Tokens, first_begin: int) -> jax.Array:
+        begins = jnp.arange(first_begin, most, size, dtype=jnp.int32)
+        return lax.scan(lambda y, begin: (add_round(y, tokens, begin), None), y, begins)[0]
 
-    return lax.scan(add_round, y, begins)[0]
+    if not first:
+        return add_rounds(jnp.zeros_like(tokens.x), tokens, 0)
+
+    # One conditional around the loop, beside those in it: while routing is balanced, a layer tests
+    # one number, and adds no zeros for each round.
+    @jax.checkpoint
+    def add_further_rounds(y: jax.Array, tokens: Tokens) -> jax.Array:
+        further = partial(add_rounds, first_begin=size)
+        with jax.named_scope(EXTRA_ROUND):
+            return lax.cond(size < n_needed, further, _unchanged, y, tokens)
+
+    # The first round always has work, and is not in the loop, so that its activations can be saved.
+    return add_further_rounds(run(tokens, 0, first=True), tokens)
+
+
+def _unchanged(y: jax.Array, tokens: Tokens) -> jax.Array:
+    return y

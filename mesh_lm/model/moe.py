@@ -31,7 +31,7 @@ from mesh_lm.model.mlp import Mlp, gelu
 from mesh_lm.model.permutation import count
 from mesh_lm.model.router import Routing, balance_loss, route
 from pallas_kernels import capability_of, grouped_matmul
-from sharding_rules import Shard, axes_of
+from sharding_rules import EXPERTS, Shard, axes_of
 
 _ROUTER = ("embed", "router")
 _DOWN = ("experts", "expert_mlp", "embed")
@@ -58,7 +58,7 @@ class MoeLayer(DenseLayer):
         """
         # Not gathered along the sequence: a router reads one token at a time.
         x_TD = self.shard(x_TD, *ctx.residual)
-        with jax.named_scope("experts"):
+        with jax.named_scope(EXPERTS):
             y_TD, sums = self.experts(x_TD, ctx)
         if self.has_shared_expert:
             with jax.named_scope("shared_expert"):
@@ -212,32 +212,36 @@ class Experts(nnx.Module):
         exchange = Exchange(
             placement.hops, config.number, config.active, len(tokens.x), config.factor
         )
-        y = exchanged(exchange, exchange.hops, tokens, self._mlp(up, down))
+        expected_rows = config.active * len(tokens.x)
+        y = exchanged(exchange, exchange.hops, tokens, self._mlp(up, down, expected_rows))
         if summed_axes:
             y = lax.psum(y, summed_axes)
         if joined_axes:
             y = lax.psum_scatter(y, joined_axes, tiled=True)
         return y
 
-    def _mlp(self, up: jax.Array, down: jax.Array) -> ExpertMlp:
-        """Returns the experts of this device."""
+    def _mlp(self, up: jax.Array, down: jax.Array, expected_rows: int) -> ExpertMlp:
+        """Returns the experts of this device.
+
+        expected_rows: of balanced routing, by which plans count the FLOPs of the first round.
+        """
         up_EDF = up.reshape(*up.shape[:2], -1)
         activation = _weighted_swiglu if self.is_gated else _weighted_gelu
-        target: dict[str, Any] = {}
+        options: dict[str, Any] = {"expected_rows": expected_rows}
         device = self.shard.mesh.devices.flat[0]
         if device not in jax.devices():
             # `plan` compiles for absent GPUs. On those of this process our kernels are tested
             # before their first use.
-            target = {"platform": device.platform, "capability": capability_of(device)}
+            options |= {"platform": device.platform, "capability": capability_of(device)}
 
         def mlp(
             x_RD: jax.Array, weights_R: jax.Array, sizes_E: jax.Array, *, first: bool
         ) -> jax.Array:
-            up_RF = grouped_matmul(x_RD, up_EDF, sizes_E, **target)
+            up_RF = grouped_matmul(x_RD, up_EDF, sizes_E, **options)
             if first:
                 # remat=save_names saves it; the nonlinearity is recomputed.
                 up_RF = checkpoint_name(up_RF, "expert_up")
-            return grouped_matmul(activation(up_RF, weights_R), down, sizes_E, **target)
+            return grouped_matmul(activation(up_RF, weights_R), down, sizes_E, **options)
 
         return mlp
 
