@@ -119,7 +119,7 @@ def test_an_unknown_class(tmp_path: Path) -> None:
         written(tmp_path, {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     )
     known = (
-        "GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM, "
+        "GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM, Qwen3ForCausalLM, "
         "Qwen3MoeForCausalLM"
     )
     assert lines == [

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from fixtures.huggingface_golden import FIXTURES, TOLERANCE, Golden, golden
@@ -18,7 +19,7 @@ from mesh_lm.inference import Engine, Sampling
 from mesh_lm.inference.trained import TrainedModel
 from mesh_lm.parallel.layout import ModelLayout
 
-COMPILE_BUDGET = 60
+COMPILE_BUDGET = 100
 NAMES = ("mixtral", "qwen3_moe")
 
 
@@ -137,15 +138,14 @@ def test_layers_of_another_kind_are_another_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_made_of_it_and_back(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_made_of_it_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the commands, and without the loss of a bit; the run generates what the directory does."""
     monkeypatch.chdir(tmp_path)
-    golden_model = golden(name)
-    config = huggingface.config_of(FIXTURES / name, vocab_size=260)
-    huggingface.save("start", config, _with_vocabulary(golden_model, 260), dtype="float32")
+    config = huggingface.config_of(FIXTURES / "qwen3_moe", vocab_size=260)
+    params = _with_rows(golden("qwen3_moe"), config.padded_vocab)
+    huggingface.save("start", config, params, dtype="float32")
+    card = Path("start/README.md").read_text(encoding="utf-8")
+    assert "\n| experts | 4 in a layer, 2 of them for each token |\n| longest text" in card
     words = ["start", "--output=run", "--tokenizer=bytes"]
     assert command.main(["import", *words]) == 0
     assert command.main(["export", "run", "--output=out", "--dtype=float32"]) == 0
@@ -165,12 +165,12 @@ def test_a_run_made_of_it_and_back(
     assert texts[0] == texts[1]
 
 
-def _with_vocabulary(model: Golden, size: int) -> dict[str, jax.Array]:
+def _with_rows(model: Golden, n_rows: int) -> dict[str, jax.Array]:
     """Returns parameters whose tables have rows for more tokens than those of the fixture."""
     params = dict(model.params)
     for name in ("embedding", "head"):
-        table = np.asarray(params[name])[:150]
-        params[name] = jax.numpy.asarray(np.resize(table, (384, table.shape[1])))
+        table = np.asarray(params[name])[: model.layout.config.vocab_size]
+        params[name] = jnp.asarray(np.resize(table, (n_rows, table.shape[1])))
     return params
 
 

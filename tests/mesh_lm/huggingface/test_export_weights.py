@@ -81,6 +81,16 @@ def test_stages_of_a_pipeline_do_not_show(tmp_path: Path) -> None:
         )
 
 
+def test_segments_do_not_show(tmp_path: Path) -> None:
+    found = golden("llama3")
+    segments = (SegmentConfig("early", 1), SegmentConfig("late", 1))
+    config = dataclasses.replace(found.layout.config, segments=segments)
+    layout = ModelLayout.of(config, shard_on("ddp"))
+    params = huggingface.load(FIXTURES / "llama3", layout)
+    huggingface.save(tmp_path / "out", layout, params, dtype="float32")
+    same(tensors(tmp_path / "out"), tensors(FIXTURES / "llama3"))
+
+
 def test_bfloat16_in_one_file(tmp_path: Path) -> None:
     found = golden("qwen3")
     (tmp_path / "out").mkdir()
