@@ -42,8 +42,8 @@ _PROPERTIES = {
 it."""
 _EXPERTS = "experts."
 """The prefix of the names of fields of ExpertsConfig."""
-DENSE_LAYERS = "mlp_only_layers"
-SPARSE_STEP = "decoder_sparse_step"
+_DENSE_LAYERS = "mlp_only_layers"
+_SPARSE_STEP = "decoder_sparse_step"
 """Fields of the families with layers of two kinds: layers without experts, by their numbers from 0;
 and n: of the others, every n-th has experts, from the n-th on."""
 
@@ -188,8 +188,8 @@ def to_json(
             out[key] = supported[0]
     if len(family.kinds) > 1:
         kinds = _kinds(config)
-        out[SPARSE_STEP] = 1
-        out[DENSE_LAYERS] = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+        out[_SPARSE_STEP] = 1
+        out[_DENSE_LAYERS] = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
     if config.positions != "rotary":
         out |= {"resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": 0.0}
         return out
@@ -326,7 +326,8 @@ def _fields(family: Family, hf_config: dict[str, Any]) -> tuple[dict[str, Any], 
     problems = []
     types = _types()
     for key, (field, default) in family.fields.items():
-        value = hf_config.get(key, hf_config.get(family.aliases.get(key), default))
+        alias = family.aliases.get(key, key)
+        value = hf_config.get(key, hf_config.get(alias, default))
         if value is None and (default is None or field == "n_kv_heads"):
             continue  # for n_kv_heads, null is as many as n_heads
         problem = _problem(key, value, types[field], _LARGEST.get(field, _LARGEST_OTHERS))
@@ -358,15 +359,15 @@ def _kind_fields(hf_config: dict[str, Any], n_layers: int) -> tuple[dict[str, An
     """Returns the fields about kinds of layers, and messages about wrong entries. Consecutive
     layers of one kind are a segment, such as "dense_0", which is named after its first layer.
     """
-    dense_layers = hf_config.get(DENSE_LAYERS)
+    dense_layers = hf_config.get(_DENSE_LAYERS)
     if dense_layers is None:
         dense_layers = []
-    step = hf_config.get(SPARSE_STEP, 1)
+    step = hf_config.get(_SPARSE_STEP, 1)
     problems = []
     if not isinstance(dense_layers, list) or any(type(layer) is not int for layer in dense_layers):
-        problems.append(f"{DENSE_LAYERS}={_short(dense_layers)} should be a list of layer numbers")
+        problems.append(f"{_DENSE_LAYERS}={_short(dense_layers)} should be a list of layer numbers")
     if type(step) is not int or step < 1:
-        problems.append(f"{SPARSE_STEP}={json.dumps(step)} should be an int of at least 1")
+        problems.append(f"{_SPARSE_STEP}={json.dumps(step)} should be an int of at least 1")
     if problems:
         return {}, problems
 
