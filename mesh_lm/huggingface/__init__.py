@@ -1,5 +1,5 @@
-"""Import and export of Hugging Face models: GPT-2, Llama 3 and Qwen3. The command is `python -m
-mesh_lm.huggingface`.
+"""Import and export of Hugging Face models: GPT-2, Llama 3, Mixtral, Qwen3 and Qwen3-MoE. The
+command is `python -m mesh_lm.huggingface`.
 """
 
 from mesh_lm.huggingface.configs import config_of as config_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,10 +15,16 @@ from mesh_lm.config import ModelConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
 from mesh_lm.huggingface.families import FAMILIES, HEAD, REQUIRED, Family
-from mesh_lm.model import DecoderConfig
+from mesh_lm.model import DecoderConfig, SegmentConfig
+from mesh_lm.model.experts_config import ExpertsConfig
 
 CONFIG = "config.json"
-_LARGEST = {"n_layers": 10_000, "n_heads": 100_000, "n_kv_heads": 100_000}
+_LARGEST = {
+    "n_layers": 10_000,
+    "n_heads": 100_000,
+    "n_kv_heads": 100_000,
+    "experts.number": 10_000,
+}
 _LARGEST_OTHERS = 2**27
 """Sizes that no model has yet: a damaged or hostile config ends here, and not in lists of a billion
 names or in a full memory."""
@@ -25,9 +32,20 @@ LOW = 1.0
 HIGH = 4.0
 """low_freq_factor and high_freq_factor of Llama 3's rotary scaling; constants in our
 `rope_table`."""
-_PROPERTIES = {"n_kv_heads": "kv_heads", "head_dim": "d_head", "d_ff": "d_mlp"}
+_PROPERTIES = {
+    "n_kv_heads": "kv_heads",
+    "head_dim": "d_head",
+    "d_ff": "d_mlp",
+    "experts.d_ff": "d_expert",
+}
 """Fields of DecoderConfig whose default stands for another value, and the properties that have
 it."""
+_EXPERTS = "experts."
+"""The prefix of the names of fields of ExpertsConfig."""
+_DENSE_LAYERS = "mlp_only_layers"
+_SPARSE_STEP = "decoder_sparse_step"
+"""Fields of the families with layers of two kinds: layers without experts, by their numbers from 0;
+and n: of the others, every n-th has experts, from the n-th on."""
 
 
 def is_huggingface(directory: Path | str) -> bool:
@@ -59,7 +77,7 @@ def config_of(directory: Path | str, **changes: Any) -> DecoderConfig:
     fields, problems = _fields(family, hf_config)
     if fields.get("tied") and _has_separate_head(path.parent, family):
         fields["tied"] = False
-    fields |= {name: value for name, value in family.fixed.items() if name != "window"}
+    fields |= family.fixed
 
     names = {field.name for field in dataclasses.fields(DecoderConfig)}
     problems += [
@@ -72,7 +90,7 @@ def config_of(directory: Path | str, **changes: Any) -> DecoderConfig:
             f"of at most {limit}"
         )
     if not problems:
-        config = dataclasses.replace(DecoderConfig(**fields), **changes)
+        config = dataclasses.replace(_config(fields), **changes)
         problems = config.problems()
         if not problems:
             return config
@@ -123,7 +141,14 @@ def family_for(config: ModelConfig) -> Family:
             "class of transformers can express it, only models of DecoderConfig "
             "(docs/huggingface.md)"
         )
-    closest = min(FAMILIES, key=lambda family: len(_obstacles(family, config)))
+    # The kinds of layers say more about what a model is than any number of fields.
+    closest = min(
+        FAMILIES,
+        key=lambda family: (
+            bool(_other_kinds(family, config)),
+            len(_obstacles(family, config)),
+        ),
+    )
     obstacles = _obstacles(closest, config)
     if obstacles:
         head = (
@@ -154,10 +179,17 @@ def to_json(
         **token_ids,
     }
     for key, (field, _) in family.fields.items():
-        out[key] = _value(config, field)
+        value = _value(config, field)
+        if field == "window":
+            value = value[0] if value else None
+        out[key] = value
     for key, supported in family.only.items():
         if supported[0] not in (None, 1.0):
             out[key] = supported[0]
+    if len(family.kinds) > 1:
+        kinds = _kinds(config)
+        out[_SPARSE_STEP] = 1
+        out[_DENSE_LAYERS] = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
     if config.positions != "rotary":
         out |= {"resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": 0.0}
         return out
@@ -189,9 +221,8 @@ def differences(directory: Path | str, config: DecoderConfig) -> list[str]:
         imported_value = _value(imported, name)
         if name == "seq_len" or value == imported_value:
             continue
-        if name == "window" and not any(value):
-            continue
         lines.append(f"model.{name}={value}: {directory} has {imported_value}")
+    lines += _kind_differences(directory, imported, config)
     if imported.positions == "learned" and config.seq_len > imported.seq_len:
         lines.append(
             f"model.seq_len={config.seq_len}: {directory} has learned {imported.seq_len} positions"
@@ -199,9 +230,67 @@ def differences(directory: Path | str, config: DecoderConfig) -> list[str]:
     return lines
 
 
-def _value(config: DecoderConfig, field: str) -> Any:
-    """Returns the value of a field, or the one that its default stands for."""
-    return getattr(config, _PROPERTIES.get(field, field))
+def _kind_differences(
+    directory: Path | str, imported: DecoderConfig, config: DecoderConfig
+) -> list[str]:
+    """Returns a line if layers are of other kinds than those of a directory. Segments may differ
+    otherwise.
+    """
+    if config.n_layers != imported.n_layers:
+        return []  # which is a difference of its own
+    if not config.segments and not imported.segments:
+        if config.block == imported.block:
+            return []
+        return [f"model.block={config.block!r}: {directory} has {imported.block!r}"]
+    for layer, (kind, imported_kind) in enumerate(
+        zip(_kinds(config), _kinds(imported), strict=True)
+    ):
+        if kind != imported_kind:
+            return [
+                f"model.segments: layer {layer} is of kind {kind!r}: {directory} has "
+                f"{imported_kind!r}"
+            ]
+    return []
+
+
+def _kinds(config: DecoderConfig) -> list[str]:
+    """Returns the kind of each layer."""
+    return [segment.kind for segment in config.segment_configs() for _ in range(segment.n_layers)]
+
+
+def _config(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Returns the config with fields by their names, such as n_layers and experts.number."""
+    of_experts = {
+        name.removeprefix(_EXPERTS): value
+        for name, value in fields.items()
+        if name.startswith(_EXPERTS)
+    }
+    others = {name: value for name, value in fields.items() if not name.startswith(_EXPERTS)}
+    return DecoderConfig(**others, experts=ExpertsConfig(**of_experts))
+
+
+def _types() -> dict[str, type]:
+    """Returns the types that numbers of config.json have, by the names of our fields."""
+    types = {field.name: type(field.default) for field in dataclasses.fields(DecoderConfig)}
+    for field in dataclasses.fields(ExpertsConfig):
+        types[_EXPERTS + field.name] = type(field.default)
+    types["window"] = int  # one width, of all layers
+    return types
+
+
+def _value(config: DecoderConfig, name: str) -> Any:
+    """Returns the value of a field, or the one that its default stands for; of `window` the
+    shortest tuple that means the same.
+    """
+    if name == "window":
+        widths = {width or 0 for width in config.windows()}
+        if len(widths) > 1:
+            return config.window
+        return tuple(width for width in widths if width)
+    value: Any = config
+    for attribute in _PROPERTIES.get(name, name).split("."):
+        value = getattr(value, attribute)
+    return value
 
 
 def _read(directory: Path | str) -> tuple[Family, dict[str, Any], Path]:
@@ -235,14 +324,17 @@ def _fields(family: Family, hf_config: dict[str, Any]) -> tuple[dict[str, Any], 
     """Returns fields of DecoderConfig, and messages about entries that they cannot express."""
     fields = {}
     problems = []
-    types = {field.name: type(field.default) for field in dataclasses.fields(DecoderConfig)}
+    types = _types()
     for key, (field, default) in family.fields.items():
-        value = hf_config.get(key, default)
+        alias = family.aliases.get(key, key)
+        value = hf_config.get(key, hf_config.get(alias, default))
         if value is None and (default is None or field == "n_kv_heads"):
             continue  # for n_kv_heads, null is as many as n_heads
         problem = _problem(key, value, types[field], _LARGEST.get(field, _LARGEST_OTHERS))
         if problem:
             problems.append(problem)
+        elif field == "window":
+            fields[field] = (value,)
         else:
             fields[field] = types[field](value)
     for key, supported in family.only.items():
@@ -251,10 +343,47 @@ def _fields(family: Family, hf_config: dict[str, Any]) -> tuple[dict[str, Any], 
         if any(item not in supported for item in values):
             problems.append(f"{key}={_short(value)}: supported is {_alternatives(supported)}")
     if family.fixed["positions"] == "rotary":
-        rope_fields, rope_problems = _rope_fields(hf_config)
+        rope_fields, rope_problems = _rope_fields(hf_config, family.rope_theta)
         fields |= rope_fields
         problems += rope_problems
+    if len(family.kinds) == 1:
+        fields["block"] = family.kinds[0]
+    elif "n_layers" in fields:
+        kind_fields, kind_problems = _kind_fields(hf_config, fields["n_layers"])
+        fields |= kind_fields
+        problems += kind_problems
     return fields, problems
+
+
+def _kind_fields(hf_config: dict[str, Any], n_layers: int) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields about kinds of layers, and messages about wrong entries. Consecutive
+    layers of one kind are a segment, such as "dense_0", which is named after its first layer.
+    """
+    dense_layers = hf_config.get(_DENSE_LAYERS)
+    if dense_layers is None:
+        dense_layers = []
+    step = hf_config.get(_SPARSE_STEP, 1)
+    problems = []
+    if not isinstance(dense_layers, list) or any(type(layer) is not int for layer in dense_layers):
+        problems.append(f"{_DENSE_LAYERS}={_short(dense_layers)} should be a list of layer numbers")
+    if type(step) is not int or step < 1:
+        problems.append(f"{_SPARSE_STEP}={json.dumps(step)} should be an int of at least 1")
+    if problems:
+        return {}, problems
+
+    kinds = []
+    for layer in range(n_layers):
+        is_sparse = layer not in dense_layers and (layer + 1) % step == 0
+        kinds.append("moe" if is_sparse else "dense")
+    segments = []
+    first_layer = 0
+    for kind, layers in itertools.groupby(kinds):
+        segment_layers = len(list(layers))
+        segments.append(SegmentConfig(f"{kind}_{first_layer}", segment_layers, kind))
+        first_layer += segment_layers
+    if len(segments) == 1:
+        return {"block": segments[0].kind}, []
+    return {"segments": tuple(segments)}, []
 
 
 def _problem(key: str, value: Any, expected: type, largest: int) -> str:
@@ -268,7 +397,9 @@ def _problem(key: str, value: Any, expected: type, largest: int) -> str:
     return ""
 
 
-def _rope_fields(hf_config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _rope_fields(
+    hf_config: dict[str, Any], default_theta: float
+) -> tuple[dict[str, Any], list[str]]:
     """Returns the fields of rotary positions, and messages about unsupported entries.
 
     They come from `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of 4.
@@ -277,7 +408,7 @@ def _rope_fields(hf_config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     problems = []
     name = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
     rope = hf_config.get(name) or {}
-    theta = rope.get("rope_theta", hf_config.get("rope_theta", 10_000.0))
+    theta = rope.get("rope_theta", hf_config.get("rope_theta", default_theta))
     if isinstance(theta, int | float):
         fields["rope_theta"] = float(theta)
     else:
@@ -315,10 +446,19 @@ def _obstacles(family: Family, config: DecoderConfig) -> list[str]:
     """Returns messages about fields of a config that a family cannot express."""
     lines = []
     for name, required in family.fixed.items():
-        value = getattr(config, name)
-        if value != required and not (name == "window" and not any(value)):
+        value = _value(config, name)
+        if value != required:
             lines.append(f"model.{name}={required!r}, not {value!r}")
+    other_kinds = _other_kinds(family, config)
+    if other_kinds and config.segments:
+        lines.append(
+            f"model.segments of kind {' or '.join(family.kinds)}, not {', '.join(other_kinds)}"
+        )
+    elif other_kinds:
+        lines.append(f"model.block={family.kinds[0]!r}, not {config.block!r}")
     expressible = {field for field, _ in family.fields.values()}
+    if "window" in expressible and len(_value(config, "window")) > 1:
+        lines.append(f"model.window of one width, not {config.window!r}")
     if "n_kv_heads" not in expressible and config.kv_heads != config.n_heads:
         lines.append(
             f"model.n_kv_heads=0 (as many as n_heads={config.n_heads}), not {config.n_kv_heads}"
@@ -329,6 +469,11 @@ def _obstacles(family: Family, config: DecoderConfig) -> list[str]:
             f"{config.d_head}"
         )
     return lines
+
+
+def _other_kinds(family: Family, config: DecoderConfig) -> list[str]:
+    """Returns the kinds of a config's layers that a family cannot have."""
+    return sorted({*_kinds(config)} - {*family.kinds})
 
 
 def _alternatives(values: Iterable[Any]) -> str:

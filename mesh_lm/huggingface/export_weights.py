@@ -66,7 +66,7 @@ def save(
     if dtype not in get_args(DType):
         raise ConfigError(f"dtype={dtype}: expected one of the types {', '.join(get_args(DType))}")
     directory = Path(directory).expanduser().absolute()
-    mappings = [mapping for mapping in family.mappings if mapping.param in params]
+    mappings = [mapping for mapping in family.mappings_of(config) if mapping.param in params]
     sizes = {mapping.param: _sizes(mapping, config, params) for mapping in mappings}
     itemsize = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
     tensor_bytes = []
@@ -140,8 +140,8 @@ def _tensors(
             gathered = gather(x, i, stacked)
             if jax.process_index() == 0:
                 tensors = mapping.write(np.asarray(gathered), sizes[mapping.param])
-                for name, tensor in zip(mapping.hf_names, tensors, strict=True):
-                    yield name.format(i), tensor
+                names = mapping.layer_names(i, sizes[mapping.param])
+                yield from zip(names, tensors, strict=True)
             else:
                 jax.block_until_ready(gathered)
 

@@ -5,7 +5,8 @@ time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 12
 """Maximum number of problems in one message."""
+_EXPERT = re.compile(r"(.+\.layers\.(\d+)\..+\.experts\.(\d+))\.")
+"""Matches the names of an expert's tensors: (the prefix that they share, layer, expert)."""
 
 
 class _Source(NamedTuple):
@@ -81,11 +84,7 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
     if config.tied and family.embedding not in tensors and HEAD in tensors:
         # transformers, too, takes the only one of the two
         tensors[family.embedding] = tensors[HEAD]
-    sources = {
-        mapping.param: _Source(mapping, _sizes(mapping, layout, tensors))
-        for mapping in family.mappings
-        if mapping.param in layout.shapes
-    }
+    sources = _sources(family, layout, config, tensors)
     # Without any tensor and with a problem, that problem is why none was found.
     if tensors or not problems:
         problems += _missing_or_different(sources, tensors)
@@ -112,6 +111,27 @@ def reader(directory: Path | str, layout: ModelLayout) -> Callable[[], Params]:
         return params
 
     return read_params
+
+
+def _sources(
+    family: Family,
+    layout: ModelLayout,
+    config: DecoderConfig,
+    tensors: dict[str, files.StoredTensor],
+) -> dict[str, _Source]:
+    """Returns the source of each parameter: in the published form, or in another one of which there
+    is a tensor.
+    """
+    sources = {}
+    for mapping in family.mappings_of(config):
+        if mapping.param in layout.shapes:
+            sources[mapping.param] = _Source(mapping, _sizes(mapping, layout, tensors))
+    for mapping in family.mappings_of(config, family.unpublished):
+        if mapping.param in layout.shapes:
+            source = _Source(mapping, _sizes(mapping, layout, tensors))
+            if not tensors.keys().isdisjoint(mapping.names(source.sizes)):
+                sources[mapping.param] = source
+    return sources
 
 
 def _sizes(
@@ -154,15 +174,16 @@ def _missing_or_different(
     sources: dict[str, _Source], tensors: dict[str, files.StoredTensor]
 ) -> list[str]:
     """Returns messages about tensors that are missing, or of another type or shape."""
-    missing = []
+    params_by_name = {}
     different = []
     for mapping, sizes in sources.values():
         shape = mapping.shape(sizes)
         for name in mapping.names(sizes):
+            params_by_name[name] = mapping.param
             stored = tensors.get(name)
             if stored is None:
-                missing.append(f"{name} is missing ({mapping.param})")
-            elif stored.dtype not in (None, *files.FLOATS):
+                continue
+            if stored.dtype not in (None, *files.FLOATS):
                 different.append(
                     f"{stored.file.name}: {stored.name} has type {stored.dtype}; "
                     f"{', '.join(files.FLOATS)} are read: fetch the weights that are not "
@@ -173,7 +194,26 @@ def _missing_or_different(
                     f"{stored.file.name}: {stored.name} has shape {stored.shape}, but "
                     f"{mapping.param} of this config needs {shape}"
                 )
-    return missing + different
+    return _missing(params_by_name, tensors.keys()) + different
+
+
+def _missing(params_by_name: dict[str, str], stored: Collection[str]) -> list[str]:
+    """Returns messages about tensors that are missing: one for all of an expert.
+
+    params_by_name: our parameter of each tensor.
+    """
+    lines = {}
+    stored_experts = {match[1] for match in map(_EXPERT.match, stored) if match}
+    for name, param in params_by_name.items():
+        if name in stored:
+            continue
+        match = _EXPERT.match(name)
+        if match and match[1] not in stored_experts:
+            expert, layer, number = match.groups()
+            lines[expert] = f"{expert} is missing: expert {number} of layer {layer}"
+        else:
+            lines[name] = f"{name} is missing ({param})"
+    return list(lines.values())
 
 
 def _unexpected(

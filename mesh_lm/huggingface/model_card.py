@@ -21,7 +21,7 @@ A `{architecture}` with {n_params:,} parameters in {dtype}, trained with mesh_lm
 | layers | {config.n_layers} |
 | width | {config.d_model} |
 | heads | {config.n_heads}, {config.kv_heads} of keys and values |
-| longest text | {config.seq_len:,} tokens |
+{experts}| longest text | {config.seq_len:,} tokens |
 | vocabulary | {config.vocab_size:,} tokens |
 
 {use}
@@ -34,6 +34,7 @@ from transformers import {classes}
 {lines}
 ```
 """
+_EXPERTS = "| experts | {number} in a layer, {active} of them for each token |\n"
 _NO_TOKENIZER = """
 transformers cannot load the tokenizer. `mesh_lm.data.tokenizer.load_tokenizer("{name}")` can.
 """
@@ -53,11 +54,15 @@ def model_card(
     use = _USE.format(classes=", ".join(classes), lines="\n".join(lines))
     if tokenizer and not tokenizer.is_in_transformers:
         use += _NO_TOKENIZER.format(name=name)
+    experts = ""
+    if config.has_experts:
+        experts = _EXPERTS.format(number=config.experts.number, active=config.experts.active)
     return _TEMPLATE.format(
         name=name,
         architecture=architecture,
         n_params=config.n_params(),
         dtype=dtype,
         config=config,
+        experts=experts,
         use=use,
     )

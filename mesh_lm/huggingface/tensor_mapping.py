@@ -1,10 +1,11 @@
 """Maps our parameters to Hugging Face tensors: reads any part of our array from their tensors, and
 converts ours to theirs.
 
-A dimension is a letter: L layers, D embed, N heads, K kv heads, H head dim, F mlp, V vocabulary, S
-positions, f fused (q k v, gate and up). Our dimensions are a string of letters ("LDfKH"); theirs
-are separated by spaces, and several letters form one merged dimension: "KH D" is a matrix whose
-rows are heads x head width. If L or f is missing from theirs, it numbers separate tensors.
+A dimension is a letter: L layers, E experts, D embed, N heads, K kv heads, H head dim, F mlp, V
+vocabulary, S positions, f fused (q k v, gate and up). Our dimensions are a string of letters
+("LDfKH"); theirs are separated by spaces, and several letters form one merged dimension: "KH D" is
+a matrix whose rows are heads x head width. If L, E or f is missing from theirs, it numbers separate
+tensors.
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ class TensorMapping:
     dims: str
     """Its dimensions, such as "LDfKH"."""
     hf_names: tuple[str, ...]
-    """Their tensor names, with {} for the layer; several if f numbers tensors."""
+    """Their tensor names, with {} for the layer, and another {} for the expert if E numbers
+    tensors; several if f numbers tensors."""
     hf_dims: str
     """The dimensions of each of their tensors, such as "KH D"."""
+    first_layer: int = 0
+    """The number that their names have for our first layer."""
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Returns the shape of each of their tensors."""
@@ -47,7 +51,21 @@ class TensorMapping:
     def names(self, sizes: Sizes) -> list[str]:
         """Returns the names of all their tensors, layer by layer."""
         n_layers = sizes["L"] if "L" in self.dims else 1
-        return [name.format(layer) for layer in range(n_layers) for name in self.hf_names]
+        return [name for layer in range(n_layers) for name in self.layer_names(layer, sizes)]
+
+    def layer_names(self, layer: int, sizes: Sizes) -> list[str]:
+        """Returns the names of the tensors of one of our layers, in the order of `write`."""
+        n_experts = sizes["E"] if "E" in self._numbering_dims else 1
+        return [
+            name.format(self.first_layer + layer, expert)
+            for expert in range(n_experts)
+            for name in self.hf_names
+        ]
+
+    @property
+    def _numbering_dims(self) -> list[str]:
+        """Our dimensions that number separate tensors."""
+        return [d for d in self.dims if d not in self.hf_dims]
 
     def read(self, box: Box, sizes: Sizes, read: Read, dtype: np.dtype) -> np.ndarray:
         """Returns the part of our array from (start, stop) in each dimension. Rows beyond their
@@ -62,10 +80,11 @@ class TensorMapping:
         }
         lengths = {d: stop - start for d, (start, stop) in bounds.items()}
         groups = self.hf_dims.split()
-        numbering_dims = [d for d in self.dims if d not in self.hf_dims]
+        numbering_dims = self._numbering_dims
         for numbers in itertools.product(*(range(*bounds[d]) for d in numbering_dims)):
             number = dict(zip(numbering_dims, numbers, strict=True))
-            name = self.hf_names[number.get("f", 0)].format(number.get("L"))
+            layer = self.first_layer + number.get("L", 0)
+            name = self.hf_names[number.get("f", 0)].format(layer, number.get("E"))
 
             # Each slice of the tensor is the part of `out` at these offsets in some dimensions,
             # and all of the others.
@@ -83,17 +102,18 @@ class TensorMapping:
         return out
 
     def write(self, layer: np.ndarray, sizes: Sizes) -> list[np.ndarray]:
-        """Converts one layer of our array to their tensors, in the order of `hf_names`. Drops
+        """Converts one layer of our array to their tensors, in the order of `layer_names`. Drops
         padding rows.
         """
         dims = self.dims.removeprefix("L")
         layer = layer[tuple(slice(sizes[d]) for d in dims)]
-        if "f" in dims and "f" not in self.hf_dims:
-            parts = np.moveaxis(layer, dims.index("f"), 0)
-            dims = dims.replace("f", "")
-        else:
-            parts = layer[None]
-        order = [dims.index(d) for d in self.hf_dims if d != " "]
+        # The dimensions that number tensors come first, E before f, as in `layer_names`.
+        numbering_dims = [d for d in "Ef" if d in self._numbering_dims]
+        n = len(numbering_dims)
+        layer = np.moveaxis(layer, [dims.index(d) for d in numbering_dims], range(n))
+        parts = [layer[numbers] for numbers in np.ndindex(*layer.shape[:n])]
+        part_dims = [d for d in dims if d not in numbering_dims]
+        order = [part_dims.index(d) for d in self.hf_dims if d != " "]
         shape = self.shape(sizes)
         return [np.ascontiguousarray(part.transpose(order).reshape(shape)) for part in parts]
 

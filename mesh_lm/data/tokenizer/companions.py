@@ -31,6 +31,7 @@ _IMPLIED = {
     "gpt2": ("bos_token", "unk_token"),
     "qwen2": ("pad_token", "unk_token"),
     "qwen3": ("pad_token", "unk_token"),
+    "qwen3_moe": ("pad_token", "unk_token"),
 }
 """Roles that <|endoftext|> has in transformers where neither file names a class or the token: by
 the type of the model beside it."""

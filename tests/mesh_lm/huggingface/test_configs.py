@@ -15,7 +15,8 @@ from docs.custom_model import RecurrentConfig as OtherConfig
 from mesh_lm import huggingface
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface.configs import to_json
-from mesh_lm.model import DecoderConfig
+from mesh_lm.model import DecoderConfig, SegmentConfig
+from mesh_lm.model.experts_config import ExpertsConfig
 
 LLAMA_3_2_1B = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -41,6 +42,20 @@ QWEN3_0_6B = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hea
               "rope_scaling": None, "rope_theta": 1000000,
               "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": True, "vocab_size": 151936}  # fmt: skip
 
+MIXTRAL_8X7B = {"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+                "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+                "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+                "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+                "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+                "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32000}  # fmt: skip
+QWEN3_30B_A3B = {"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+                 "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+                 "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+                 "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+                 "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
+                 "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+                 "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}  # fmt: skip
+
 
 def written(directory: Path, described: dict[str, Any]) -> Path:
     (directory / "config.json").write_text(json.dumps(described), encoding="utf-8")
@@ -55,7 +70,13 @@ def refused(directory: Path, **changes: object) -> list[str]:
 
 @pytest.mark.parametrize(
     ("described", "n_params"),
-    [(LLAMA_3_2_1B, 1_235_814_400), (GPT2, 124_439_808), (QWEN3_0_6B, 596_049_920)],
+    [
+        (LLAMA_3_2_1B, 1_235_814_400),
+        (GPT2, 124_439_808),
+        (QWEN3_0_6B, 596_049_920),
+        (MIXTRAL_8X7B, 46_702_792_704),
+        (QWEN3_30B_A3B, 30_532_122_624),
+    ],
     ids=lambda x: x["model_type"] if isinstance(x, dict) else "",
 )
 def test_published_models_have_their_published_parameters(
@@ -83,17 +104,24 @@ def test_llama_in_the_form_of_transformers_4(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
+    """Widths that are defaults come back as numbers, if the class has a field for them."""
     config = huggingface.config_of(FIXTURES / name)
-    assert huggingface.config_of(
-        written(tmp_path, to_json(config, "float32"))
-    ) == dataclasses.replace(config, n_kv_heads=config.n_kv_heads, d_ff=config.d_mlp)
+    expected = dataclasses.replace(
+        config,
+        d_ff=0 if name == "mixtral" else config.d_mlp,
+        head_dim=0 if name == "gpt2" else config.d_head,
+    )
+    assert huggingface.config_of(written(tmp_path, to_json(config, "float32"))) == expected
 
 
 def test_an_unknown_class(tmp_path: Path) -> None:
     lines = refused(
         written(tmp_path, {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     )
-    known = "GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM"
+    known = (
+        "GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM, Qwen3ForCausalLM, "
+        "Qwen3MoeForCausalLM"
+    )
     assert lines == [
         f"DIR/config.json: the model class is MambaForCausalLM; mesh_lm supports the classes {known}"
     ]
@@ -149,6 +177,31 @@ def test_every_unsupported_field_at_once(tmp_path: Path) -> None:
             {"quantization_config": {"bits": 4}},
             'quantization_config={"bits": 4}: supported is null',
         ),
+        (
+            QWEN3_30B_A3B,
+            {"mlp_only_layers": [0, "a"]},
+            'mlp_only_layers=[0, "a"] should be a list of layer numbers',
+        ),
+        (
+            QWEN3_30B_A3B,
+            {"decoder_sparse_step": 0},
+            "decoder_sparse_step=0 should be an int of at least 1",
+        ),
+        (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias=true: supported is false"),
+        (
+            QWEN3_30B_A3B,
+            {"num_experts": 10**6},
+            "num_experts=1,000,000 is out of range: at most 10,000",
+        ),
+        (
+            MIXTRAL_8X7B,
+            {"num_experts_per_tok": 9},
+            (
+                "model.experts.active=9 is more than model.experts.number=8, the experts that "
+                "there are"
+            ),
+        ),
+        (MIXTRAL_8X7B, {"sliding_window": "8"}, 'sliding_window="8" should be int'),
         (
             GPT2,
             {"scale_attn_by_inverse_layer_idx": True},
@@ -242,6 +295,67 @@ def test_a_model_without_a_family() -> None:
         match="model is a RecurrentConfig, which makes a model of its own: no supported class",
     ):
         to_json(OtherConfig(), "float32")  # type: ignore[arg-type]
+
+
+def test_layers_without_experts_are_segments(tmp_path: Path) -> None:
+    def segments(**changes: object) -> list[str]:
+        config = huggingface.config_of(
+            written(tmp_path, QWEN3_30B_A3B | {"num_hidden_layers": 5} | changes)
+        )
+        again = huggingface.config_of(written(tmp_path, to_json(config, "float32")))
+        assert again == config or not config.has_experts
+        return [str(segment) for segment in config.segment_configs()]
+
+    assert segments() == ["blocks:5:moe"]
+    assert segments(mlp_only_layers=[0, 1]) == ["dense_0:2:dense", "moe_2:3:moe"]
+    assert segments(mlp_only_layers=[1, 2, 4]) == [
+        "moe_0:1:moe",
+        "dense_1:2:dense",
+        "moe_3:1:moe",
+        "dense_4:1:dense",
+    ]
+    assert segments(decoder_sparse_step=3) == ["dense_0:2:dense", "moe_2:1:moe", "dense_3:2:dense"]
+    assert segments(mlp_only_layers=[0, 1, 2, 3, 4]) == ["blocks:5:dense"]
+
+
+def test_experts_as_they_are_named_in_either_version(tmp_path: Path) -> None:
+    """transformers 4 writes num_experts, and 5 num_local_experts."""
+    later = {key: value for key, value in QWEN3_30B_A3B.items() if key != "num_experts"}
+    config = huggingface.config_of(written(tmp_path, QWEN3_30B_A3B))
+    assert huggingface.config_of(written(tmp_path, later | {"num_local_experts": 128})) == config
+    assert config.experts == ExpertsConfig(number=128, active=8, d_ff=768, balance_loss=0.0)
+    assert refused(written(tmp_path, later))[1:] == ["num_experts is missing"]
+
+
+def test_a_window_is_that_of_all_layers(tmp_path: Path) -> None:
+    config = huggingface.config_of(written(tmp_path, MIXTRAL_8X7B | {"sliding_window": 4096}))
+    assert config.window == (4096,)
+    assert to_json(config, "float32")["sliding_window"] == 4096
+    for window, width in (((8, 8), 8), ((0, 0), None), ((), None)):
+        same = dataclasses.replace(config, window=window)
+        assert to_json(same, "float32")["sliding_window"] == width
+    with pytest.raises(ConfigError, match=r"MixtralForCausalLM needs\n  - model.window of one"):
+        to_json(dataclasses.replace(config, window=(8, 0)), "float32")
+
+
+def test_experts_without_a_family(tmp_path: Path) -> None:
+    config = huggingface.config_of(written(tmp_path, MIXTRAL_8X7B))
+    experts = dataclasses.replace(
+        config.experts, score="sigmoid", groups=2, shared=64, bias_rate=0.1, normalised=False
+    )
+    with pytest.raises(ConfigError) as caught:
+        to_json(dataclasses.replace(config, experts=experts), "float32")
+    assert str(caught.value).split("\n  - ") == [
+        "no supported class of transformers can express this model; MixtralForCausalLM needs",
+        "model.experts.score='softmax', not 'sigmoid'",
+        "model.experts.groups=1, not 2",
+        "model.experts.shared=0, not 64",
+        "model.experts.bias_rate=0.0, not 0.1",
+        "model.experts.normalised=True, not False",
+    ]
+    segments = (SegmentConfig("first", 1), SegmentConfig("rest", 31, "moe"))
+    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM needs\n  - model.qk_norm=True"):
+        to_json(dataclasses.replace(config, segments=segments), "float32")
 
 
 def test_an_extended_context_is_exported() -> None:

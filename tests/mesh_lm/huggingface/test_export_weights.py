@@ -16,10 +16,11 @@ from mesh_lm.data.tokenizer import load_tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import export_weights as weights_out
 from mesh_lm.huggingface import files
-from mesh_lm.model import DecoderConfig, token_batch
+from mesh_lm.model import DecoderConfig, SegmentConfig, token_batch
+from mesh_lm.model.experts_config import ExpertsConfig
 from mesh_lm.parallel.layout import ModelLayout
 
-COMPILE_BUDGET = 80
+COMPILE_BUDGET = 130
 
 
 def tensors(directory: Path) -> dict[str, np.ndarray]:
@@ -78,6 +79,16 @@ def test_stages_of_a_pipeline_do_not_show(tmp_path: Path) -> None:
         np.testing.assert_array_equal(
             found[name], np.where(row, x, 0) if name == "embedding" else x
         )
+
+
+def test_segments_do_not_show(tmp_path: Path) -> None:
+    found = golden("llama3")
+    segments = (SegmentConfig("early", 1), SegmentConfig("late", 1))
+    config = dataclasses.replace(found.layout.config, segments=segments)
+    layout = ModelLayout.of(config, shard_on("ddp"))
+    params = huggingface.load(FIXTURES / "llama3", layout)
+    huggingface.save(tmp_path / "out", layout, params, dtype="float32")
+    same(tensors(tmp_path / "out"), tensors(FIXTURES / "llama3"))
 
 
 def test_bfloat16_in_one_file(tmp_path: Path) -> None:
@@ -222,9 +233,23 @@ _ROTARY = {"vocab_size": 70, "vocab_multiple": 64, "seq_len": 16, "n_layers": 3,
         DecoderConfig(
             **_ROTARY, tied=False, qk_norm=True, rope_scaling=2.0, rope_original_seq_len=16
         ),
+        DecoderConfig(
+            **_ROTARY, tied=False, n_kv_heads=2, window=(5,), block="moe",
+            experts=ExpertsConfig(number=4, active=2),
+        ),
+        DecoderConfig(
+            **_ROTARY, tied=True, n_kv_heads=2, head_dim=16, qk_norm=True, block="moe",
+            experts=ExpertsConfig(number=8, active=3, d_ff=16),
+        ),
+        DecoderConfig(
+            **_ROTARY, tied=False, qk_norm=True,
+            segments=(SegmentConfig("first", 1), SegmentConfig("rest", 2, "moe")),
+            experts=ExpertsConfig(number=4, active=2, d_ff=16, normalised=False),
+        ),
     ],
-    ids=["gpt2", "gpt2 untied", "llama", "llama3 untied", "qwen3", "qwen3 untied"],
-)
+    ids=["gpt2", "gpt2 untied", "llama", "llama3 untied", "qwen3", "qwen3 untied", "mixtral",
+         "qwen3_moe tied", "qwen3_moe with a dense layer"],
+)  # fmt: skip
 def test_transformers_loads_it_and_computes_the_same(config: DecoderConfig, tmp_path: Path) -> None:
     torch = pytest.importorskip(
         "torch", reason="the oracle needs torch: pip install -e '.[oracle]'"

@@ -15,10 +15,11 @@ from mesh_lm import huggingface
 from mesh_lm.errors import ConfigError
 from mesh_lm.huggingface import files
 from mesh_lm.model import token_batch
+from mesh_lm.model.experts_config import ExpertsConfig
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.parallel.stack import forward
 
-COMPILE_BUDGET = 20
+COMPILE_BUDGET = 40
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -49,6 +50,11 @@ def test_the_golden_logits_see_every_parameter(name: str) -> None:
         ("llama3", {"rope_theta": 101.0}),
         ("qwen3", {"norm_eps": 1.05e-4}),
         ("qwen3", {"rope_theta": 1010.0}),
+        ("mixtral", {"window": (7,)}),
+        ("mixtral", {"rope_theta": 1.1e6}),
+        ("mixtral", {"experts": ExpertsConfig(4, 2, 24)}),
+        ("mixtral", {"experts": ExpertsConfig(4, 3, 24, normalised=False)}),
+        ("qwen3_moe", {"experts": ExpertsConfig(4, 2, 24, normalised=True)}),
     ],
 )
 def test_the_golden_logits_see_every_number_of_the_config(
