@@ -202,6 +202,10 @@ def test_a_product_keeps_every_cut_of_its_parts(names: list[str]) -> None:
         with pytest.raises(ShardingRuleError, match="exchange keys over 'sequence' by"):
             preset("+".join(names))
         return
+    if {"experts_gather", "experts_padded"} <= {*names}:
+        with pytest.raises(ShardingRuleError, match="exchange tokens over 'expert' by"):
+            preset("+".join(names))
+        return
     if "zero3" in names and {"zero1", "zero2"} & {*names}:
         with pytest.raises(
             ShardingRuleError,

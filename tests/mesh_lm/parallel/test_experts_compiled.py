@@ -77,3 +77,18 @@ def test_sends_the_bytes_of_the_closed_form(reports: str, rules: str, factor: fl
         n_rows = 8 * exchange.n_tokens * MODEL.experts.active
         largest = max(one.bytes for one in report.memory.buffers if one.kind == "activations")
         assert largest < n_rows * MODEL.d_model * 2 / 4
+
+
+@pytest.mark.slow
+def test_halves_hide_half_of_what_is_gathered(reports: str) -> None:
+    """The exchange of one half of the sequences runs beside the experts of the other."""
+    config = config_of("experts_gather", reports)
+    halved = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, batch_halves=True),
+        train=dataclasses.replace(config.train, global_batch=16),
+    )
+    found = exchanges(compile_config(halved, "h100", 8))
+    seconds = sum(one.times * one.duration for one in found)
+    hidden = 1 - sum(one.exposed for one in found) / seconds
+    assert hidden >= 0.45, hidden
