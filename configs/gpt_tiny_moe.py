@@ -1,5 +1,5 @@
 """gpt_tiny with a mixture of experts: eight in each layer, half as wide as the MLP of gpt_tiny, of
-which each token uses two. As many weights are active, and three times as many are trained.
+which each token uses two. A token uses as many weights, of nearly twice as many.
 """
 
 import dataclasses
