@@ -20,6 +20,7 @@ from mesh_lm.errors import ConfigError, hub_hint
 from mesh_lm.inference import Generator, Sampling, Scorer
 from mesh_lm.inference.perplexity import Perplexity, measure_perplexity
 from mesh_lm.model import DecoderConfig, SegmentConfig
+from mesh_lm.model.experts_config import ExpertsConfig
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.parallel.merge_stages import merged_layout
 from sharding_rules import MeshConfig, MeshError, Rules, Shard, make_mesh
@@ -274,6 +275,7 @@ def _model_from(plain: dict[str, Any], source: str) -> DecoderConfig:
     fields["segments"] = tuple(
         SegmentConfig(**_fields_of(SegmentConfig, segment)) for segment in plain.get("segments", ())
     )
+    fields["experts"] = ExpertsConfig(**_fields_of(ExpertsConfig, plain.get("experts", {})))
     return DecoderConfig(**fields)
 
 

@@ -16,6 +16,7 @@ from mesh_lm.data.tokenizer import load_tokenizer, train_tokenizer
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.trained import TrainedModel, config_from, keep_tokenizer, weights
 from mesh_lm.model import DecoderConfig
+from mesh_lm.model.experts_config import ExpertsConfig
 from sharding_rules import MeshConfig, preset
 
 COMPILE_BUDGET = 22
@@ -50,12 +51,17 @@ def describe(run: Path, **changes: object) -> None:
             model=DecoderConfig(), output="x", mesh=MeshConfig(extra=("y=2",)),
             rules=preset("zero2").replace("mine", axes={"y": "auto"}, params={"moe/mlp": ("tensor", "y"), "mlp": "y"}),
         ),
+        TrainConfig(
+            model=DecoderConfig(block="moe", experts=ExpertsConfig(number=16, score="sigmoid")), output="x",
+            rules=preset("experts_padded+zero3"), mesh=MeshConfig(expert=2),
+        ),
     ],
 )  # fmt: skip
 def test_a_config_comes_back_from_json(config: TrainConfig) -> None:
     plain = json.loads(json.dumps(as_dict(config)))
     assert as_dict(config_from(plain, None, "here")) == as_dict(config)
     assert config_from(plain, None, "here").rules.axes == config.rules.axes
+    assert config_from(plain, None, "here").model == config.model
     plain["train"]["a field of long ago"] = 1
     del plain["data"]
     assert as_dict(config_from(plain, None, "here")) == as_dict(
