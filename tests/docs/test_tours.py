@@ -40,7 +40,8 @@ def fields() -> set[str]:
     }
     rule = {f"optimizer.rule.{field.name}" for field in dataclasses.fields(AdamW)}
     experts = {f"model.experts.{field.name}" for field in dataclasses.fields(ExpertsConfig)}
-    return found | rule | experts | set(sections)
+    metrics = {"expert_load", "expert_idle"}
+    return found | rule | experts | metrics | set(sections)
 
 
 def test_the_fields_of_the_table_exist() -> None:
