@@ -54,7 +54,7 @@ _PAGE = """\
 This page lists what one training step of each file in `configs/` needs on H100s, at the number of devices for which the
 model is published: Megatron-LM's nine models, Llama 3's, GPT-3 and GPT-2. Each is on the mesh that is predicted to be
 the fastest of those tried. The step of `train.py` was compiled without GPUs, as `mesh-lm plan` does; nothing was
-measured on one. `gpt_tiny` is for a CPU, and is left out.
+measured on one. `gpt_tiny` and `gpt_tiny_moe` are for CPUs, and are left out.
 
 `python benchmarks/plan_table.py` compiles them all and writes this page: on {date} with jax {jax}, from [these raw
 results](../benchmarks/results/{source}).

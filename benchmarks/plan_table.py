@@ -63,13 +63,13 @@ PUBLISHED = {
     "megatron_177b": 2304, "megatron_314b": 3072, "megatron_462b": 6144,
 }  # fmt: skip
 """Numbers of devices from Megatron-LM's and Llama 3's tables; one node for models that train on
-one. gpt_tiny is for CPUs."""
+one. gpt_tiny and gpt_tiny_moe are for CPUs."""
 BY_FSDP = {
     "gpt_175b": (8, 16, 2), "llama3_405b": (64, 32, 1), "megatron_177b": (24, 12, 1),
     "megatron_314b": (24, 16, 1),
 }  # fmt: skip
 """The configs with stages, without them: data, fsdp, microbatches."""
-FOR_CPUS = ("gpt_tiny",)
+FOR_CPUS = ("gpt_tiny", "gpt_tiny_moe")
 """Configs without a row."""
 SUBJECTS = [
     *(Subject(plan_page.CONFIGS, name, n) for name, n in PUBLISHED.items()),

@@ -25,8 +25,10 @@ def _quotient(dividend: float, divisor: float) -> str:
 
 
 def _data_parallel_size(run: TrainConfig) -> int:
-    """Returns data x fsdp. Raises ValueError if one of them is what remains of the devices."""
-    sizes = (run.mesh.data, run.mesh.fsdp)
+    """Returns data x fsdp x expert. Raises ValueError if one of them is what remains of the
+    devices.
+    """
+    sizes = (run.mesh.data, run.mesh.fsdp, run.mesh.expert)
     if -1 in sizes:
         raise ValueError("an axis of size -1")
     return math.prod(sizes)
@@ -45,7 +47,8 @@ def _axis(context: Context, axis: str) -> str:
 
 def _microbatch_numbers(text: str, context: Context) -> str:
     global_batch = context.config.train.global_batch
-    return f"{global_batch} / ({text} x {_axis(context, 'data')} x {_axis(context, 'fsdp')})"
+    axes = " x ".join(_axis(context, axis) for axis in ("data", "fsdp", "expert"))
+    return f"{global_batch} / ({text} x {axes})"
 
 
 def _n_layers(context: Context) -> int:
@@ -188,7 +191,8 @@ def _single_key(text: str, _: Context) -> str:
 
 
 MICROBATCHES = Meaning(
-    "`train.microbatches`, a count, not a size: global batch / (micro-batch size x data x fsdp)",
+    "`train.microbatches`, a count, not a size: global batch / (micro-batch size x data x fsdp x "
+    "expert)",
     "train.microbatches",
     _microbatches,
     _microbatch_numbers,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from mesh_lm.commands import formulas
 from mesh_lm.commands.meanings import Meaning, explained, flag, one_of, same
 
-MOE = explained("not built: mixture of experts")
+MOE = explained("not built; `docs/experts.md` has what a mixture of experts can do")
+"""The answer to an argument of Megatron-LM's experts that is not in the table."""
 TOKENIZER = (
     "a tokenizer.json, as save_pretrained of transformers writes from vocab.json and merges.txt"
 )
@@ -30,6 +31,7 @@ _STAGE_LAYERS = explained("`pipeline.layers`, the number of layers of each virtu
 _SCHEDULER = explained(
     "no option: the schedule is always the config's, and a checkpoint has none; leave it out"
 )
+_ALL_TOKENS = explained("no option: no token is dropped; leave it out")
 _ONE_IMPLEMENTATION = explained("no option: there is one implementation; leave it out")
 
 MEGATRON: dict[str, Meaning] = {
@@ -112,11 +114,58 @@ MEGATRON: dict[str, Meaning] = {
     "overlap-grad-reduce": _XLA,
     "overlap-param-gather": _XLA,
     "tp-comm-overlap": _XLA,
-    "num-experts": MOE,
-    "expert-model-parallel-size": MOE,
-    "expert-tensor-parallel-size": MOE,
-    "moe-router-topk": MOE,
-    "moe-grouped-gemm": MOE,
+    "num-experts": same("model.experts.number", ", with `model.block=moe`"),
+    "expert-model-parallel-size": same(
+        "mesh.expert",
+        ", with `rules` such as `experts_gather`; `mesh.data` is then the other replicas",
+    ),
+    "expert-tensor-parallel-size": explained(
+        "`rules`: experts are sharded over `mesh.tensor` as the MLP is; for 1, over "
+        "`('expert', 'tensor')`, as docs/experts.md shows"
+    ),
+    "moe-layer-freq": explained(
+        "`model.segments`: for each run of layers of one kind NAME:LAYERS:KIND, where KIND is moe "
+        "or dense"
+    ),
+    "moe-ffn-hidden-size": same("model.experts.d_ff"),
+    "moe-shared-expert-intermediate-size": same("model.experts.shared"),
+    "moe-router-topk": same("model.experts.active"),
+    "moe-router-score-function": same("model.experts.score"),
+    "moe-router-pre-softmax": flag("model.experts.normalised", "false"),
+    "moe-router-topk-scaling-factor": same("model.experts.scale"),
+    "moe-router-num-groups": same("model.experts.groups"),
+    "moe-router-group-topk": same("model.experts.active_groups"),
+    "moe-router-load-balancing-type": explained(
+        "`model.experts.balance_loss` for seq_aux_loss, `model.experts.bias_rate` for none; "
+        "aux_loss, global_aux_loss and sinkhorn are not built"
+    ),
+    "moe-aux-loss-coeff": same(
+        "model.experts.balance_loss", ", the loss of each sequence, as seq_aux_loss"
+    ),
+    "moe-z-loss-coeff": same("model.experts.z_loss"),
+    "moe-router-enable-expert-bias": flag("model.experts.bias_rate", "0.001"),
+    "moe-router-bias-update-rate": same("model.experts.bias_rate"),
+    "moe-token-dispatcher-type": explained(
+        "`rules`: `experts_gather` for allgather, `experts_padded` for alltoall, in a product with "
+        "the others; flex is not built"
+    ),
+    "moe-grouped-gemm": explained(
+        "no option: the experts of a device are one grouped matmul; leave it out"
+    ),
+    "moe-expert-capacity-factor": explained(
+        "no option: no token is dropped; `model.experts.factor` is the size of a buffer, and what "
+        "does not fit follows in further rounds"
+    ),
+    "moe-pad-expert-input-to-capacity": _ALL_TOKENS,
+    "moe-token-drop-policy": _ALL_TOKENS,
+    "moe-router-dtype": explained("no option: routers are computed in float32; leave it out"),
+    "moe-permute-fusion": _FUSION,
+    "moe-router-fusion": _FUSION,
+    "moe-shared-expert-overlap": _XLA,
+    "moe-per-layer-logging": explained(
+        "no option: `expert_load` and `expert_idle` are means over the layers"
+    ),
+    "moe-input-jitter-eps": explained("not built: noise at the input of a router"),
     "micro-batch-size": formulas.MICROBATCHES,
     "global-batch-size": same("train.global_batch"),
     "rampup-batch-size": explained("not built: every step has `train.global_batch` sequences"),

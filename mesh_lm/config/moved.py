@@ -93,8 +93,17 @@ def _with_experts(column: Any) -> Any:
     """
     if not isinstance(column, Mapping) or "embed" not in column or "expert_mlp" in column:
         return column
-    rows = {"experts": [], "router": [], "expert_mlp": column.get("mlp", [])}
-    return {**column, **{row: rows[row] for row in EXPERT_ROWS}}
+    new_rows: dict[str, Any] = {row: [] for row in EXPERT_ROWS}
+    new_rows["expert_mlp"] = column.get("mlp", [])
+    # The order of today's presets, so that the text of the config is today's, too.
+    rows: dict[str, Any] = {}
+    for row, axes in column.items():
+        if row == "layers":
+            rows |= new_rows
+        rows[row] = axes
+        if row == "fused" and "layers" not in column:
+            rows |= new_rows
+    return rows | new_rows
 
 
 def _data(plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -204,6 +204,8 @@ def _describe(row: Mapping[str, float], memory_kind: str) -> str:
         "step_ms": lambda v: f"{v:,.0f} ms/step" if v >= 100 else f"{v:.1f} ms/step",
         "mfu": lambda v: f"mfu {v:.1%}",
         "memory_gib": lambda v: f"{v:.1f} GiB {memory_kind}",
+        "expert_load": lambda v: f"expert load {v:.2f}",
+        "expert_idle": lambda v: f"idle experts {v:.1%}" if v else "",
         "skipped": lambda v: f"skipped {v:.0f}" if v else "",
     }
     texts = [format_value(row[name]) for name, format_value in formats.items() if name in row]

@@ -29,6 +29,7 @@ PAGES = (
     "docs/closed_forms.md",
     "docs/sharding.md",
     "docs/errors.md",
+    "docs/experts.md",
     "docs/tours/from_megatron.md",
 )
 ANSWERED = "docs/errors.md"
@@ -57,7 +58,7 @@ def made(page: str) -> str:
 def tables() -> dict[str, Any]:
     """Name -> function that returns the table."""
     from mesh_lm.commands import meanings, other_names
-    from tests.docs import closed_form_tables, preset_tables
+    from tests.docs import closed_form_tables, expert_tables, preset_tables
 
     argument_tables = {
         "arguments of Megatron": functools.partial(meanings.table, other_names.MEGATRON),
@@ -68,7 +69,12 @@ def tables() -> dict[str, Any]:
             meanings.table, other_names.TORCHRUN, ("torchrun", "mesh-lm launch")
         ),
     }
-    return {**closed_form_tables.TABLES, **preset_tables.TABLES, **argument_tables}
+    return {
+        **closed_form_tables.TABLES,
+        **preset_tables.TABLES,
+        **expert_tables.TABLES,
+        **argument_tables,
+    }
 
 
 def _answered(kind: str, block: str, names: dict[str, Any]) -> str:

@@ -21,6 +21,8 @@ ALSO = {
     "ulysses": "attention exchanges sequences for heads",
     "ring": "keys travel around the devices",
     "usp": "a ring over `sequence`, Ulysses over `ulysses`",
+    "experts_gather": "experts over `expert`, which gathers their tokens",
+    "experts_padded": "experts over `expert`, which exchanges their tokens",
     "by_node": "gradients are summed inside nodes first",
     "diloco": "islands average their weights every H steps",
 }

@@ -54,7 +54,10 @@ GATES, OUT = (
     "blocks.gates('layers', 'embed', 'gate', 'state')",
     "blocks.out('layers', 'state', 'embed')",
 )
-KNOWN = "known: embed, fused, head_dim, heads, kv_heads, layers, mlp, norm, position, vocab"
+KNOWN = (
+    "known: embed, expert_mlp, experts, fused, head_dim, heads, kv_heads, layers, mlp, norm, "
+    "position, router, vocab"
+)
 MINE, RULES = (
     """-    mine = {"gate": None, "state": "tensor"}\n""",
     """.replace("fsdp+state", params=mine, activations=mine),\n""",

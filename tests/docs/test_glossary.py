@@ -7,6 +7,7 @@ from typing import get_args
 
 from mesh_lm.config import PipelineConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
+from mesh_lm.model.experts_config import ExpertsConfig
 from sharding_rules import AXES, MANUAL, PRESETS
 from sharding_rules.rules import Kind
 
@@ -33,6 +34,7 @@ def test_fields_exist() -> None:
         for config in (DecoderConfig, TrainLoop, PipelineConfig)
         for field in dataclasses.fields(config)
     }
+    fields |= {f"experts.{field.name}" for field in dataclasses.fields(ExpertsConfig)}
     named = {word.removeprefix("train.").removeprefix("pipeline.") for word in words(first)} - {
         *AXES,
         *PRESETS,
@@ -56,5 +58,5 @@ def test_lists_are_complete_and_in_order() -> None:
         "activations",
     ]
     used = {axis for rules in PRESETS.values() for axis in rules.mesh_axes()}
-    assert set(after("No preset shards along", "**Logical axis.**")) == set(AXES) - used
+    assert used >= set(AXES), "the page names no axis that no preset uses"
     assert set(after("The step is manual over", "sums over those axes")) == MANUAL

@@ -187,6 +187,17 @@ def test_every_error_is_on_the_page() -> None:
             "_activation_row_problems",
         ),
     )
+    found += messages(
+        f"{problems}/experts.py",
+        (
+            "expert_problems",
+            "_column_problems",
+            "_axis_problems",
+            "_router_problems",
+            "_residual_problems",
+        ),
+    )
+    found += messages("mesh_lm/model/experts_config.py", ("problems",))
     found.append("XLA would permute arrays in a branch that some stages skip")
     found += messages(f"{problems}/sizes.py", ("size_problems", "batch_problems"))
     assert len(found) >= 15

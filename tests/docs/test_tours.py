@@ -12,6 +12,7 @@ import pytest
 from mesh_lm.commands import command_line
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.model import DecoderConfig
+from mesh_lm.model.experts_config import ExpertsConfig
 from mesh_lm.optim import AdamW
 from mesh_lm.training.check import check
 from sharding_rules import PRESETS
@@ -38,7 +39,9 @@ def fields() -> set[str]:
         for field in dataclasses.fields(value)
     }
     rule = {f"optimizer.rule.{field.name}" for field in dataclasses.fields(AdamW)}
-    return found | rule | set(sections)
+    experts = {f"model.experts.{field.name}" for field in dataclasses.fields(ExpertsConfig)}
+    metrics = {"expert_load", "expert_idle"}
+    return found | rule | experts | metrics | set(sections)
 
 
 def test_the_fields_of_the_table_exist() -> None:

@@ -195,6 +195,63 @@ def test_a_column_of_gradients_inherits_no_flat_vectors() -> None:
     )
 
 
+def test_exchanges_of_tokens() -> None:
+    gather = PRESETS["experts_gather"]
+    assert gather.exchange == {"expert": "gather"}
+    assert gather.as_dict()["exchange"] == {"expert": "gather"}
+    assert "exchange" not in PRESETS["ddp"].as_dict()
+
+    padded = gather.replace(exchange={"expert": "padded"})
+    assert padded.exchange == {"expert": "padded"}
+    assert gather.exchange == {"expert": "gather"}, "replace changed the original"
+    more = padded.replace(exchange={"data": "gather"})
+    assert more.exchange == {"expert": "padded", "data": "gather"}
+    assert more.replace(params={"mlp": None}).exchange == more.exchange
+    assert len({gather, gather.replace(gather.name), padded.replace(gather.name)}) == 2
+
+
+def test_experts_are_not_gathered_where_their_tokens_are_exchanged() -> None:
+    weight = ("experts", "embed", "expert_mlp")
+    rules = preset("experts_gather+hsdp+megatron")
+    assert rules.spec("params", weight) == P("expert", "fsdp", "tensor")
+    assert rules.spec("gathered", weight) == P(("expert",), None, ("tensor",))
+    # Over fsdp, too, with a scope or without one, if there is an exchange.
+    over_fsdp = rules.replace(
+        params={"embed": None, "moe/experts": ("expert", "fsdp")}, exchange={"fsdp": "padded"}
+    )
+    assert over_fsdp.spec("gathered", ("moe/experts",)) == P(("expert", "fsdp"))
+    assert over_fsdp.replace(exchange={}).spec("gathered", ("experts",)) == P(("expert",))
+    without = preset("hsdp").replace(params={"embed": None, "experts": "fsdp"})
+    assert without.spec("gathered", ("experts",)) == P(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        ("distributed+experts_gather", {"pipeline", "data", "expert"}),
+        ("experts_padded+zero3+ring", {"pipeline", "data", "expert", "sequence"}),
+    ],
+)
+def test_flat_vectors_are_sharded_over_the_axes_of_experts(name: str, replicas: set[str]) -> None:
+    rules = preset(name)
+    assert set(axes_of(rules.column("optimizer")["flat"])) == replicas
+    if "zero3" in name:
+        assert set(axes_of(rules.params["flat"])) == replicas - {"pipeline"}
+    assert rules.exchange["expert"] in name
+    assert rules.activations["batch"] == ("data", "expert")
+
+
+def test_exchanges_that_contradict() -> None:
+    for name in ("experts_gather+experts_padded", "experts_gather+fsdp+experts_padded"):
+        with pytest.raises(ShardingRuleError) as caught:
+            preset(name)
+        assert str(caught.value) == (
+            "experts_gather and experts_padded both exchange tokens over 'expert' by gather and by "
+            "padded; keep one of them"
+        )
+    assert preset("experts_gather+experts_gather").exchange == {"expert": "gather"}
+
+
 @given(st.lists(st.sampled_from(sorted(PRESETS)), min_size=1, max_size=3))
 def test_a_product_keeps_every_cut_of_its_parts(names: list[str]) -> None:
     exchanges = [PRESETS[name].context["sequence"] for name in names if PRESETS[name].context]
@@ -220,6 +277,7 @@ def test_a_product_keeps_every_cut_of_its_parts(names: list[str]) -> None:
                 assert set(axes_of(entry)) <= set(axes_of(rules.column(kind)[row]))
     assert rules.mesh_axes() == {axis for name in names for axis in PRESETS[name].mesh_axes()}
     assert rules.context.keys() == {axis for name in names for axis in PRESETS[name].context}
+    assert rules.exchange.keys() == {axis for name in names for axis in PRESETS[name].exchange}
     assert hash(rules) == hash(preset("+".join(names)))
 
 
@@ -390,6 +448,10 @@ def test_a_product_of_scoped_rules() -> None:
             ""
             ""
             "float32, int8")),
+        ({"exchange": {"expert": "paded"}}, ("rules.exchange['expert']='paded': experts have no such exchange; did you mean "
+            "'padded'?")),
+        ({"exchange": {"expert": "ring"}}, ("rules.exchange['expert']='ring': experts have no such exchange; known: gather, "
+            "padded")),
         ({"node_axis": "fsdp"},
          ("rules.node_axis='fsdp': gradients are not summed along it once a step; known: data, "
          "expert, sequence")),

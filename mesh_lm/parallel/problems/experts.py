@@ -55,9 +55,7 @@ def _column_problems(rules: Rules) -> Iterator[str]:
         if name_of(row) != "experts":
             continue
         for kind in get_args(Kind):
-            if kind == "gathered" and rules.gathered is None:
-                continue  # the default keeps experts where they are
-            column = rules.column(kind)
+            column = getattr(rules, kind) or {}  # a default follows from the rows checked below
             other_row = row_of(column, row)
             if other_row is None or axes_of(column[other_row]) == axes_of(entry):
                 continue

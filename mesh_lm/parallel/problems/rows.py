@@ -59,6 +59,8 @@ def unused_axis_problems(config: TrainConfig) -> Iterator[str]:
         # pipeline shards the layers, not an activation.
         if size <= 1 or axis == "pipeline" or axis not in rules.order():
             continue
+        if axis == "expert" and not getattr(config.model, "has_experts", False):
+            continue  # see `expert_problems`
         if axis not in used_axes:
             yield (
                 f"{setting(axis, size)}, but rules {rules.name!r} shard no activation over {axis}; "

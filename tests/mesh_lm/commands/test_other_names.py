@@ -84,7 +84,42 @@ ANSWERS = {
     "--rampup-batch-size=4": (
         "--rampup-batch-size: the config has no such field; not built: every step has train.global_batch sequences"
     ),
-    "--moe-aux-loss-coeff=1e-2": "--moe-aux-loss-coeff: the config has no such field; not built: mixture of experts",
+    "--num-experts=8": (
+        "--num-experts: the config has no such field; did you mean --model.experts.number=8, with model.block=moe?"
+    ),
+    "--expert-model-parallel-size=4": (
+        "--expert-model-parallel-size: the config has no such field; did you mean --mesh.expert=4, with rules such as "
+        "experts_gather; mesh.data is then the other replicas?"
+    ),
+    "--moe-router-topk=2": (
+        "--moe-router-topk: the config has no such field; did you mean --model.experts.active=2?"
+    ),
+    "--moe-aux-loss-coeff=1e-2": (
+        "--moe-aux-loss-coeff: the config has no such field; did you mean --model.experts.balance_loss=1e-2, the loss "
+        "of each sequence, as seq_aux_loss?"
+    ),
+    "--moe-router-load-balancing-type=aux_loss": (
+        "--moe-router-load-balancing-type: the config has no such field; model.experts.balance_loss for seq_aux_loss, "
+        "model.experts.bias_rate for none; aux_loss, global_aux_loss and sinkhorn are not built"
+    ),
+    "--moe-router-enable-expert-bias": (
+        "--moe-router-enable-expert-bias: the config has no such field; did you mean --model.experts.bias_rate=0.001?"
+    ),
+    "--moe-token-dispatcher-type=alltoall": (
+        "--moe-token-dispatcher-type: the config has no such field; rules: experts_gather for allgather, "
+        "experts_padded for alltoall, in a product with the others; flex is not built"
+    ),
+    "--moe-grouped-gemm": (
+        "--moe-grouped-gemm: the config has no such field; the experts of a device are one grouped matmul; leave it "
+        "out"
+    ),
+    "--moe-enable-deepep": (
+        "--moe-enable-deepep: the config has no such field; not built; docs/experts.md has what a mixture of "
+        "experts can do"
+    ),
+    "--num-experts-per-tok=2": (
+        "--num-experts-per-tok: the config has no such field; did you mean --model.experts.active=2?"
+    ),
     "--dry-run": (
         "--dry-run: the config has no such field; mesh-lm plan shows memory, communication and time without "
         "starting the run"
@@ -126,13 +161,17 @@ def test_the_answer_names_what_was_meant(word: str) -> None:
 WARMUP = "optimizer.warmup_steps: fraction x train.steps (x --lr-decay-iters if that is given)"
 FORMULAS = {
     "--micro-batch-size 4 --train.global_batch=512 --mesh.data=4": (
-        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp) "
-        "= 512 / (4 x 4 x 1); did you mean --train.microbatches=32?"
+        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp x expert) "
+        "= 512 / (4 x 4 x 1 x 1); did you mean --train.microbatches=32?"
     ),
     # the batch by its name in Megatron-LM, which is refused as well
     "--micro-batch-size 4 --global-batch-size 512 --mesh.fsdp=8": (
-        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp) "
-        "= 512 / (4 x data x 8)"
+        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp x expert) "
+        "= 512 / (4 x data x 8 x 1)"
+    ),
+    "--micro-batch-size 4 --train.global_batch=512 --mesh.data=2 --mesh.expert=8": (
+        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp x expert) "
+        "= 512 / (4 x 2 x 1 x 8); did you mean --train.microbatches=8?"
     ),
     "--eval-iters=10 --train.global_batch=64": (
         "train.eval_sequences, sequences instead of batches: iterations x train.global_batch = 10 "
@@ -170,8 +209,8 @@ FORMULAS = {
         "stage) = 12 / (2 x 3); did you mean --pipeline.chunks=2?"
     ),
     "--micro-batch-size=many": (
-        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp) "
-        "= 16 / (many x data x 1)"
+        "train.microbatches, a count, not a size: global batch / (micro-batch size x data x fsdp x expert) "
+        "= 16 / (many x data x 1 x 1)"
     ),
 }
 
@@ -420,7 +459,7 @@ def test_every_meaning_leads_somewhere() -> None:
     for meaning in meanings:
         assert meaning.field in ("", *fields)
         assert meaning.field or not meaning.convert
-        explained.update(re.findall(r"`([a-z_]+\.\w+)", meaning.ours))
+        explained.update(re.findall(r"`([a-z_]+(?:\.\w+)+)", meaning.ours))
     for name in explained:
         if name.partition(".")[0] in (*sections, "runs"):
             assert name in fields
@@ -440,6 +479,9 @@ def test_names_of_megatron_that_people_type() -> None:
         exit-duration-in-mins mock-data ckpt-format async-save num-experts expert-model-parallel-size moe-router-topk
         use-rotary-position-embeddings exit-interval data-cache-path grad-reduce-in-bf16 no-load-optim no-load-rng transformer-impl
         use-mcore-models no-bias-swiglu-fusion override-opt_param-scheduler lr-warmup-init lr-wsd-decay-iters lr-wsd-decay-style
+        moe-ffn-hidden-size moe-router-load-balancing-type moe-aux-loss-coeff moe-z-loss-coeff moe-token-dispatcher-type
+        moe-router-score-function moe-router-enable-expert-bias moe-router-bias-update-rate moe-router-num-groups
+        moe-router-group-topk moe-shared-expert-intermediate-size moe-router-topk-scaling-factor moe-grouped-gemm
         squared-relu add-qkv-bias rotary-percent dataloader-type test-data-path log-throughput skip-train loss-scale initial-loss-scale
         check-for-nan-in-loss-and-grad decoder-first-pipeline-num-layers end-weight-decay weight-decay-incr-style recompute-method"""
     assert set(typed.split()) <= set(other_names.MEGATRON)
@@ -455,7 +497,7 @@ def test_few_fields_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
         text = capsys.readouterr().out
         options = [word for word in text.split() if word.startswith("--")]
         shown[flag] = {word.removeprefix("--").partition("=")[0] for word in options}
-        assert flag != "--help" or text.count("\n") < 200
+        assert flag != "--help" or text.count("\n") < 225
     assert shown["--help-all"] == shown["--help=all"]
     assert hidden.keys() <= shown["--help-all"]
     for name, is_hidden in hidden.items():

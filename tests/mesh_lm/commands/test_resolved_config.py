@@ -10,7 +10,7 @@ import pytest
 
 from mesh_lm.commands.command_line import parse
 from mesh_lm.config import TrainConfig, as_dict, load
-from mesh_lm.config.resolved import to_json
+from mesh_lm.config.resolved import rules_from, to_json
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import DecoderConfig, SegmentConfig
 from sharding_rules import PRESETS, MeshConfig
@@ -46,6 +46,13 @@ def test_rules_are_the_same_again(name: str, file: Path) -> None:
         load("gpt_tiny"), rules=PRESETS[name].replace(params={"mlp": None})
     )
     assert reload(config, file).rules.as_dict() == config.rules.as_dict()
+
+
+def test_exchanges_of_tokens_are_the_same_again() -> None:
+    rules = PRESETS["experts_gather"].replace(exchange={"data": "padded"})
+    again = rules_from(rules.as_dict())
+    assert again.as_dict() == rules.as_dict()
+    assert again.exchange == {"expert": "gather", "data": "padded"}
 
 
 def test_a_config_with_all_kinds_of_fields(file: Path) -> None:

@@ -58,6 +58,10 @@ def describe(run: Path, **changes: object) -> None:
             ),
             output="x", rules=preset("experts_gather"), mesh=MeshConfig(expert=2),
         ),
+        TrainConfig(
+            model=DecoderConfig(block="moe", experts=ExpertsConfig(number=16, score="sigmoid")), output="x",
+            rules=preset("experts_padded+zero3"), mesh=MeshConfig(expert=2),
+        ),
     ],
 )  # fmt: skip
 def test_a_config_comes_back_from_json(config: TrainConfig) -> None:

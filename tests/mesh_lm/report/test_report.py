@@ -197,13 +197,14 @@ def test_every_metric_of_the_loop_has_its_place() -> None:
         memory=lambda: Memory(70.04, "device"), bits_per_byte=lambda nats: 0.45 * nats,
     )  # fmt: skip
     metrics = {"skipped": 2, "loss": 2.0, "grad_norm": 1.234, "learning_rate": 3e-4}
-    metrics |= {"heldout_loss": 2.1, "heldout_bpb": 0.95}
+    metrics |= {"heldout_loss": 2.1, "heldout_bpb": 0.95, "expert_load": 1.5, "expert_idle": 0.25}
     progress.step(8, metrics)
     clock.now += 0.0625
     progress.step(9, metrics)
     assert file.getvalue().splitlines()[1] == (
         "step 9/9  loss 2.0000  bpb 0.9000  held-out loss 2.1000  held-out bpb 0.9500  grad 1.23  "
-        "lr 3.00e-04  160 tok/s  62.5 ms/step  mfu 51.3%  70.0 GiB device  skipped 2  eta 0:00:00"
+        "lr 3.00e-04  160 tok/s  62.5 ms/step  mfu 51.3%  70.0 GiB device  "
+        "expert load 1.50  idle experts 25.0%  skipped 2  eta 0:00:00"
     )
 
 

@@ -132,7 +132,12 @@ def test_a_single_device_may_be_a_cpu() -> None:
         ),
         (
             ["mesh.data=4", "mesh.expert=2"],
-            "mesh.expert=2: no model of this version is sharded over expert; set mesh.expert=1",
+            "mesh.expert=2: this model has no experts; set mesh.expert=1, or model.block=moe",
+        ),
+        (
+            ["mesh.data=4", "mesh.expert=2", "model.block=moe"],
+            "mesh.expert=2, but rules 'ddp' shard no activation over expert; set mesh.expert=1 or "
+            "rules such as ddp+experts_gather or ddp+experts_padded",
         ),
         (
             ["mesh.data=4", "mesh.pipeline=2", "pipeline.chunks=0"],
