@@ -130,18 +130,29 @@ STAY = "experts stay on their devices, and rules.params['experts']='expert'; set
             "stage; remove 'pipeline'",
         ),
         (
-            held_over("tensor", "expert", base="experts_gather+megatron"),
+            held_over("expert", "tensor", base="experts_gather+megatron"),
             TENSOR,
-            "rules.params['experts']=('tensor', 'expert'): 'tensor' shards no tokens, so its "
+            "rules.params['experts']=('expert', 'tensor'): 'tensor' shards no tokens, so its "
             "devices would compute the same experts; add megatron_sp, which shards the sequence "
             "over it, or leave 'tensor' out",
         ),
         (
-            held_over("fsdp", "expert"),
+            held_over("expert", "fsdp"),
             {"fsdp": 2, "expert": 4},
-            "rules.params['experts']=('fsdp', 'expert'): 'fsdp' shards no tokens, so its devices "
+            "rules.params['experts']=('expert', 'fsdp'): 'fsdp' shards no tokens, so its devices "
             "would compute the same experts; add 'fsdp' to rules.activations['batch'], or leave "
             "'fsdp' out",
+        ),
+        (
+            preset("experts_padded+fsdp").replace(
+                "mine",
+                params={"experts": ("fsdp", "expert"), "embed": None},
+                activations={"experts": ("fsdp", "expert")},
+                exchange={"fsdp": "padded"},
+            ),
+            {"fsdp": 2, "expert": 4},
+            "rules.params['experts']=('fsdp', 'expert'): the mesh axes over which a step divides "
+            "arrays itself come first; set it to ('expert', 'fsdp')",
         ),
         (
             held_over("data", "expert"),
