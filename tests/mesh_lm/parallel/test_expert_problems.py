@@ -187,10 +187,10 @@ STAY = "experts stay on their devices, and rules.params['experts']='expert'; set
             "use megatron_sp in place of megatron_2d, or set it to None",
         ),
         (
-            GATHER,
-            {"expert": 4, "data": 1, "extra": ("y=2",)},
-            "mesh.extra=y=2: rules 'experts_gather' declare no mesh axis 'y'; declare it, as in "
-            "rules.replace(axes={'y': 'auto'})",
+            preset("experts_gather+by_node"),
+            {"data": 2, "expert": 2, "extra": ("node=2",)},
+            "rules.node_axis='node': rules.gradients['experts']='expert' shards the sum; use ddp, "
+            "zero1, distributed or zero3 with by_node",
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_model_without_experts() -> None:
     assert not problems(model={"segments": mixed})
 
 
-SEQUENCE_FIXED = {"experts": ("expert", "tensor"), "expert_mlp": None}
+COMPLETE = {"experts": ("expert", "tensor"), "expert_mlp": None}
 
 
 @pytest.mark.parametrize(
@@ -251,8 +251,8 @@ SEQUENCE_FIXED = {"experts": ("expert", "tensor"), "expert_mlp": None}
         (
             preset("experts_gather+megatron_sp").replace(
                 "mine",
-                params=SEQUENCE_FIXED,
-                activations=SEQUENCE_FIXED,
+                params=COMPLETE,
+                activations=COMPLETE,
                 exchange={"tensor": "gather"},
             ),
             TENSOR,
