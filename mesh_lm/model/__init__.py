@@ -15,3 +15,4 @@ from mesh_lm.model.contract import Model as Model
 from mesh_lm.model.contract import Sums as Sums
 from mesh_lm.model.contract import positions_of as positions_of
 from mesh_lm.model.contract import token_batch as token_batch
+from mesh_lm.model.experts_config import ExpertsConfig as ExpertsConfig

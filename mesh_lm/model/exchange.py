@@ -2,9 +2,9 @@
 come back.
 
 The functions run on the shards of one device, inside `Shard.shard_map`. An exchange consists of
-hops, outermost first (`Rules.exchange`). Each hop makes the tokens of other devices local, lets the
-next hop go on with them, and brings the results back. After the last hop a device multiplies the
-rows of its own experts. What returns is the sum of a token's results: the weight of an expert has
+hops, outermost first (`Rules.exchange`). Each hop makes the tokens of other devices local, hands
+them to the next hop, and brings the results back. After the last hop a device multiplies the rows
+of its own experts. What returns is the sum of a token's results: the weight of an expert has
 been applied to its hidden layer, so the backward pass needs no result, and none is sent again.
 
 Sizes: T tokens, D embed, k active experts of a token, E experts of a device, G devices of a hop, C

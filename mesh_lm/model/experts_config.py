@@ -5,6 +5,7 @@ reading a config does not import JAX.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -21,31 +22,31 @@ class ExpertsConfig:
     """Experts that each token is sent to (top-k)."""
     d_ff: int = option(0, least=0)
     """Width of an expert; 0: the width of the model's MLP."""
-    shared: int = option(0, least=0)
+    shared: int = expert(0, least=0)
     """Width of the shared expert, which sees every token (DeepSeek-V3, arXiv 2412.19437); 0:
     none."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """How the router turns its logits into scores."""
-    normalised: bool = True
+    normalised: bool = expert(True)
     """Whether the weights of a token's experts sum to 1."""
-    scale: float = expert(1.0, least=0)
+    scale: float = option(1.0, least=0, below=math.inf, expert=True)
     """Factor of those weights."""
     groups: int = expert(1, least=1)
     """Groups into which the experts are divided (group-limited routing)."""
     active_groups: int = expert(1, least=1)
     """Groups whose experts a token may choose: those with the highest sums of their two best
     scores."""
-    bias_rate: float = option(0.0, least=0)
+    bias_rate: float = option(0.0, least=0, below=math.inf)
     """By how much a step changes the bias that a router adds to an expert's score when it chooses:
     up for an expert with fewer tokens than the mean, down for one with more (arXiv 2408.15664); 0:
     no bias."""
-    balance_loss: float = option(0.0, least=0)
+    balance_loss: float = option(0.0, least=0, below=math.inf)
     """Weight of the balance loss of each sequence: number / active times the sum over experts of
     (share of the sequence's choices) x (mean score) (DeepSeek-V3, arXiv 2412.19437)."""
-    z_loss: float = expert(0.0, least=0)
+    z_loss: float = option(0.0, least=0, below=math.inf, expert=True)
     """Weight of the router's z-loss, log(Z)^2, which keeps its logits near 0 (ST-MoE, arXiv
     2202.08906)."""
-    factor: float = expert(1.25, least=0)
+    factor: float = option(1.25, least=0, below=math.inf, expert=True)
     """Size of the buffers that receive tokens, in units of what balanced routing fills. What does
     not fit follows in further rounds. 0: buffers for the worst routing, and one round."""
 

@@ -145,7 +145,7 @@ class Experts(nnx.Module):
             tokens=shard.spec("activations", ctx.residual),
             matrices=(router, up, down),
             gather_axes=tuple(shard.gather_axes(*axes) for axes in matrix_axes),
-            width_axes=shard.axes_for("expert_mlp"),
+            width_axes=axes_of(shard.spec("gathered", ("expert_mlp",))[0]),
             sequence_axes=shard.sequence_axes(),
             hops=tuple(
                 Hop(axes, exchange, shard.n_shards(axes))

@@ -13,61 +13,15 @@ from collections.abc import Iterator
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.model import DecoderConfig
-from mesh_lm.model.exchange import Exchange, Hop
-from sharding_rules import axes_of, setting
+from mesh_lm.model.exchange import Exchange
+from mesh_lm.training.expert_kernels import exchange_of
+from sharding_rules import setting
 from sharding_rules.lab.summary import size
 
 _INT32 = 4
 _FLOAT32 = 4
 _BYTES = {"bfloat16": 2, "float32": 4}
 """Of an element of activations and of weights in use."""
-
-
-def exchange_of(config: TrainConfig, segment: str) -> Exchange:
-    """Returns the exchange of a layer of a segment with experts, under a config that passes
-    `check`.
-    """
-    model = config.model
-    if not isinstance(model, DecoderConfig):
-        raise TypeError(f"{type(model).__name__} has no layers with experts")
-    sizes = config.mesh.sizes()
-    rules = config.rules
-    row = rules.row("params", f"{segment}/experts")
-    hops: list[Hop] = []
-    for axis in axes_of(rules.params[row] if row else None):
-        if sizes.get(axis, 1) == 1:
-            continue
-        exchange = rules.exchange[axis]
-        if hops and hops[-1].exchange == exchange:
-            last = hops.pop()
-            hops.append(Hop((*last.axes, axis), exchange, last.n_devices * sizes[axis]))
-        else:
-            hops.append(Hop((axis,), exchange, sizes[axis]))
-    return Exchange(
-        tuple(hops),
-        model.experts.number,
-        model.experts.active,
-        _tokens_of_device(config, segment),
-        model.experts.factor,
-    )
-
-
-def _tokens_of_device(config: TrainConfig, segment: str) -> int:
-    """Returns the tokens of a microbatch that enter the exchange on a device: along axes that shard
-    the width of experts they have been gathered.
-    """
-    sizes = config.mesh.sizes()
-    activations = config.rules.activations
-    width_row = config.rules.row("activations", f"{segment}/expert_mlp")
-    width_axes = axes_of(activations[width_row]) if width_row else ()
-    n_shards = 1
-    for name in ("batch", "seq_resid"):
-        row = config.rules.row("activations", f"{segment}/{name}")
-        for axis in axes_of(activations[row]) if row else ():
-            if axis not in width_axes:
-                n_shards *= sizes.get(axis, 1)
-    n_tokens = config.train.global_batch // config.train.microbatches * config.model.seq_len
-    return n_tokens // n_shards
 
 
 def token_bytes(exchange: Exchange, d_model: int, dtype: str = "bfloat16") -> float:
@@ -120,7 +74,7 @@ def report_facts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     segments = [segment for segment in model.segment_configs() if segment.kind == "moe"]
     matrices = 3 if model.activation == "swiglu" else 2
     for segment in segments:
-        exchange = exchange_of(config, segment.name)
+        exchange = exchange_of(config, model, segment.name)
         name = "experts" if len(segments) == 1 else f"experts of {segment.name}"
         chosen = f"{model.experts.active} of {model.experts.number}"
         if not exchange.hops:
@@ -132,7 +86,8 @@ def report_facts(config: TrainConfig) -> Iterator[tuple[str, str]]:
             for hop in exchange.hops
         ]
         dtype = model.within(segment).dtype
-        tokens = token_bytes(exchange, model.d_model, dtype)
+        exchanges = 2 if model.batch_halves else 1
+        tokens = exchanges * token_bytes(exchange, model.d_model, dtype)
         weights = weight_bytes(exchange, matrices * model.d_model * model.d_expert, dtype)
         cheaper = "tokens are" if tokens <= weights else "weights (fsdp) would be"
         yield (

@@ -14,7 +14,7 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.model import DecoderConfig
 from mesh_lm.model.exchange import Exchange, Hop
 from pallas_kernels.grouped_matmul import GroupedMatmulProblem, describe_grouped_matmul
-from sharding_rules import Shard
+from sharding_rules import Shard, axes_of
 
 KIND = "moe"
 """The kind of a segment whose layers have experts."""
@@ -88,28 +88,43 @@ def device_experts(config: TrainConfig, model: DecoderConfig, segment: str) -> D
     """Returns what a device multiplies in a segment. A config that does not divide is refused
     elsewhere.
     """
-    sizes = config.mesh.sizes()
-    # Sizes suffice for what is asked of it below.
-    mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    shard = Shard(config.rules, mesh, segment)
-    width_axes = shard.axes_for("expert_mlp")
-    token_axes = set(shard.sequence_axes()) | set(shard.axes_for("batch"))
-    # Tensor-parallel devices with different tokens gather those of all.
-    n_shards = shard.n_shards(sorted(token_axes - set(width_axes)))
-    n_tokens = config.tokens_per_step // (config.train.microbatches * n_shards)
-    if model.batch_halves:
-        n_tokens //= 2
-
-    experts = model.experts
-    hops = tuple(
-        Hop(axes, exchange, shard.n_shards(axes)) for axes, exchange in shard.token_exchanges()
-    )
-    exchange = Exchange(hops, experts.number, experts.active, n_tokens, experts.factor)
+    exchange = exchange_of(config, model, segment)
+    shard = _shard(config, segment)
     return DeviceExperts(
         exchange.buffer_rows(received_tokens(exchange)),
         exchange.local_experts,
-        model.d_expert // shard.n_shards(width_axes),
+        model.d_expert // shard.n_shards(_width_axes(shard)),
     )
+
+
+def exchange_of(config: TrainConfig, model: DecoderConfig, segment: str) -> Exchange:
+    """Returns the exchange of a layer of a segment with experts, of the tokens that a device
+    computes at once: those of a microbatch, or of half of one.
+    """
+    shard = _shard(config, segment)
+    token_axes = set(shard.sequence_axes()) | set(shard.axes_for("batch"))
+    # Tensor-parallel devices with different tokens gather those of all.
+    n_shards = shard.n_shards(sorted(token_axes - set(_width_axes(shard))))
+    n_tokens = config.tokens_per_step // (config.train.microbatches * n_shards)
+    if model.batch_halves:
+        n_tokens //= 2
+    hops = tuple(
+        Hop(axes, exchange, shard.n_shards(axes)) for axes, exchange in shard.token_exchanges()
+    )
+    experts = model.experts
+    return Exchange(hops, experts.number, experts.active, n_tokens, experts.factor)
+
+
+def _shard(config: TrainConfig, segment: str) -> Shard:
+    """Returns the rules of a segment without devices: sizes suffice for what is asked of it."""
+    sizes = config.mesh.sizes()
+    mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    return Shard(config.rules, mesh, segment)
+
+
+def _width_axes(shard: Shard) -> tuple[str, ...]:
+    """Returns the mesh axes that shard the width of an expert in use."""
+    return axes_of(shard.spec("gathered", ("expert_mlp",))[0])
 
 
 def received_tokens(exchange: Exchange) -> int:

@@ -77,6 +77,8 @@ def _axis_problems(config: TrainConfig, row: str) -> Iterator[str]:
         token_axes |= set(axes_of(rules.activations[residual_row]))
     width_row = row_of(rules.params, f"{scope}/expert_mlp")
     width_axes = axes_of(rules.params[width_row]) if width_row else ()
+    embed_row = row_of(rules.params, f"{scope}/embed")
+    embed_axes = axes_of(rules.params[embed_row]) if embed_row else ()
     sizes = config.mesh.sizes()
     manual_axes = rules.manual_axes()
     ordered = sorted(axes_of(entry), key=lambda axis: axis not in manual_axes)
@@ -105,7 +107,12 @@ def _axis_problems(config: TrainConfig, row: str) -> Iterator[str]:
         elif axis in width_axes:
             yield (
                 f"{setting}: {axis!r} shards the width of an expert, too; set "
-                f"rules.params[{width_row!r}] to None, and rules.activations"
+                f"rules.params[{width_row!r}] to None"
+            )
+        elif axis in embed_axes:
+            yield (
+                f"{setting}: {axis!r} shards {embed_row!r}, too, and a matrix is divided over a "
+                f"mesh axis once; set rules.params['{scope or 'blocks'}/embed'] to None"
             )
 
 

@@ -54,8 +54,8 @@ def held_over(*axes: str, base: str = "experts_gather", **changes: Any) -> Rules
         ({"active": 0}, "model.experts.active=0 must be at least 1"),
         ({"d_ff": -1}, "model.experts.d_ff=-1 must be at least 0"),
         ({"shared": -1}, "model.experts.shared=-1 must be at least 0"),
-        ({"scale": math.nan}, "model.experts.scale=nan must be at least 0"),
-        ({"balance_loss": -0.1}, "model.experts.balance_loss=-0.1 must be at least 0"),
+        ({"scale": math.nan}, "model.experts.scale=nan must be at least 0 and finite"),
+        ({"balance_loss": -0.1}, "model.experts.balance_loss=-0.1 must be at least 0 and finite"),
         (
             {"active": 9},
             "model.experts.active=9 is more than model.experts.number=8, the experts that there "
@@ -155,6 +155,17 @@ STAY = "experts stay on their devices, and rules.params['experts']='expert'; set
             "arrays itself come first; set it to ('expert', 'fsdp')",
         ),
         (
+            preset("experts_padded+fsdp").replace(
+                "mine",
+                params={"experts": ("expert", "fsdp")},
+                activations={"experts": ("expert", "fsdp")},
+                exchange={"fsdp": "padded"},
+            ),
+            {"fsdp": 2, "expert": 4},
+            "rules.params['experts']=('expert', 'fsdp'): 'fsdp' shards 'embed', too, and a matrix "
+            "is divided over a mesh axis once; set rules.params['blocks/embed'] to None",
+        ),
+        (
             held_over("data", "expert"),
             EXPERT,
             "rules.params['experts']=('data', 'expert'): no rule says how tokens reach experts "
@@ -166,7 +177,7 @@ STAY = "experts stay on their devices, and rules.params['experts']='expert'; set
             ),
             TENSOR,
             "rules.params['experts']=('expert', 'tensor'): 'tensor' shards the width of an expert, "
-            "too; set rules.params['expert_mlp'] to None, and rules.activations",
+            "too; set rules.params['expert_mlp'] to None",
         ),
         (
             preset("experts_gather+megatron").replace("mine", params={"router": "tensor"}),

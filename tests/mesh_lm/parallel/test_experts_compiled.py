@@ -10,8 +10,9 @@ import pytest
 from mesh_lm.config import DataConfig, LaunchConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
 from mesh_lm.model.experts_config import ExpertsConfig
-from mesh_lm.planning.experts import balanced_token_bytes, exchange_of, token_bytes
+from mesh_lm.planning.experts import balanced_token_bytes, token_bytes
 from mesh_lm.planning.program import compile_config
+from mesh_lm.training.expert_kernels import exchange_of
 from sharding_rules import MeshConfig, preset
 from sharding_rules.lab import Report
 from sharding_rules.lab.report import Collective
@@ -61,7 +62,7 @@ def exchanges(report: Report) -> list[Collective]:
 def test_sends_the_bytes_of_the_closed_form(reports: str, rules: str, factor: float) -> None:
     config = config_of(rules, reports, factor)
     report = compile_config(config, "h100", 8)
-    exchange = exchange_of(config, "blocks")
+    exchange = exchange_of(config, MODEL, "blocks")
     sent = sum(one.times * one.wire for one in exchanges(report)) / LAYERS
     assert sent == pytest.approx(token_bytes(exchange, MODEL.d_model), rel=0.01)
     # Of one row for each token and expert: a token with two experts on a device is sent there once.

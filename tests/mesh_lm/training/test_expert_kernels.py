@@ -126,9 +126,9 @@ def test_what_was_tested_is_what_each_device_multiplies(
     )
     seen = set()
 
-    def recorded(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    def recorded(x: jax.Array, w: jax.Array, sizes: jax.Array, **options: int) -> jax.Array:
         seen.add((len(x), *w.shape))
-        return grouped_matmul(x, w, sizes)
+        return grouped_matmul(x, w, sizes, **options)
 
     monkeypatch.setattr(moe, "grouped_matmul", recorded)
     sizes = {axis: size for axis, size in mesh.sizes().items() if size > 1}
