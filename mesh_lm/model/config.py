@@ -330,13 +330,16 @@ class DecoderConfig(ModelConfig):
     ) -> dict[str, jax.Array]:
         """Returns the routers' biases after a step, [L, E] of each segment: up by
         `experts.bias_rate` for an expert with fewer tokens of the global batch than the mean, and
-        down for one with more (arXiv 2408.15664).
+        down for one with more (arXiv 2408.15664). A layer of your own with other buffers needs a
+        config that updates them, too.
         """
         from jax import numpy as jnp  # here, so that configs load without JAX
 
         updated = {}
         for name, bias_LE in buffers.items():
-            segment = name.partition(".")[0]
+            segment, _, buffer = name.partition(".")
+            if buffer != "experts.bias":
+                continue
             load_LE = sums[f"{segment}/load"]
             missing_LE = load_LE.mean(-1, keepdims=True) - load_LE
             updated[name] = bias_LE + self.experts.bias_rate * jnp.sign(missing_LE)

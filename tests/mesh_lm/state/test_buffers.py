@@ -13,12 +13,18 @@ import jax
 import numpy as np
 import pytest
 from balanced_toy import MODEL, RATE, BalancedConfig
-from experts_toy import EXPERTS, ExpertsConfig, rules
+from experts_toy import EXPERTS, rules
 from flat_layout import on_disk
 from support import host_batch, on_devices, shard_on
 
 from mesh_lm.checkpoint import Checkpoints, find
-from mesh_lm.config import CheckpointConfig, OptimizerConfig, PipelineConfig, TrainConfig
+from mesh_lm.config import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.trained import weights
 from mesh_lm.optim import Optimizer
@@ -238,7 +244,7 @@ def test_a_skipped_step_leaves_buffers_alone(place: str) -> None:
 
 def test_a_model_that_does_not_say_how_its_buffers_change() -> None:
     class Silent(BalancedConfig):
-        updated = ExpertsConfig.updated
+        updated = ModelConfig.updated
 
     config = Silent(
         **{field.name: getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)}
