@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import covering
@@ -23,15 +24,17 @@ from support import (
     shard_on,
 )
 
-from mesh_lm.config import OptimizerConfig, PipelineConfig
+from mesh_lm.checkpoint import Checkpoints
+from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
 from mesh_lm.model import DecoderConfig, SegmentConfig
 from mesh_lm.optim import AdamW, Optimizer
 from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.state import State
 from mesh_lm.state.initial import fresh_state
 from mesh_lm.training.step import train_step
 from sharding_rules import Rules, preset
 
-COMPILE_BUDGET = 160
+COMPILE_BUDGET = 450
 
 MIXED = dataclasses.replace(
     MODEL,
@@ -225,26 +228,53 @@ def test_uneven_stages_with_a_dense_layer() -> None:
     assert_equal(found, wanted)
 
 
-OPTIMIZER = OptimizerConfig(
-    AdamW(eps=1.0), learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9
+@pytest.mark.slow
+def test_bfloat16_has_the_loss_of_one_device() -> None:
+    """A few tokens whose best scores are nearly equal choose otherwise on another mesh."""
+    model = dataclasses.replace(MODEL, dtype="bfloat16")
+    wanted = one_device(model, "learned")
+    found = gradients(model, shard_on("experts_padded", expert=4), params=wanted[0])
+    assert found[1]["loss"] == pytest.approx(wanted[1]["loss"], rel=1e-3)
+    moved = np.abs(found[1]["blocks/load"] - wanted[1]["blocks/load"]).sum() / 2
+    assert moved <= 0.01 * wanted[1]["blocks/load"].sum()
+
+
+OPTIMIZER = Optimizer(
+    OptimizerConfig(
+        AdamW(eps=1.0), learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=1e9
+    ),
+    10,
 )
 
 
-def three_steps(rules: Rules | str, **mesh: int) -> tuple[list[float], np.ndarray]:
-    """Returns the losses of three steps, and the routers' biases after them."""
-    layout = ModelLayout.of(MODEL, shard_on(rules, **mesh))
+def fresh(layout: ModelLayout) -> State:
+    """The state of seed 0, from the parameters of one device."""
     params = initial(ModelLayout.of(MODEL, shard_on("ddp")))
-    optimizer = Optimizer(OPTIMIZER, 10)
     everywhere = jax.NamedSharding(layout.shard.mesh, jax.P())
     weights = {name: jax.device_put(x, everywhere) for name, x in params.items()}
-    state = fresh_state(layout, optimizer, weights)
-    step = train_step(layout, optimizer, seed=0)
-    losses = []
-    for seed in range(3):
+    return fresh_state(layout, OPTIMIZER, weights)
+
+
+def trained(
+    layout: ModelLayout, state: State, *seeds: int
+) -> tuple[State, list[float], list[float]]:
+    """Returns the state after a step for each seed of a batch, the losses, and the loads of the
+    busiest experts."""
+    step = train_step(layout, OPTIMIZER, seed=0)
+    losses, loads = [], []
+    for seed in seeds:
         state, metrics = step(state, on_devices(host_batch(1, seed), layout))
         losses.append(float(metrics["loss"]))
-    assert {"expert_load", "expert_idle", "balance", "router_z"} <= metrics.keys()
-    return losses, np.asarray(state["buffers"]["blocks.experts.bias"])
+        loads.append(float(metrics["expert_load"]))
+        assert {"expert_idle", "balance", "router_z"} <= metrics.keys()
+    return state, losses, loads
+
+
+@functools.cache
+def steps_on_one_device() -> tuple[list[float], list[float], np.ndarray]:
+    layout = ModelLayout.of(MODEL, shard_on("ddp"))
+    state, losses, loads = trained(layout, fresh(layout), 0, 1, 2, 3)
+    return losses, loads, np.asarray(state["buffers"]["blocks.experts.bias"])
 
 
 @pytest.mark.parametrize(
@@ -261,13 +291,38 @@ def three_steps(rules: Rules | str, **mesh: int) -> tuple[list[float], np.ndarra
 )
 def test_steps_equal_one_device(rules: Rules | str, mesh: dict[str, int]) -> None:
     """The bias after a step is the same number: it is made of integers."""
-    losses, bias = three_steps(rules, **mesh)
-    wanted_losses, wanted_bias = three_steps_on_one_device()
+    layout = ModelLayout.of(MODEL, shard_on(rules, **mesh))
+    state, losses, loads = trained(layout, fresh(layout), 0, 1, 2, 3)
+    wanted_losses, wanted_loads, wanted_bias = steps_on_one_device()
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+    assert loads == wanted_loads
+    bias = np.asarray(state["buffers"]["blocks.experts.bias"])
     np.testing.assert_array_equal(bias, wanted_bias)
     assert np.abs(bias).max() > 0.01
 
 
-@functools.cache
-def three_steps_on_one_device() -> tuple[list[float], np.ndarray]:
-    return three_steps("ddp")
+@pytest.mark.slow
+def test_resumes_on_another_mesh_with_the_same_bias_and_loads(tmp_path: Path) -> None:
+    """Saved with flat vectors and experts on two devices, restored with another exchange and
+    experts on four."""
+    before = ModelLayout.of(MODEL, shard_on("experts_padded+distributed", data=2, expert=2))
+    after = ModelLayout.of(MODEL, shard_on("experts_gather+zero2", data=2, expert=4))
+
+    def config(layout: ModelLayout) -> TrainConfig:
+        return TrainConfig(model=MODEL, output=str(tmp_path), rules=layout.shard.rules)
+
+    state, losses, loads = trained(before, fresh(before), 0, 1)
+    saved_bias = np.asarray(state["buffers"]["blocks.experts.bias"])
+    with Checkpoints(config(before)) as checkpoints:
+        checkpoints.save(2, state, {"position": 32}, before, OPTIMIZER)
+    with Checkpoints(config(after)) as checkpoints:
+        _, restored = checkpoints.restore(after, OPTIMIZER)
+    assert restored is not None
+    bias = np.asarray(restored["buffers"]["blocks.experts.bias"])
+    assert bias.tobytes() == saved_bias.tobytes()
+    state, more_losses, more_loads = trained(after, restored, 2, 3)
+    wanted_losses, wanted_loads, wanted_bias = steps_on_one_device()
+    np.testing.assert_allclose(losses + more_losses, wanted_losses, rtol=1e-6)
+    assert loads + more_loads == wanted_loads
+    bias = np.asarray(state["buffers"]["blocks.experts.bias"])
+    assert bias.tobytes() == wanted_bias.tobytes()
