@@ -22,7 +22,7 @@ Column = Mapping[str, MeshAxes]
 AxisType = Literal["auto", "manual"]
 Reduction = Literal["auto", "float32", "bfloat16", "int8"]
 Exchange = Literal["gather", "ulysses", "ring"]
-TokenExchange = Literal["gather", "padded"]
+TokenExchange = Literal["gather", "padded", "ragged"]
 
 FLAT = "flat"
 """The row of flat vectors: see `Rules.params` and `Rules.optimizer`."""
@@ -113,6 +113,9 @@ class Rules:
     can overflow it.
     padded: an all-to-all sends each token once to each device that holds an expert of it, in a
     buffer of fixed size (`experts.factor`). What does not fit follows in further rounds.
+    ragged: an all-to-all sends each token once to each device that holds an expert of it, and
+    nothing else. It receives into a buffer for the worst routing, as large as that of gather. For
+    GPUs only.
 
     Neighbouring axes with the same exchange are one exchange over both. Different ones compose,
     outermost first: padded across nodes and gather inside them sends a token to a node once.

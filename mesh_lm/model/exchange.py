@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from mesh_lm.errors import ConfigError
 from mesh_lm.model.permutation import Rows, add_rows, copy_tokens, sort
 from sharding_rules import EXTRA_ROUND
 from sharding_rules.rules import TokenExchange
@@ -142,6 +143,8 @@ def exchanged(
     behind = exchange.experts_behind(inner)
     if hop.exchange == "gather":
         return _gathered(hop, behind, tokens, partial(deliver, first=first))
+    if hop.exchange == "ragged":
+        return _ragged(hop, behind, tokens, partial(deliver, first=first))
     n_sent = exchange.sent_tokens(hop, inner, len(tokens.x))
     # A round has collectives over all these axes, so its devices must agree on how many there are.
     agreeing_axes = tuple(axis for hop in exchange.hops for axis in hop.axes)
@@ -231,6 +234,72 @@ def _padded(
         return lax.pmax(destinations.rank.max() + 1, agreeing_axes)
 
     return _in_rounds(run, tokens, n_sent, len(tokens.x), longest, first=first)
+
+
+def _ragged(
+    hop: Hop, experts_behind: int, tokens: Tokens, deliver: Callable[[Tokens], jax.Array]
+) -> jax.Array:
+    """A ragged all-to-all sends each device its tokens, as many as there are, and another one
+    returns the results. Tokens arrive one device's after another's, in a buffer for all of them.
+    """
+    n_devices = hop.n_devices
+    n_tokens, k = tokens.experts.shape
+    destinations = _destinations(tokens, n_devices, experts_behind, n_sent=0)
+    sent_G = destinations.rank.max(0) + 1
+    # Rows are sent in the order of their devices. A token has at most so many.
+    n_rows = n_tokens * min(k, n_devices)
+    begin_G = jnp.cumsum(sent_G) - sent_G
+    place_TG = jnp.where(destinations.rank >= 0, begin_G + destinations.rank, -1)
+    token_TG = jnp.broadcast_to(jnp.arange(n_tokens, dtype=jnp.int32)[:, None], place_TG.shape)
+    device_TG = jnp.broadcast_to(jnp.arange(n_devices, dtype=jnp.int32), place_TG.shape)
+    # Unique places, so that the scatter of these integers is exact and in no order.
+    row_TG = jnp.where(place_TG >= 0, place_TG, n_rows)
+    token_R = jnp.full(n_rows, -1, jnp.int32).at[row_TG].set(token_TG, mode="drop")
+    device_R = jnp.zeros(n_rows, jnp.int32).at[row_TG].set(device_TG, mode="drop")
+    rows = Rows(token_R, place_TG)
+
+    # All devices know how many rows each sends to each, and so where they begin on both sides.
+    sent_GG = lax.all_gather(sent_G, hop.axes)
+    me = lax.axis_index(hop.axes)
+    begin_of_sender_GG = jnp.cumsum(sent_GG, axis=1) - sent_GG
+    begin_of_receiver_GG = jnp.cumsum(sent_GG, axis=0) - sent_GG
+    received_G = sent_GG[:, me]
+
+    def send(array: jax.Array) -> jax.Array:
+        buffer = jnp.zeros((n_devices * n_tokens, *array.shape[1:]), array.dtype)
+        return lax.ragged_all_to_all(
+            *(array, buffer, begin_G, sent_G, begin_of_receiver_GG[me], received_G),
+            axis_name=hop.axes,
+        )
+
+    def send_back(array: jax.Array) -> jax.Array:
+        buffer = jnp.zeros((n_rows, *array.shape[1:]), array.dtype)
+        begin_here_G = begin_of_receiver_GG[:, me]
+        begin_there_G = begin_of_sender_GG[:, me]
+        return lax.ragged_all_to_all(
+            *(array, buffer, begin_here_G, received_G, begin_there_G, sent_G),
+            axis_name=hop.axes,
+        )
+
+    experts_Rk = tokens.experts[jnp.maximum(token_R, 0)] - device_R[:, None] * experts_behind
+    delivered = Tokens(
+        send(copy_tokens(tokens.x, rows)),
+        send(experts_Rk),
+        send(copy_tokens(tokens.weights, rows)),
+    )
+    is_used = jnp.arange(n_devices * n_tokens) < received_G.sum()
+    experts = jnp.where(is_used[:, None], delivered.experts, -1)
+    return add_rows(send_back(deliver(delivered._replace(experts=experts))), rows)
+
+
+def require_platform(hops: Sequence[Hop], platform: str) -> None:
+    """Raises ConfigError for an exchange that a platform cannot run."""
+    for hop in hops:
+        if hop.exchange == "ragged" and platform == "cpu":
+            raise ConfigError(
+                f"rules.exchange[{hop.axes[0]!r}]='ragged': XLA has no ragged all-to-all for "
+                "CPUs; set it to padded or gather"
+            )
 
 
 def _multiplied(exchange: Exchange, tokens: Tokens, mlp: Mlp, *, first: bool) -> jax.Array:

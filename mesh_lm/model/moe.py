@@ -24,7 +24,7 @@ from mesh_lm.model.buffer import Buffer
 from mesh_lm.model.config import DecoderConfig
 from mesh_lm.model.contract import Context, Sums
 from mesh_lm.model.dense import DenseLayer
-from mesh_lm.model.exchange import Exchange, Hop, Tokens, exchanged
+from mesh_lm.model.exchange import Exchange, Hop, Tokens, exchanged, require_platform
 from mesh_lm.model.exchange import Mlp as ExpertMlp
 from mesh_lm.model.layers import Weights, recomputed
 from mesh_lm.model.mlp import Mlp, gelu
@@ -139,6 +139,10 @@ class Experts(nnx.Module):
     def _placement(self, ctx: Context) -> _Placement:
         shard = self.shard
         matrix_axes = (_ROUTER, self.up_axes, _DOWN)
+        hops = tuple(
+            Hop(axes, exchange, shard.n_shards(axes)) for axes, exchange in shard.token_exchanges()
+        )
+        require_platform(hops, shard.mesh.devices.flat[0].platform)
         router, up, down = (shard.spec("params", axes) for axes in matrix_axes)
         return _Placement(
             dims=ctx.tokens,
@@ -147,10 +151,7 @@ class Experts(nnx.Module):
             gather_axes=tuple(shard.gather_axes(*axes) for axes in matrix_axes),
             width_axes=axes_of(shard.spec("gathered", ("expert_mlp",))[0]),
             sequence_axes=shard.sequence_axes(),
-            hops=tuple(
-                Hop(axes, exchange, shard.n_shards(axes))
-                for axes, exchange in shard.token_exchanges()
-            ),
+            hops=hops,
         )
 
     def _on_device(

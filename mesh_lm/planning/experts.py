@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.model import DecoderConfig
-from mesh_lm.model.exchange import Exchange
+from mesh_lm.model.exchange import Exchange, chosen_share
 from mesh_lm.training.expert_kernels import exchange_of
 from sharding_rules import setting
 from sharding_rules.lab.summary import size
@@ -30,15 +30,18 @@ def token_bytes(exchange: Exchange, d_model: int, dtype: str = "bfloat16") -> fl
     experts, and back the gradients of these weights.
     """
     total = 0.0
-    n_tokens = exchange.n_tokens
+    n_tokens: float = exchange.n_tokens
     row = 4 * d_model * _BYTES[dtype] + exchange.active * (_INT32 + 2 * _FLOAT32)
     for number, hop in enumerate(exchange.hops):
         inner = exchange.hops[number + 1 :]
-        sent = n_tokens
+        sent: float = n_tokens
         if hop.exchange == "padded":
             sent = exchange.sent_tokens(hop, inner, n_tokens)
+        elif hop.exchange == "ragged":
+            group = exchange.experts_behind(inner)
+            sent = n_tokens * chosen_share(exchange.n_experts, exchange.active, group)
         total += (hop.n_devices - 1) * sent * row
-        n_tokens = hop.n_devices * sent
+        n_tokens = hop.n_devices * (sent if hop.exchange == "padded" else n_tokens)
     return total
 
 

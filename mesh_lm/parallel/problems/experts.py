@@ -31,6 +31,11 @@ def expert_problems(config: TrainConfig) -> Iterator[str]:
                 f"rules.exchange[{axis!r}]={exchange!r}, but rules.params['experts'] is not "
                 f"sharded over {axis!r}; add it there, and in rules.activations['experts']"
             )
+        elif exchange == "ragged" and config.launch.cpu_devices:
+            yield (
+                f"rules.exchange[{axis!r}]='ragged': XLA has no ragged all-to-all for CPUs; set "
+                "it to padded or gather"
+            )
     if config.model.problems():
         return
     segments = _expert_segments(config)

@@ -10,6 +10,7 @@ from typing import Any
 
 import covering
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import Row
@@ -26,7 +27,8 @@ from support import (
 
 from mesh_lm.checkpoint import Checkpoints
 from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
-from mesh_lm.model import DecoderConfig, SegmentConfig
+from mesh_lm.errors import ConfigError
+from mesh_lm.model import DecoderConfig, SegmentConfig, moe
 from mesh_lm.optim import AdamW, Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State
@@ -226,6 +228,46 @@ def test_uneven_stages_with_a_dense_layer() -> None:
     pipeline = PipelineConfig(layers=(2, 1))
     found = gradients(MIXED, shard, 4, pipeline=pipeline, params=wanted[0])
     assert_equal(found, wanted)
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: Any,
+) -> jax.Array:
+    """`jax.lax.ragged_all_to_all`, which XLA does not have for CPUs, by its definition."""
+    sent = [
+        jax.lax.all_gather(x, axis_name)
+        for x in (operand, input_offsets, send_sizes, output_offsets)
+    ]
+    operands, inputs, sizes, outputs = sent
+    me = jax.lax.axis_index(axis_name)
+    place = jnp.arange(len(output))
+    for sender in range(len(operands)):
+        number = place - outputs[sender, me]
+        is_sent = (number >= 0) & (number < sizes[sender, me])
+        row = jnp.clip(inputs[sender, me] + number, 0, operands.shape[1] - 1)
+        rows = operands[sender][row]
+        output = jnp.where(is_sent.reshape(-1, *[1] * (rows.ndim - 1)), rows, output)
+    return output
+
+
+@pytest.mark.parametrize("routing", ["learned", pytest.param("one", marks=pytest.mark.slow)])
+def test_a_ragged_exchange(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = shard_on(
+        preset("experts_padded").replace("ragged", exchange={"expert": "ragged"}), expert=4
+    )
+    wanted = one_device(MODEL, routing)
+    with pytest.raises(ConfigError, match="XLA has no ragged all-to-all for CPUs"):
+        gradients(MODEL, shard, params=wanted[0])
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    monkeypatch.setattr(moe, "require_platform", lambda hops, platform: None)
+    assert_equal(gradients(MODEL, shard, params=wanted[0]), wanted)
 
 
 @pytest.mark.slow
