@@ -451,7 +451,7 @@ def test_a_product_of_scoped_rules() -> None:
         ({"exchange": {"expert": "paded"}}, ("rules.exchange['expert']='paded': experts have no such exchange; did you mean "
             "'padded'?")),
         ({"exchange": {"expert": "ring"}}, ("rules.exchange['expert']='ring': experts have no such exchange; known: gather, "
-            "padded")),
+            "padded, ragged")),
         ({"node_axis": "fsdp"},
          ("rules.node_axis='fsdp': gradients are not summed along it once a step; known: data, "
          "expert, sequence")),
