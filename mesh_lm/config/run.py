@@ -73,8 +73,10 @@ class ModelConfig:
         )
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns scalars to log besides the step's scalar sums, such as how evenly experts are
-        loaded, from the step's sums over the global batch, the layers' arrays among them.
+        """Returns what to log besides the step's scalar sums, such as how evenly experts are
+        loaded, from the step's sums over the global batch, the layers' arrays among them: "moe/load"
+        [L, E] has a row for each layer of its segment. Scalars are logged everywhere, arrays in
+        metrics.jsonl only.
         """
         return {}
 

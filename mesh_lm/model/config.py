@@ -347,7 +347,8 @@ class DecoderConfig(ModelConfig):
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns, of a model with experts: expert_load, the load of a layer's busiest expert over
-        the mean, averaged over layers; expert_idle, the share of experts that no token chose.
+        the mean, averaged over layers; expert_idle, the share of experts that no token chose;
+        expert_loads [L, E], the load of each expert over the mean of its layer.
         """
         from jax import numpy as jnp  # here, so that configs load without JAX
 
@@ -359,14 +360,11 @@ class DecoderConfig(ModelConfig):
         if not loads:
             return {}
         load_LE = jnp.concatenate(loads)
-        # Rows of a pipeline's padding have no load.
-        is_layer = load_LE.sum(-1) > 0
-        n_layers = jnp.maximum(is_layer.sum(), 1)
-        peak_L = load_LE.max(-1) / jnp.maximum(load_LE.mean(-1), 1)
-        idle_L = (load_LE == 0).mean(-1)
+        relative_LE = load_LE / jnp.maximum(load_LE.mean(-1, keepdims=True), 1)
         return {
-            "expert_load": jnp.where(is_layer, peak_L, 0).sum() / n_layers,
-            "expert_idle": jnp.where(is_layer, idle_L, 0).sum() / n_layers,
+            "expert_load": relative_LE.max(-1).mean(),
+            "expert_idle": (load_LE == 0).mean(),
+            "expert_loads": relative_LE,
         }
 
     def flops_per_token(self) -> float:

@@ -1,10 +1,12 @@
-"""The loss curve of a run, compared with compressors on the same text."""
+"""The loss curve of a run, compared with compressors on the same text, and the loads of its
+experts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from mesh_lm.report.rows import read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
 
 INK = "#1f2933"
 PALE = "#7b8794"
@@ -21,6 +24,14 @@ HELDOUT = "#dc5a1c"
 LABEL_GAP = 0.055
 """The least distance between two labels, as a fraction of the axis' height."""
 
+LOSS_HEIGHT = 5.4
+LOADS_HEIGHT = 2.8
+"""Inches."""
+MAX_ROWS = 128
+"""Experts of all layers that can be told apart in the heat map."""
+MAX_COLUMNS = 400
+"""Columns of the heat map; more are averaged."""
+
 
 class _Label(NamedTuple):
     height: float
@@ -29,8 +40,20 @@ class _Label(NamedTuple):
     colour: str
 
 
+class _Loads(NamedTuple):
+    """What the heat map of a run with experts shows."""
+
+    steps: np.ndarray
+    """[n]: of the columns."""
+    values: np.ndarray
+    """[rows, n]: loads over the mean."""
+    n_layers: int
+    of: Literal["each expert", "each layer's busiest expert"]
+
+
 def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) -> None:
-    """Draws training and held-out loss over the steps, 1800 x 1080 pixels.
+    """Draws training and held-out loss over the steps, 1800 x 1080 pixels; of a model with experts
+    also their loads, in a heat map below.
 
     In bits per byte if the last row with a loss has train_bpb, with a line for each of `yardsticks`
     (name -> bits per byte on the same text, such as {"gzip -9": 2.31}); else in nats per token,
@@ -38,18 +61,34 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
     nothing if there is no loss yet.
     """
     rows, _ = read(metrics_jsonl)
+    figure = drawn(rows, yardsticks)
+    if figure is None:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure).print_png(str(png))
+
+
+def drawn(rows: Sequence[Mapping[str, Any]], yardsticks: Mapping[str, float]) -> Figure | None:
+    """Returns the picture of `loss_curve`; None if there is no loss yet."""
     bytewise = _is_bytewise(rows)
     train = _train_series(rows, "train_bpb" if bytewise else "loss")
     heldout = _series(rows, "heldout_bpb" if bytewise else "heldout_loss")
     if not train.size:
-        return
+        return None
+    loads = _loads(rows)
 
     # imported here, because it takes 0.3 to 0.5 s
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5.4), dpi=200, facecolor="white")
-    axes = figure.add_axes((0.065, 0.11, 0.74, 0.76))
+    height = LOSS_HEIGHT + LOADS_HEIGHT if loads else LOSS_HEIGHT
+    figure = Figure(figsize=(9, height), dpi=200, facecolor="white")
+    part = figure
+    below = None
+    if loads:
+        part, below = figure.subfigures(2, 1, height_ratios=(LOSS_HEIGHT, LOADS_HEIGHT))
+
+    axes = part.add_axes((0.065, 0.11, 0.74, 0.76))
     labels = [_plot_train(axes, train)]
     if heldout.size:
         labels.append(_plot_heldout(axes, heldout))
@@ -60,16 +99,18 @@ def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) 
 
     _style(axes)
     unit = "bits per byte" if bytewise else "nats per token"
-    figure.text(0.022, 0.945, f"Loss, {unit}", fontsize=13, fontweight="bold", color=INK)
+    part.text(0.022, 0.945, f"Loss, {unit}", fontsize=13, fontweight="bold", color=INK)
     subtitle = "lower is better"
     if bytewise and yardsticks:
         subtitle += "; dashed: the same text, compressed"
-    figure.text(0.022, 0.9, subtitle, fontsize=9.5, color=PALE)
+    part.text(0.022, 0.9, subtitle, fontsize=9.5, color=PALE)
     _draw_labels(axes, labels)
-    FigureCanvasAgg(figure).print_png(str(png))
+    if loads and below:
+        _draw_loads(below, loads, axes)
+    return figure
 
 
-def _is_bytewise(rows: Sequence[Mapping[str, float | None]]) -> bool:
+def _is_bytewise(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the last row with a loss has it in bits per byte, too."""
     for row in reversed(rows):
         if "train_bpb" in row:
@@ -79,7 +120,7 @@ def _is_bytewise(rows: Sequence[Mapping[str, float | None]]) -> bool:
     return False
 
 
-def _train_series(rows: Sequence[Mapping[str, float | None]], name: str) -> np.ndarray:
+def _train_series(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
     """Returns the `_series` of a training loss, with its mean over several steps in rows that have
     one.
     """
@@ -90,7 +131,7 @@ def _train_series(rows: Sequence[Mapping[str, float | None]], name: str) -> np.n
     return _series(averaged, name)
 
 
-def _series(rows: Sequence[Mapping[str, float | None]], name: str) -> np.ndarray:
+def _series(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
     """Returns [n, 2]: the step and the value of the rows that have one."""
     points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return np.array(points, dtype=float).reshape(-1, 2)
@@ -166,3 +207,60 @@ def _draw_labels(axes: Axes, labels: list[_Label]) -> None:
             fontsize=10,
             va="center",
         )
+
+
+def _loads(rows: Sequence[Mapping[str, Any]]) -> _Loads | None:
+    """Returns the loads of the experts in these rows, of all or, where they are too many to be
+    seen, of the busiest in each layer; None without experts.
+    """
+    found = [(row["step"], row["expert_loads"]) for row in rows if "expert_loads" in row]
+    if not found:
+        return None
+    steps = np.array([step for step, _ in found], float)
+    loads_nLE = np.array([loads for _, loads in found], float)
+    n, n_layers, n_experts = loads_nLE.shape
+
+    n_columns = min(n, MAX_COLUMNS)
+    groups = np.array_split(np.arange(n), n_columns)
+    steps = np.array([steps[group].mean() for group in groups])
+    loads_nLE = np.stack([loads_nLE[group].mean(0) for group in groups])
+
+    if n_layers * n_experts > MAX_ROWS:
+        return _Loads(steps, loads_nLE.max(-1).T, n_layers, "each layer's busiest expert")
+    return _Loads(steps, loads_nLE.reshape(n_columns, -1).T, n_layers, "each expert")
+
+
+def _draw_loads(part: SubFigure, loads: _Loads, loss_axes: Axes) -> None:
+    """Draws the heat map, with steps at the same places as in the axes of the loss."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    colours = LinearSegmentedColormap.from_list("loads", [TRAIN, "white", HELDOUT])
+    colours.set_bad(GRID)
+    axes = part.add_axes((0.065, 0.17, 0.74, 0.57))
+    steps = loads.steps
+    between = (steps[1:] + steps[:-1]) / 2
+    edges = [steps[0] - 0.5, *between, steps[-1] + 0.5]
+    # Layers are 1, 2, ... on the axis, each around its number.
+    heights = np.linspace(0.5, loads.n_layers + 0.5, len(loads.values) + 1)
+    image = axes.pcolormesh(edges, heights, loads.values, cmap=colours, vmin=0, vmax=2)
+    for boundary in range(1, loads.n_layers):
+        axes.axhline(boundary + 0.5, color="white", linewidth=1)
+
+    axes.set_xlim(loss_axes.get_xlim())
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
+    axes.set_ylim(loads.n_layers + 0.5, 0.5)
+    axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    axes.spines[:].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=9.5, length=0, pad=6)
+    axes.set_xlabel("step", color=INK, fontsize=10)
+
+    bar = part.colorbar(image, cax=part.add_axes((0.825, 0.17, 0.012, 0.57)), ticks=[0, 1, 2])
+    bar.ax.set_yticklabels(["0: idle", "1: even", "2 and more"])
+    bar.ax.tick_params(colors=INK, labelsize=9.5, length=0, pad=6)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    title = f"Load of {loads.of}, relative to the mean of its layer"
+    part.text(0.022, 0.88, title, fontsize=13, fontweight="bold", color=INK)
+    subtitle = "layers with experts from first to last"
+    part.text(0.022, 0.79, subtitle, fontsize=9.5, color=PALE)

@@ -19,9 +19,9 @@ METRICS = "metrics.jsonl"
 DIGESTS = "metrics.sha256"
 
 
-def encoded(step: int, numbers: Mapping[str, float | None]) -> tuple[str, str]:
+def encoded(step: int, values: Mapping[str, Any]) -> tuple[str, str]:
     """Returns the line of a row, and that of its digest."""
-    line = json.dumps({"step": step, **numbers}, allow_nan=False)
+    line = json.dumps({"step": step, **values}, allow_nan=False)
     return f"{line}\n", f"{_digest(line)} {step}\n"
 
 

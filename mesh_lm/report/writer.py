@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TextIO
 
+import numpy as np
+
 from mesh_lm.report import rows
 from mesh_lm.report.groups import grouped
 
@@ -91,15 +93,20 @@ class Writer:
         if start_step:
             self._events.purge(start_step)
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(
+        self, step: int, metrics: Mapping[str, Any], arrays: Mapping[str, Any] = {}
+    ) -> None:
         """Records numbers (float, or anything float() takes). In metrics.jsonl, which stays strict
         JSON, nan and inf become null.
+
+        arrays: are recorded in metrics.jsonl alone, as nested lists of three decimals.
         """
         if self._files is None or self._events is None:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        row, digest = rows.encoded(step, finite)
+        lists = {name: _rounded(np.asarray(x, float).tolist()) for name, x in arrays.items()}
+        row, digest = rows.encoded(step, {**finite, **lists})
         self._files.digests.write(digest)
         self._files.rows.write(row)
         charts = grouped(numbers)
@@ -149,6 +156,13 @@ class Writer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _rounded(values: Any) -> Any:
+    """Returns nested lists of numbers with three decimals; None for what is not finite."""
+    if isinstance(values, list):
+        return [_rounded(value) for value in values]
+    return round(values, 3) if math.isfinite(values) else None
 
 
 class Events:

@@ -5,7 +5,7 @@ wait.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -228,9 +228,11 @@ class Monitor:
         step, metrics = self._unread
         self._unread = None
         jax.block_until_ready(metrics)  # so that the host is never more than one step ahead
-        row = self._progress.step(step, metrics)
+        scalars = {name: x for name, x in metrics.items() if x.ndim == 0}
+        row = self._progress.step(step, scalars)
         if row:
-            self._write(step, row | self._data_row(step))
+            arrays = {name: x for name, x in metrics.items() if x.ndim}
+            self._write(step, row | self._data_row(step), arrays)
 
     def _data_row(self, step: int) -> dict[str, float]:
         """Returns the epochs of the data so far, and how long a step waits for it: the mean over
@@ -244,13 +246,15 @@ class Monitor:
         epoch = step * self.config.tokens_per_step / self.corpus.train_tokens
         return {"epoch": epoch, "wait_ms": wait_ms}
 
-    def _write(self, step: int, row: dict[str, float]) -> None:
+    def _write(
+        self, step: int, row: dict[str, float], arrays: Mapping[str, jax.Array] = {}
+    ) -> None:
         """Writes a row. A full disk does not stop the run; the rows are written when there is space
         again.
         """
         problem = ""
         try:
-            self._writer.write(step, row)
+            self._writer.write(step, row, arrays)
         except OSError as error:
             problem = error.strerror or str(error)
         if problem == self._write_problem:

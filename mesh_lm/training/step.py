@@ -136,7 +136,7 @@ def train_step(
             for name, x in sums.items()
             if name not in ("weight", "objective")
         }
-        metrics |= layout.config.metrics({**sums, **layer_sums})
+        metrics |= layout.config.metrics({**sums, **_in_model_order(layout, layer_sums)})
         metrics["grad_norm"] = grad_norm
         metrics["learning_rate"] = optimizer.learning_rate(state["step"])
         metrics["skipped"] = new_state["skipped"]
@@ -151,6 +151,19 @@ def train_step(
 def step_key(seed: int, step: jax.Array | int) -> jax.Array:
     """Returns the key of a step's dropout, which is not that of any parameter's initial values."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEP_TAG), step)
+
+
+def _in_model_order(layout: ModelLayout, layer_sums: Params) -> Params:
+    """Returns the layers' arrays with a row for each layer, without a pipeline's padding, complete
+    on every device.
+    """
+    ordered = {}
+    for name, x in layer_sums.items():
+        # All-gathered over the stages: the first process writes what becomes of it.
+        complete = layout.shard.constrain(x, "activations", (None,) * x.ndim)
+        stack = layout.stack_of(name)
+        ordered[name] = complete if stack.is_contiguous else complete[stack.row_of_layer()]
+    return ordered
 
 
 def _require_updatable_buffers(layout: ModelLayout, optimizer: Optimizer) -> None:
