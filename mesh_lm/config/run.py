@@ -74,9 +74,10 @@ class ModelConfig:
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns what to log besides the step's scalar sums, such as how evenly experts are
-        loaded, from the step's sums over the global batch, the layers' arrays among them: "moe/load"
-        [L, E] has a row for each layer of its segment. Scalars are logged everywhere, arrays in
-        metrics.jsonl only.
+        loaded, from the step's sums over the global batch, the layers' arrays among them.
+
+        Those have a row for each layer of their segment, in model order. Scalars are logged
+        everywhere; arrays only in metrics.jsonl, and "expert_loads" [L, E] in loss.png as well.
         """
         return {}
 

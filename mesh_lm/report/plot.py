@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class _Loads(NamedTuple):
     values: np.ndarray
     """[rows, n]: loads over the mean."""
     n_layers: int
-    of: Literal["each expert", "each layer's busiest expert"]
+    title: str
 
 
 def loss_curve(metrics_jsonl: Path, png: Path, yardsticks: Mapping[str, float]) -> None:
@@ -86,7 +86,8 @@ def drawn(rows: Sequence[Mapping[str, Any]], yardsticks: Mapping[str, float]) ->
     part = figure
     below = None
     if loads:
-        part, below = figure.subfigures(2, 1, height_ratios=(LOSS_HEIGHT, LOADS_HEIGHT))
+        heights = (LOSS_HEIGHT, LOADS_HEIGHT)
+        part, below = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
 
     axes = part.add_axes((0.065, 0.11, 0.74, 0.76))
     labels = [_plot_train(axes, train)]
@@ -210,24 +211,30 @@ def _draw_labels(axes: Axes, labels: list[_Label]) -> None:
 
 
 def _loads(rows: Sequence[Mapping[str, Any]]) -> _Loads | None:
-    """Returns the loads of the experts in these rows, of all or, where they are too many to be
-    seen, of the busiest in each layer; None without experts.
+    """Returns the loads of the experts in these rows; None without experts.
+
+    Where they are too many to be seen, a layer has one row, which fades as its router collapses:
+    the mean of the less busy half of its experts.
     """
     found = [(row["step"], row["expert_loads"]) for row in rows if "expert_loads" in row]
     if not found:
         return None
-    steps = np.array([step for step, _ in found], float)
+    steps_n = np.array([step for step, _ in found], float)
     loads_nLE = np.array([loads for _, loads in found], float)
     n, n_layers, n_experts = loads_nLE.shape
 
-    n_columns = min(n, MAX_COLUMNS)
-    groups = np.array_split(np.arange(n), n_columns)
-    steps = np.array([steps[group].mean() for group in groups])
-    loads_nLE = np.stack([loads_nLE[group].mean(0) for group in groups])
+    if n_layers * n_experts <= MAX_ROWS:
+        values_nR = loads_nLE.reshape(n, -1)
+        title = "Load of each expert"
+    else:
+        values_nR = np.sort(loads_nLE)[:, :, : (n_experts + 1) // 2].mean(-1)
+        title = "Load of the less busy half of each layer's experts"
 
-    if n_layers * n_experts > MAX_ROWS:
-        return _Loads(steps, loads_nLE.max(-1).T, n_layers, "each layer's busiest expert")
-    return _Loads(steps, loads_nLE.reshape(n_columns, -1).T, n_layers, "each expert")
+    starts = np.arange(0, n, -(-n // MAX_COLUMNS))
+    lengths = np.diff(starts, append=n)
+    steps = np.add.reduceat(steps_n, starts) / lengths
+    values = np.add.reduceat(values_nR, starts) / lengths[:, None]
+    return _Loads(steps, values.T, n_layers, title)
 
 
 def _draw_loads(part: SubFigure, loads: _Loads, loss_axes: Axes) -> None:
@@ -235,8 +242,8 @@ def _draw_loads(part: SubFigure, loads: _Loads, loss_axes: Axes) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.ticker import MaxNLocator
 
-    colours = LinearSegmentedColormap.from_list("loads", [TRAIN, "white", HELDOUT])
-    colours.set_bad(GRID)
+    scale = LinearSegmentedColormap.from_list("loads", [TRAIN, "white", HELDOUT])
+    colours = scale.with_extremes(bad=GRID)
     axes = part.add_axes((0.065, 0.17, 0.74, 0.57))
     steps = loads.steps
     between = (steps[1:] + steps[:-1]) / 2
@@ -244,8 +251,9 @@ def _draw_loads(part: SubFigure, loads: _Loads, loss_axes: Axes) -> None:
     # Layers are 1, 2, ... on the axis, each around its number.
     heights = np.linspace(0.5, loads.n_layers + 0.5, len(loads.values) + 1)
     image = axes.pcolormesh(edges, heights, loads.values, cmap=colours, vmin=0, vmax=2)
-    for boundary in range(1, loads.n_layers):
-        axes.axhline(boundary + 0.5, color="white", linewidth=1)
+    if len(loads.values) > loads.n_layers:
+        for boundary in range(1, loads.n_layers):
+            axes.axhline(boundary + 0.5, color=INK, linewidth=0.6)
 
     axes.set_xlim(loss_axes.get_xlim())
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -255,12 +263,12 @@ def _draw_loads(part: SubFigure, loads: _Loads, loss_axes: Axes) -> None:
     axes.spines[:].set_visible(False)
     axes.tick_params(colors=INK, labelsize=9.5, length=0, pad=6)
     axes.set_xlabel("step", color=INK, fontsize=10)
+    axes.set_ylabel("layer", color=INK, fontsize=10)
 
     bar = part.colorbar(image, cax=part.add_axes((0.825, 0.17, 0.012, 0.57)), ticks=[0, 1, 2])
     bar.ax.set_yticklabels(["0: idle", "1: even", "2 and more"])
     bar.ax.tick_params(colors=INK, labelsize=9.5, length=0, pad=6)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
-    title = f"Load of {loads.of}, relative to the mean of its layer"
-    part.text(0.022, 0.88, title, fontsize=13, fontweight="bold", color=INK)
-    subtitle = "layers with experts from first to last"
+    part.text(0.022, 0.88, loads.title, fontsize=13, fontweight="bold", color=INK)
+    subtitle = "relative to the mean of the layer; layers with experts are counted from 1"
     part.text(0.022, 0.79, subtitle, fontsize=9.5, color=PALE)

@@ -93,9 +93,7 @@ class Writer:
         if start_step:
             self._events.purge(start_step)
 
-    def write(
-        self, step: int, metrics: Mapping[str, Any], arrays: Mapping[str, Any] = {}
-    ) -> None:
+    def write(self, step: int, metrics: Mapping[str, Any], arrays: Mapping[str, Any] = {}) -> None:
         """Records numbers (float, or anything float() takes). In metrics.jsonl, which stays strict
         JSON, nan and inf become null.
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import gradients, host_batch, initial, shard_on
 
-from mesh_lm.model import DecoderConfig, moe, token_batch
+from mesh_lm.model import DecoderConfig, SegmentConfig, moe, token_batch
 from mesh_lm.model.exchange import Exchange, Hop, chosen_share
 from mesh_lm.model.experts_config import ExpertsConfig
 from mesh_lm.model.permutation import Rows, add_rows, copy_tokens, sort
@@ -266,6 +266,13 @@ def test_bias_follows_the_loads() -> None:
     )
     updated = config.updated({"blocks.experts.bias": jnp.zeros((2, 4))}, sums)
     assert updated["blocks.experts.bias"].tolist() == [[-0.25, 0.25, 0, 0], [0, 0, 0, 0]]
-    metrics = config.metrics(sums)  # the second row is padding of a pipeline
-    assert float(metrics["expert_load"]) == 2 and float(metrics["expert_idle"]) == 0.25
+
+
+def test_metrics_of_loads() -> None:
+    segments = (SegmentConfig("a", 1, "moe"), SegmentConfig("b", 1), SegmentConfig("c", 1, "moe"))
+    config = DecoderConfig(segments=segments, experts=ExpertsConfig(number=4, active=2), n_layers=3)
+    sums = {"c/load": jnp.asarray([[4.0, 0, 2, 2]]), "a/load": jnp.asarray([[3.0, 2, 2, 1]])}
+    metrics = config.metrics(sums)
+    assert metrics["expert_loads"].tolist() == [[1.5, 1, 1, 0.5], [2, 0, 1, 1]]
+    assert float(metrics["expert_load"]) == 1.75 and float(metrics["expert_idle"]) == 0.125
     assert DecoderConfig().metrics({}) == {}

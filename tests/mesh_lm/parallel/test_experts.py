@@ -32,7 +32,7 @@ from mesh_lm.model import DecoderConfig, SegmentConfig, moe
 from mesh_lm.optim import AdamW, Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State
-from mesh_lm.state.initial import fresh_state
+from mesh_lm.state.initial import fresh_state, init_state
 from mesh_lm.training.step import train_step
 from sharding_rules import Rules, preset
 
@@ -308,7 +308,7 @@ def trained(
         state, metrics = step(state, on_devices(host_batch(1, seed), layout))
         losses.append(float(metrics["loss"]))
         loads.append(float(metrics["expert_load"]))
-        assert {"expert_idle", "balance", "router_z"} <= metrics.keys()
+        assert {"expert_idle", "expert_loads", "balance", "router_z"} <= metrics.keys()
     return state, losses, loads
 
 
@@ -368,3 +368,20 @@ def test_resumes_on_another_mesh_with_the_same_bias_and_loads(tmp_path: Path) ->
     assert loads + more_loads == wanted_loads
     bias = np.asarray(state["buffers"]["blocks.experts.bias"])
     assert bias.tobytes() == wanted_bias.tobytes()
+
+
+@pytest.mark.slow
+def test_the_loads_of_a_pipeline_are_those_of_one_device() -> None:
+    """In model order, though the stages hold other layers, and one of them a row of padding."""
+    model = dataclasses.replace(MODEL, n_layers=5)
+    found = []
+    for rules, mesh, microbatches in (("ddp", {}, 1), ("zero3", {"pipeline": 2, "data": 2}, 4)):
+        pipeline = PipelineConfig(chunks=2, layers=(1, 2, 1, 1))
+        layout = ModelLayout.of(model, shard_on(rules, **mesh), pipeline)
+        optimizer = Optimizer(OPTIMIZER, 10)
+        state = init_state(layout, optimizer, 0)
+        batch = on_devices(host_batch(microbatches), layout)
+        metrics = train_step(layout, optimizer, seed=0)(state, batch)[1]
+        found.append(np.asarray(metrics["expert_loads"]))
+    assert found[0].shape == (5, EXPERTS.number)
+    np.testing.assert_array_equal(*found)

@@ -380,6 +380,25 @@ def test_tensorboard(tmp_path: Path) -> None:
     }
 
 
+def test_arrays_are_in_the_file_alone(tmp_path: Path) -> None:
+    """They survive a resume, which verifies the rows; three decimals are enough for a picture."""
+    loads = np.array([[0.12345, 2.0], [math.nan, 1 / 3]], np.float32)
+    with Writer(tmp_path) as writer:
+        writer.write(10, {"loss": 2.5}, {"expert_loads": loads})
+        writer.write(20, {"loss": 2.0}, {"expert_loads": loads})
+    with Writer(tmp_path, start_step=10) as writer:
+        assert not writer.damaged
+        writer.write(20, {"loss": 1.5}, {"expert_loads": 2 * loads})
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 10, "loss": 2.5, "expert_loads": [[0.123, 2.0], [None, 0.333]]},
+        {"step": 20, "loss": 1.5, "expert_loads": [[0.247, 4.0], [None, 0.667]]},
+    ]
+    tags = {
+        value.tag for event in events(tmp_path / "tensorboard") for value in event.summary.value
+    }
+    assert tags == {"train/loss"}
+
+
 @pytest.mark.parametrize("metric", ["train_bpb", "loss"])
 def test_plot(tmp_path: Path, metric: str) -> None:
     rows = [{"step": step, metric: 2 + 3 / step if step != 7 else None} for step in range(1, 300)]
@@ -415,6 +434,50 @@ def test_a_plot_shows_the_newest_rows(
     assert shown == (
         ["training 1.000", "gzip -9 2.300"] if known_last else ["training 3.000", "held-out 3.100"]
     )
+
+
+def with_loads(n_rows: int, n_layers: int, n_experts: int) -> list[dict[str, object]]:
+    """Rows of a run in which the first expert of layer 2 takes ever more tokens."""
+    rows = []
+    for i in range(n_rows):
+        share = np.ones((n_layers, n_experts))
+        share[1, 1:] = 1 - i / n_rows
+        share[1, 0] += n_experts - share[1].sum()
+        rows.append({"step": 10 * i + 1, "loss": 4.0, "expert_loads": share.tolist()})
+    return rows
+
+
+def test_a_run_with_experts_has_a_heat_map_below_the_curve(tmp_path: Path) -> None:
+    rows = with_loads(5, 3, 4)
+    figure = plot.drawn([*rows, {"step": 41, "heldout_loss": 4.0}], {})
+    assert figure is not None
+    curve, heat_map, bar = figure.axes
+    (mesh,) = heat_map.collections
+    values = np.asarray(mesh.get_array())
+    wanted = np.array([row["expert_loads"] for row in rows]).reshape(5, 12).T
+    np.testing.assert_allclose(values, wanted)
+    assert mesh.get_clim() == (0, 2)
+    assert heat_map.get_xlim() == curve.get_xlim()
+    assert len(bar.get_yticklabels()) == 3
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", {})
+    assert struct.unpack(">II", (tmp_path / "loss.png").read_bytes()[16:24]) == (1800, 1640)
+
+    dense = [{name: row[name] for name in ("step", "loss")} for row in rows]
+    without = plot.drawn(dense, {})
+    assert without is not None and len(without.axes) == 1
+
+
+def test_many_experts_have_a_row_for_each_layer() -> None:
+    """A column is the mean of neighbouring rows; a layer that collapses fades to 0."""
+    n_rows = 2 * plot.MAX_COLUMNS
+    figure = plot.drawn(with_loads(n_rows, 3, 64), {})
+    assert figure is not None
+    values = np.asarray(figure.axes[1].collections[0].get_array())
+    assert values.shape == (3, plot.MAX_COLUMNS)
+    np.testing.assert_allclose(values[[0, 2]], 1)
+    np.testing.assert_allclose(values[1], 1 - (2 * np.arange(plot.MAX_COLUMNS) + 0.5) / n_rows)
 
 
 def test_plot_of_nothing_is_no_plot(tmp_path: Path) -> None:

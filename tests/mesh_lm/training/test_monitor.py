@@ -1,10 +1,11 @@
-"""Whether a restarted run still has to draw its curve and write its sample."""
+"""Where metrics go; whether a restarted run still has to draw its curve and write its sample."""
 
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from mesh_lm.training.monitor import Monitor
@@ -41,3 +42,24 @@ def test_what_an_earlier_run_wrote_is_not_that_of_a_longer_one(
     assert Monitor.has_finished(monitor, has_sample=has_sample) is finished
     monitor.speaks = False
     assert not Monitor.has_finished(monitor, has_sample=has_sample)
+
+
+@pytest.mark.parametrize("is_due", [True, False])
+def test_arrays_of_a_step_are_written_with_its_row(is_due: bool) -> None:
+    """The terminal and the log get numbers alone."""
+    shown, written = [], []
+
+    def show(step: int, metrics: dict[str, Any]) -> dict[str, float]:
+        shown.append((step, {*metrics}))
+        return {"loss": 2.0} if is_due else {}
+
+    metrics = {"loss": jnp.float32(2), "expert_loads": jnp.ones((2, 4))}
+    monitor: Any = SimpleNamespace(
+        _unread=(3, metrics),
+        _progress=SimpleNamespace(step=show),
+        _data_row=lambda step: {"epoch": 1.0},
+        _write=lambda step, row, arrays: written.append((step, row, {*arrays})),
+    )
+    Monitor.flush(monitor)
+    assert shown == [(3, {"loss"})]
+    assert written == ([(3, {"loss": 2.0, "epoch": 1.0}, {"expert_loads"})] if is_due else [])

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from support import GPT, host_batch, on_devices, shard_on
 
-from mesh_lm.config import OptimizerConfig
+from mesh_lm.config import OptimizerConfig, PipelineConfig
 from mesh_lm.optim import ArraySpec, Optimizer, decayed
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import abstract_state
@@ -256,3 +256,19 @@ def test_the_state_lives_where_the_rules_say() -> None:
         == jax.P("pipeline", ("fsdp", "data"), None)
     )
     assert state["mu"][name].sharding.shard_shape(state["mu"][name].shape) == (2, 32 // 8, 128)
+
+
+def test_metrics_of_layers_are_in_model_order_without_padding() -> None:
+    """The stages hold layers 0, 3 and 1, 2, 4, so that one row of the first is padding."""
+    model = dataclasses.replace(GPT, n_layers=5)
+    shard = shard_on("ddp", pipeline=2)
+    layout = ModelLayout.of(model, shard, PipelineConfig(chunks=2, layers=(1, 2, 1, 1)))
+    layers = layout.stacks["blocks"].layer_of_row()
+    assert layers.tolist() == [0, 3, -1, 1, 2, 4]
+    by_stage = jax.NamedSharding(shard.mesh, jax.P("pipeline"))
+    loads = jax.device_put(layers[:, None] * np.ones(3, np.float32), by_stage)
+    ordered = jax.jit(functools.partial(step_module._in_model_order, layout))(
+        {"blocks/load": loads}
+    )
+    assert ordered["blocks/load"][:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert ordered["blocks/load"].is_fully_replicated
