@@ -16,6 +16,7 @@ def get_config() -> TrainConfig:
         d_ff=176,
         # Without these two the busiest expert soon has three times as many tokens as the mean.
         balance_loss=0.01,
+        bias=True,
         bias_rate=0.005,
     )
     model = dataclasses.replace(config.model, block="moe", experts=experts)

@@ -136,14 +136,14 @@ MEGATRON: dict[str, Meaning] = {
     "moe-router-num-groups": same("model.experts.groups"),
     "moe-router-group-topk": same("model.experts.active_groups"),
     "moe-router-load-balancing-type": explained(
-        "`model.experts.balance_loss` for seq_aux_loss, `model.experts.bias_rate` for none; "
+        "`model.experts.balance_loss` for seq_aux_loss, `model.experts.bias` for none; "
         "aux_loss, global_aux_loss and sinkhorn are not built"
     ),
     "moe-aux-loss-coeff": same(
         "model.experts.balance_loss", ", the loss of each sequence, as seq_aux_loss"
     ),
     "moe-z-loss-coeff": same("model.experts.z_loss"),
-    "moe-router-enable-expert-bias": flag("model.experts.bias_rate", "0.001"),
+    "moe-router-enable-expert-bias": flag("model.experts.bias", "true"),
     "moe-router-bias-update-rate": same("model.experts.bias_rate"),
     "moe-token-dispatcher-type": explained(
         "`rules`: `experts_gather` for allgather, `experts_padded` for alltoall, in a product with "

@@ -266,7 +266,10 @@ def _config(fields: Mapping[str, Any]) -> DecoderConfig:
         if name.startswith(_EXPERTS)
     }
     others = {name: value for name, value in fields.items() if not name.startswith(_EXPERTS)}
-    return DecoderConfig(**others, experts=ExpertsConfig(**of_experts))
+    config = DecoderConfig(**others, experts=ExpertsConfig(**of_experts))
+    if not config.has_experts:  # of a class with experts, without a layer that has them
+        config = dataclasses.replace(config, experts=ExpertsConfig())
+    return config
 
 
 def _types() -> dict[str, type]:

@@ -116,7 +116,7 @@ _EXPERTS = {
     "experts.scale": 1.0,
     "experts.groups": 1,
     "experts.shared": 0,
-    "experts.bias_rate": 0.0,
+    "experts.bias": False,
 }
 """Our fields that are fixed in all families with experts."""
 

@@ -244,6 +244,11 @@ class DecoderConfig(ModelConfig):
         problems += self._segment_problems()
         if self.has_experts:
             problems += self.experts.problems()
+        elif self.experts != ExpertsConfig():
+            problems.append(
+                "model.experts is set, but no layer has experts; set model.block=moe, or give a "
+                "segment the kind moe"
+            )
         if self.positions == "rotary" and self.d_head % 2:
             problems.append(f"rotary positions need an even head width, not {self.d_head}")
         if not 0 <= self.dropout < 1:

@@ -36,10 +36,12 @@ class ExpertsConfig:
     active_groups: int = expert(1, least=1)
     """Groups whose experts a token may choose: those with the highest sums of their two best
     scores."""
-    bias_rate: float = option(0.0, least=0, below=math.inf)
-    """By how much a step changes the bias that a router adds to an expert's score when it chooses:
-    up for an expert with fewer tokens than the mean, down for one with more (arXiv 2408.15664); 0:
-    no bias."""
+    bias: bool = False
+    """Whether the router adds a bias to each expert's score when it chooses, which balances the
+    experts without a loss (arXiv 2408.15664). It is saved with the weights."""
+    bias_rate: float = option(0.001, least=0, below=math.inf)
+    """By how much a step changes the bias: up for an expert with fewer tokens than the mean, down
+    for one with more. 0: it stays as it is."""
     balance_loss: float = option(0.0, least=0, below=math.inf)
     """Weight of the balance loss of each sequence: number / active times the sum over experts of
     (share of the sequence's choices) x (mean score) (DeepSeek-V3, arXiv 2412.19437)."""
@@ -53,6 +55,8 @@ class ExpertsConfig:
     def problems(self) -> Iterator[str]:
         """Yields a sentence for each wrong value, and for each contradiction between fields."""
         problems = list(bound_problems("model.experts", self))
+        if self.score not in ("softmax", "sigmoid"):
+            problems.append(f"model.experts.score={self.score!r} must be softmax or sigmoid")
         yield from problems
         if problems:
             return

@@ -115,7 +115,7 @@ class Experts(nnx.Module):
             self.up_axes = ("experts", "embed", "expert_mlp")
             self.up = weights((n, d, f), self.up_axes, cast=True)
         self.down = weights((n, f, d), _DOWN, weights.residual_std, cast=True)
-        if config.experts.bias_rate:
+        if config.experts.bias:
             bias = jnp.zeros((weights.layers, n))
             self.bias = Buffer(bias, out_sharding=("layers", "router"))
 
@@ -128,7 +128,7 @@ class Experts(nnx.Module):
         label_weights = ctx.batch["weights"]
         if ctx.tokens[0] != "batch":
             label_weights = label_weights.T
-        bias = self.bias[...] if self.config.experts.bias_rate else None
+        bias = self.bias[...] if self.config.experts.bias else None
         run = self.shard.shard_map(
             partial(self._on_device, placement),
             (placement.tokens, jax.P(*placement.tokens[:2]), *placement.matrices, jax.P()),
@@ -172,9 +172,9 @@ class Experts(nnx.Module):
         config = self.config.experts
         sum_dtype = "float32" if self.shard.rules.reduction == "float32" else x_TD.dtype
         router_axes, up_axes, down_axes = placement.gather_axes
-        router = _gathered(router, router_axes, "float32", "float32")
-        up = _gathered(up, up_axes, x_TD.dtype, sum_dtype)
-        down = _gathered(down, down_axes, x_TD.dtype, sum_dtype)
+        router = _matrix_in_use(router, router_axes, "float32", "float32")
+        up = _matrix_in_use(up, up_axes, x_TD.dtype, sum_dtype)
+        down = _matrix_in_use(down, down_axes, x_TD.dtype, sum_dtype)
 
         x = x_TD.reshape(-1, x_TD.shape[-1])
         # In float32, also on GPUs, whose default for float32 is TF32.
@@ -270,7 +270,7 @@ class Experts(nnx.Module):
 
 # A custom VJP, for the type in which gradients are summed over devices.
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered(
+def _matrix_in_use(
     w: jax.Array, gather_axes: tuple[tuple[str, ...], ...], dtype: Any, sum_dtype: Any
 ) -> jax.Array:
     """Returns a stored matrix as a device uses it: cast to `dtype`, then gathered along each
@@ -283,14 +283,14 @@ def _gathered(
     return w
 
 
-def _gathered_forward(
+def _matrix_forward(
     w: jax.Array, gather_axes: tuple[tuple[str, ...], ...], dtype: Any, sum_dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     # An empty array says what the type of the gradient is.
-    return _gathered(w, gather_axes, dtype, sum_dtype), jnp.empty(0, w.dtype)
+    return _matrix_in_use(w, gather_axes, dtype, sum_dtype), jnp.empty(0, w.dtype)
 
 
-def _gathered_backward(
+def _matrix_backward(
     gather_axes: tuple[tuple[str, ...], ...],
     dtype: Any,
     sum_dtype: Any,
@@ -304,7 +304,7 @@ def _gathered_backward(
     return (dw.astype(stored.dtype),)
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_matrix_in_use.defvjp(_matrix_forward, _matrix_backward)
 
 
 @recomputed

@@ -4,6 +4,7 @@ that no row asks for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import get_args
 
@@ -46,6 +47,7 @@ def expert_problems(config: TrainConfig) -> Iterator[str]:
         )
     for name in segments:
         yield from _residual_problems(rules, name)
+        yield from _shared_expert_problems(config, name)
 
 
 def _expert_segments(config: TrainConfig) -> list[str]:
@@ -131,11 +133,32 @@ def _router_problems(rules: Rules, row: str) -> Iterator[str]:
 
 
 def _residual_problems(rules: Rules, segment: str) -> Iterator[str]:
-    """Yields a residual stream that is sharded along embed, which a router cannot read."""
-    row = rules.row("activations", f"{segment}/embed")
-    entry = rules.activations[row] if row else None
-    if axes_of(entry):
+    """Yields a residual stream, or matrices in use, that are sharded along embed, which a router
+    and the experts cannot read.
+    """
+    for kind in ("activations", "gathered"):
+        column = rules.column(kind)
+        row = row_of(column, f"{segment}/embed")
+        if row is not None and axes_of(column[row]):
+            yield (
+                f"rules.{kind}[{row!r}]={column[row]!r}: the router of {segment!r} reads complete "
+                "tokens; use megatron_sp in place of megatron_2d, or set it to None"
+            )
+            return
+
+
+def _shared_expert_problems(config: TrainConfig, segment: str) -> Iterator[str]:
+    """Yields a width of the shared expert that does not divide over the mesh axes of its MLP."""
+    experts = getattr(config.model, "experts", None)
+    column = config.rules.column("params")
+    row = row_of(column, f"{segment}/mlp")
+    sizes = config.mesh.sizes()
+    if experts is None or row is None:
+        return
+    n_shards = math.prod(sizes.get(axis, 1) for axis in axes_of(column[row]))
+    if experts.shared % n_shards:
         yield (
-            f"rules.activations[{row!r}]={entry!r}: the router of {segment!r} reads complete "
-            "tokens; use megatron_sp in place of megatron_2d, or set it to None"
+            f"model.experts.shared={experts.shared}: the width of the shared expert does not "
+            f"divide into {n_shards} shards (rules.params: {row} -> "
+            f"{'+'.join(axes_of(column[row]))})"
         )

@@ -38,12 +38,19 @@ def _node_problems(config: TrainConfig) -> Iterator[str]:
         return
     column = rules.column("gradients")
     for row, entry in column.items():
-        if name_of(row) != FLAT and set(axes_of(entry)) & _summed_axes(config):
+        if name_of(row) == FLAT or not set(axes_of(entry)) & _summed_axes(config):
+            continue
+        if name_of(row) == "experts":
+            yield (
+                f"rules.node_axis={node!r}: sums in two levels are not built beside experts over "
+                f"{axes_of(entry)[0]!r}; leave by_node out"
+            )
+        else:
             yield (
                 f"rules.node_axis={node!r}: rules.gradients[{row!r}]={entry!r} shards the sum; use "
                 "ddp, zero1, distributed or zero3 with by_node"
             )
-            return
+        return
 
 
 def _int8_problems(config: TrainConfig) -> Iterator[str]:
@@ -70,9 +77,16 @@ def _int8_problems(config: TrainConfig) -> Iterator[str]:
             )
             return
     for row, entry in rules.column("gradients").items():
-        if set(axes_of(entry)) & summed_axes:
+        if not set(axes_of(entry)) & summed_axes:
+            continue
+        if name_of(row) == "experts":
+            yield (
+                "rules.reduction='int8': sums in int8 are not built beside experts over "
+                f"{axes_of(entry)[0]!r}; leave reduce_int8 out"
+            )
+        else:
             yield (
                 f"rules.reduction='int8': rules.gradients[{row!r}]={entry!r} leaves the "
                 "reduce-scatter to XLA, which cannot round it; use ddp, zero1 or distributed"
             )
-            return
+        return

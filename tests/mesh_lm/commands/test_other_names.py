@@ -100,10 +100,10 @@ ANSWERS = {
     ),
     "--moe-router-load-balancing-type=aux_loss": (
         "--moe-router-load-balancing-type: the config has no such field; model.experts.balance_loss for seq_aux_loss, "
-        "model.experts.bias_rate for none; aux_loss, global_aux_loss and sinkhorn are not built"
+        "model.experts.bias for none; aux_loss, global_aux_loss and sinkhorn are not built"
     ),
     "--moe-router-enable-expert-bias": (
-        "--moe-router-enable-expert-bias: the config has no such field; did you mean --model.experts.bias_rate=0.001?"
+        "--moe-router-enable-expert-bias: the config has no such field; did you mean --model.experts.bias=true?"
     ),
     "--moe-token-dispatcher-type=alltoall": (
         "--moe-token-dispatcher-type: the config has no such field; rules: experts_gather for allgather, "

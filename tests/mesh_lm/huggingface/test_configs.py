@@ -341,7 +341,7 @@ def test_a_window_is_that_of_all_layers(tmp_path: Path) -> None:
 def test_experts_without_a_family(tmp_path: Path) -> None:
     config = huggingface.config_of(written(tmp_path, MIXTRAL_8X7B))
     experts = dataclasses.replace(
-        config.experts, score="sigmoid", groups=2, shared=64, bias_rate=0.1, normalised=False
+        config.experts, score="sigmoid", groups=2, shared=64, bias=True, normalised=False
     )
     with pytest.raises(ConfigError) as caught:
         to_json(dataclasses.replace(config, experts=experts), "float32")
@@ -350,7 +350,7 @@ def test_experts_without_a_family(tmp_path: Path) -> None:
         "model.experts.score='softmax', not 'sigmoid'",
         "model.experts.groups=1, not 2",
         "model.experts.shared=0, not 64",
-        "model.experts.bias_rate=0.0, not 0.1",
+        "model.experts.bias=False, not True",
         "model.experts.normalised=True, not False",
     ]
     segments = (SegmentConfig("first", 1), SegmentConfig("rest", 31, "moe"))

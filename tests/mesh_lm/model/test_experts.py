@@ -262,7 +262,9 @@ def test_a_cache_gives_the_logits_of_the_whole_text() -> None:
 def test_bias_follows_the_loads() -> None:
     sums = {"blocks/load": jnp.asarray([[4.0, 0, 2, 2], [0, 0, 0, 0]])}
     config = DecoderConfig(
-        block="moe", experts=ExpertsConfig(number=4, active=2, bias_rate=0.25), n_layers=1
+        block="moe",
+        experts=ExpertsConfig(number=4, active=2, bias=True, bias_rate=0.25),
+        n_layers=1,
     )
     updated = config.updated({"blocks.experts.bias": jnp.zeros((2, 4))}, sums)
     assert updated["blocks.experts.bias"].tolist() == [[-0.25, 0.25, 0, 0], [0, 0, 0, 0]]

@@ -9,7 +9,7 @@ import pytest
 
 from mesh_lm.config import load
 from mesh_lm.errors import ConfigError
-from mesh_lm.model import DecoderConfig, SegmentConfig
+from mesh_lm.model import DecoderConfig, ExpertsConfig, SegmentConfig
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, Rules, preset
 
@@ -32,7 +32,7 @@ def problems(
         config,
         rules=preset(rules) if isinstance(rules, str) else rules,
         mesh=MeshConfig(**(mesh or EXPERT)),
-        model=dataclasses.replace(config.model, experts=changed, **(model or {})),
+        model=dataclasses.replace(config.model, **{"experts": changed, **(model or {})}),
     )
     try:
         check(config, 8)
@@ -54,6 +54,7 @@ def held_over(*axes: str, base: str = "experts_gather", **changes: Any) -> Rules
         ({"active": 0}, "model.experts.active=0 must be at least 1"),
         ({"d_ff": -1}, "model.experts.d_ff=-1 must be at least 0"),
         ({"shared": -1}, "model.experts.shared=-1 must be at least 0"),
+        ({"score": "relu"}, "model.experts.score='relu' must be softmax or sigmoid"),
         ({"scale": math.nan}, "model.experts.scale=nan must be at least 0 and finite"),
         ({"balance_loss": -0.1}, "model.experts.balance_loss=-0.1 must be at least 0 and finite"),
         (
@@ -82,8 +83,18 @@ def test_routers_that_cannot_be(experts: dict[str, Any], problem: str) -> None:
     assert problems(**experts) == [problem]
 
 
-def test_experts_of_a_dense_model_are_not_read() -> None:
-    assert not problems("ddp", {"data": 8}, {"block": "dense"}, active=9)
+def test_experts_of_a_dense_model() -> None:
+    assert problems("ddp", {"data": 8}, {"block": "dense"}, active=9) == [
+        "model.experts is set, but no layer has experts; set model.block=moe, or give a segment "
+        "the kind moe"
+    ]
+
+
+def test_a_shared_expert_that_does_not_divide() -> None:
+    assert problems("experts_gather+megatron", TENSOR, shared=33) == [
+        "model.experts.shared=33: the width of the shared expert does not divide into 2 shards "
+        "(rules.params: mlp -> tensor)"
+    ]
 
 
 @pytest.mark.parametrize("experts", [{"factor": 0}, {"groups": 4, "active_groups": 2, "active": 4}])
@@ -166,6 +177,18 @@ STAY = "experts stay on their devices, and rules.params['experts']='expert'; set
             "is divided over a mesh axis once; set rules.params['blocks/embed'] to None",
         ),
         (
+            preset("experts_padded+reduce_int8"),
+            {"data": 2, "expert": 4},
+            "rules.reduction='int8': sums in int8 are not built beside experts over 'expert'; "
+            "leave reduce_int8 out",
+        ),
+        (
+            preset("experts_padded+fsdp").replace("mine", gathered={"blocks/embed": "fsdp"}),
+            {"fsdp": 2, "expert": 4},
+            "rules.gathered['blocks/embed']='fsdp': the router of 'blocks' reads complete tokens; "
+            "use megatron_sp in place of megatron_2d, or set it to None",
+        ),
+        (
             held_over("data", "expert"),
             EXPERT,
             "rules.params['experts']=('data', 'expert'): no rule says how tokens reach experts "
@@ -200,8 +223,8 @@ STAY = "experts stay on their devices, and rules.params['experts']='expert'; set
         (
             preset("experts_gather+by_node"),
             {"data": 2, "expert": 2, "extra": ("node=2",)},
-            "rules.node_axis='node': rules.gradients['experts']='expert' shards the sum; use ddp, "
-            "zero1, distributed or zero3 with by_node",
+            "rules.node_axis='node': sums in two levels are not built beside experts over "
+            "'expert'; leave by_node out",
         ),
     ],
 )
@@ -234,9 +257,9 @@ def test_a_size_that_does_not_divide() -> None:
 
 def test_a_model_without_experts() -> None:
     unused = "mesh.expert=4: this model has no experts; set mesh.expert=1, or model.block=moe"
-    assert problems(model={"block": "dense"}) == [unused]
+    assert problems(model={"block": "dense", "experts": ExpertsConfig()}) == [unused]
     dense = (SegmentConfig("first", 2), SegmentConfig("others", 2))
-    assert problems(model={"segments": dense}) == [unused]
+    assert problems(model={"segments": dense, "experts": ExpertsConfig()}) == [unused]
     mixed = (SegmentConfig("first", 1), SegmentConfig("others", 3, kind="moe"))
     assert not problems(model={"segments": mixed})
 

@@ -158,7 +158,13 @@ def test_equals_one_device(row: Row) -> None:
 def folded(base: str, experts: tuple[str, ...], **exchange: Any) -> Rules:
     """A preset with the experts on these mesh axes."""
     rows = {"experts": experts, "expert_mlp": None}
-    return preset(base).replace("folded", params=rows, activations=rows, exchange=exchange)
+    rules = preset(base)
+    columns = {
+        kind: rows
+        for kind in ("params", "activations", "gradients", "optimizer")
+        if getattr(rules, kind) is not None
+    }
+    return rules.replace("folded", exchange=exchange, **columns)
 
 
 @pytest.mark.parametrize(
