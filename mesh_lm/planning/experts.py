@@ -30,18 +30,20 @@ def token_bytes(exchange: Exchange, d_model: int, dtype: str = "bfloat16") -> fl
     experts, and back the gradients of these weights.
     """
     total = 0.0
-    n_tokens: float = exchange.n_tokens
+    n_tokens = exchange.n_tokens
     row = 4 * d_model * _BYTES[dtype] + exchange.active * (_INT32 + 2 * _FLOAT32)
     for number, hop in enumerate(exchange.hops):
         inner = exchange.hops[number + 1 :]
-        sent: float = n_tokens
+        rows = float(n_tokens)
+        received = n_tokens
         if hop.exchange == "padded":
-            sent = exchange.sent_tokens(hop, inner, n_tokens)
+            received = exchange.sent_tokens(hop, inner, n_tokens)
+            rows = float(received)
         elif hop.exchange == "ragged":
             group = exchange.experts_behind(inner)
-            sent = n_tokens * chosen_share(exchange.n_experts, exchange.active, group)
-        total += (hop.n_devices - 1) * sent * row
-        n_tokens = hop.n_devices * (sent if hop.exchange == "padded" else n_tokens)
+            rows *= chosen_share(exchange.n_experts, exchange.active, group)
+        total += (hop.n_devices - 1) * rows * row
+        n_tokens = hop.n_devices * received
     return total
 
 

@@ -384,10 +384,9 @@ def test_the_loads_of_a_pipeline_are_those_of_one_device() -> None:
     for rules, mesh, microbatches in (("ddp", {}, 1), ("zero3", {"pipeline": 2, "data": 2}, 4)):
         pipeline = PipelineConfig(chunks=2, layers=(1, 2, 1, 1))
         layout = ModelLayout.of(model, shard_on(rules, **mesh), pipeline)
-        optimizer = Optimizer(OPTIMIZER, 10)
-        state = init_state(layout, optimizer, 0)
+        state = init_state(layout, OPTIMIZER, 0)
         batch = on_devices(host_batch(microbatches), layout)
-        metrics = train_step(layout, optimizer, seed=0)(state, batch)[1]
+        metrics = train_step(layout, OPTIMIZER, seed=0)(state, batch)[1]
         found.append(np.asarray(metrics["expert_loads"]))
     assert found[0].shape == (5, EXPERTS.number)
     np.testing.assert_array_equal(*found)
