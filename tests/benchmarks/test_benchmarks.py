@@ -160,6 +160,16 @@ def test_extend_context(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
+def test_sparse_loss(tmp_path: Path) -> None:
+    rows = run("sparse_loss", tmp_path)["A sparse model beside a dense one"]
+    assert [row["config"] for row in rows] == ["gpt_tiny", "gpt_tiny_moe"]
+    dense, sparse = (row["active_parameters"] for row in rows)
+    assert dense <= sparse <= 1.01 * dense, "a router is small"
+    assert all(row["heldout_nats_per_token"] < 10 for row in rows)
+
+
+
 @pytest.mark.exhaustive
 def test_diloco(tmp_path: Path) -> None:
     """Islands send over their axis once every other step what data parallelism sends in each."""

@@ -1,0 +1,94 @@
+"""gpt_tiny_moe beside gpt_tiny on the CPU: the loss of equal active parameters and equal tokens.
+
+Both are tuned alike: each trains with the same learning rates from seed 0, and with the best of
+them, by the held-out loss, from the other seeds. A run that has ended in --runs is not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from extend_context import called
+from record import Record, Row, options
+
+from mesh_lm.config import load
+
+CONFIGS = ("gpt_tiny", "gpt_tiny_moe")
+RATES = (4e-3, 8e-3)
+SEEDS = (0, 1, 2)
+
+
+def main() -> int:
+    parser = options(__doc__ or "")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of each run")
+    parser.add_argument("--runs", type=Path, help="directory of the runs, to continue later")
+    args = parser.parse_args()
+    steps = 4 if args.quick else args.steps
+    rates = RATES[:1] if args.quick else RATES
+    seeds = SEEDS[:1] if args.quick else SEEDS
+    record = Record(f"sparse_loss{'-quick' * args.quick}", args.output)
+    rows: list[Row] = []
+
+    def add(config: str, rate: float, seed: int, runs: Path) -> Row:
+        row = trained(config, rate, seed, steps, runs)
+        rows.append(row)
+        record.table(
+            "A sparse model beside a dense one",
+            rows,
+            f"{steps} steps; the held-out loss is of 64 sequences, in nats per token.",
+        )
+        record.write()
+        return row
+
+    with tempfile.TemporaryDirectory() as directory:
+        runs = args.runs or Path(directory)
+        for config in CONFIGS:
+            tuned = [add(config, rate, seeds[0], runs) for rate in rates]
+            best = min(tuned, key=lambda row: row["heldout_nats_per_token"])
+            for seed in seeds[1:]:
+                add(config, best["learning_rate"], seed, runs)
+    return 0
+
+
+def trained(config: str, rate: float, seed: int, steps: int, runs: Path) -> Row:
+    """Trains, unless the run has ended, and returns its row."""
+    name = f"{config}-{rate:g}-{seed}"
+    command = [
+        *("train", config, f"--output={name}", f"--train.steps={steps}", f"--seed={seed}"),
+        *(f"--optimizer.learning-rate={rate:g}", "--train.eval-every=0"),
+        *("--train.eval-sequences=64", "--train.sample-tokens=0", "--checkpoint.every=0"),
+    ]
+    runs.mkdir(parents=True, exist_ok=True)
+    metrics = runs / name / "metrics.jsonl"
+    if not (metrics.exists() and "heldout_loss" in metrics.read_text(encoding="utf-8")):
+        called(command, runs)
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    (heldout,) = (line["heldout_loss"] for line in lines if "heldout_loss" in line)
+    curve = [(line["step"], round(line["loss"], 4)) for line in lines if "loss" in line]
+    loads = [line["expert_load"] for line in lines if "expert_load" in line]
+    return {
+        "config": config,
+        "learning_rate": rate,
+        "seed": seed,
+        "heldout_nats_per_token": heldout,
+        "last_expert_load": loads[-1] if loads else None,
+        "active_parameters": active_parameters(config),
+        "curve": " ".join(f"{step}:{loss}" for step, loss in curve),
+    }
+
+
+def active_parameters(config: str) -> int:
+    """Returns the parameters that a token meets: of a layer's experts, the active ones."""
+    model = load(f"configs/{config}.py").model
+    experts = getattr(model, "experts", None)
+    if experts is None or not model.has_experts:
+        return model.n_params()
+    idle = experts.number - experts.active
+    return model.n_params() - model.n_layers * idle * 3 * model.d_model * model.d_expert
+
+
+if __name__ == "__main__":
+    sys.exit(main())
