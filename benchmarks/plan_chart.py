@@ -26,19 +26,24 @@ NETWORK = {
     "data": "#1f5563",
     "fsdp": "#5aa3a8",
     "pipeline": "#c98a3c",
+    "expert": "#e7b7a9",
     "sequence": "#cdbfe3",
     "tensor": "#d3d9d8",
 }
 """Colours of axes; NVLink's are pale. fsdp+tensor, which is small, counts as fsdp, and groups of
-stages and replicas, or of shards of sequences and replicas, count as data."""
+stages and replicas, or of replicas and shards of sequences or experts, count as data."""
 MERGED = {
     "batch": "other",
     "fragmentation": "other",
     "fsdp+tensor": "fsdp",
     "pipeline+data": "data",
     "data+sequence": "data",
+    "data+expert": "data",
 }
-FAMILIES = {"gpt": "GPT", "llama3": "Llama 3", "megatron": "Megatron-LM's nine"}
+FAMILIES = {
+    "gpt": "GPT", "llama3": "Llama 3", "megatron": "Megatron-LM's nine", "mixtral": "Mixtral",
+    "qwen3": "Qwen3",
+}  # fmt: skip
 GAP, BAR = 1.15, 0.6
 
 
@@ -49,7 +54,7 @@ def draw(data: Mapping[str, Any], to: Path) -> None:
     heights, usable = _heights(rows), rows[0]["usable_gib"]
     # bundled with matplotlib, so the same everywhere
     with rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK}):
-        figure = Figure(figsize=(9.4, 6.9), dpi=200, facecolor=PAPER)
+        figure = Figure(figsize=(9.4, 8.1), dpi=200, facecolor=PAPER)
         left, right = (figure.add_axes((at, 0.045, 0.36, 0.8)) for at in (0.225, 0.625))
         _names(left, rows, heights)
         _bars(left, heights, [_parts(row, "{}, GiB", MEMORY) for row in rows], MEMORY)
@@ -84,7 +89,7 @@ def draw(data: Mapping[str, Any], to: Path) -> None:
         _head(
             right,
             "Sent in a step",
-            "GiB by each H100, by mesh axis; tensor and sequence are NVLink",
+            "GiB by each H100, by mesh axis; the pale ones are NVLink",
             NETWORK,
         )
         FigureCanvasAgg(figure).print_png(

@@ -40,10 +40,12 @@ Ours are predictions: no race is won."""
 AXES = (
     "data",
     "data+sequence",
+    "data+expert",
     "pipeline+data",
     "pipeline",
     "fsdp",
     "fsdp+tensor",
+    "expert",
     "sequence",
     "tensor",
 )
@@ -52,9 +54,10 @@ _PAGE = """\
 # Every config, as XLA compiles it
 
 This page lists what one training step of each file in `configs/` needs on H100s, at the number of devices for which the
-model is published: Megatron-LM's nine models, Llama 3's, GPT-3 and GPT-2. Each is on the mesh that is predicted to be
-the fastest of those tried. The step of `train.py` was compiled without GPUs, as `mesh-lm plan` does; nothing was
-measured on one. `gpt_tiny` and `gpt_tiny_moe` are for CPUs, and are left out.
+model is published: Megatron-LM's nine models, Llama 3's, GPT-3 and GPT-2. Two [mixtures of experts](experts.md) are on
+as many as we chose. Each is on the mesh that is predicted to be the fastest of those tried. The step of `train.py` was
+compiled without GPUs, as `mesh-lm plan` does; nothing was measured on one. `gpt_tiny` and `gpt_tiny_moe` are for CPUs,
+and are left out.
 
 `python benchmarks/plan_table.py` compiles them all and writes this page: on {date} with jax {jax}, from [these raw
 results](../benchmarks/results/{source}).
@@ -77,9 +80,10 @@ With pipeline stages, *other* is mostly the residuals of microbatches that wait 
 
 - *peak* is the memory that a GPU needs; its share is that of the {usable:.1f} GiB that a run may take of an H100. The
   rest is for CUDA and NCCL.
-- A column for each mesh axis has the GiB that a GPU sends along it in a step. `tensor` and `sequence` are NVLink; two
-  axes, as in `pipeline+data`, are groups over both. *x the least* is the sum divided by the minimum that the strategy
-  must send ([closed forms](closed_forms.md)). With stages, each collective counts on the stage that runs it most.
+- A column for each mesh axis has the GiB that a GPU sends along it in a step. `expert`, `sequence` and `tensor` are
+  NVLink; two axes, as in `pipeline+data`, are groups over both. *x the least* is the sum divided by the minimum that
+  the strategy must send ([closed forms](closed_forms.md)). With stages, each collective counts on the stage that runs
+  it most.
 - *FLOPs x the model's* are those of the program's matmuls. `remat=full` repeats each layer's forward pass except for
   its last matmul, and the attention kernel's backward pass makes five matmuls where the formula counts four.
 - The time of a step is predicted, never measured: use it to compare configs. *MFU* is the model's own FLOPs over what

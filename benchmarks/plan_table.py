@@ -61,9 +61,10 @@ PUBLISHED = {
     "megatron_1_7b": 48, "megatron_7_1b": 96, "megatron_16b": 192, "megatron_32b": 384,
     "megatron_70b": 768, "megatron_119b": 1536,
     "megatron_177b": 2304, "megatron_314b": 3072, "megatron_462b": 6144,
+    "mixtral_8x7b": 128, "qwen3_30b_a3b": 64,
 }  # fmt: skip
 """Numbers of devices from Megatron-LM's and Llama 3's tables; one node for models that train on
-one. gpt_tiny and gpt_tiny_moe are for CPUs."""
+one; for mixtures of experts our own choice. gpt_tiny and gpt_tiny_moe are for CPUs."""
 BY_FSDP = {
     "gpt_175b": (8, 16, 2), "llama3_405b": (64, 32, 1), "megatron_177b": (24, 12, 1),
     "megatron_314b": (24, 16, 1),
