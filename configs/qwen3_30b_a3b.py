@@ -5,10 +5,10 @@ Each GPU of a node has 16 experts of every layer. The layers gather their weight
 once a microbatch and keep them until their backward passes, which the memory has room for (zero3,
 kept_layers). By `mesh-lm plan` on 64 H100s compute then waits 10 % of a step of 5.9 s for the
 network; 33 % of 7.7 s if the backward passes gather again. Gathered tokens instead of an
-all-to-all: 12 %, 5.8 s, and XLA copies what it has gathered once more. The copy of the weights of
-`distributed` leaves room for one sequence a microbatch, which takes 6.9 s (14 %). FSDP of all
-experts inside a node, without an exchange: 45 % of 9.8 s, and it does not fit. Half of the compute
-is moving rows and weights in memory, as experts are only 768 wide.
+all-to-all: 12 %, 5.8 s, and XLA copies what it has gathered once more. `distributed`, with
+microbatches of one sequence: 14 % of 6.9 s. FSDP of all experts inside a node, without an exchange:
+45 % of 9.8 s, and it does not fit. Half of the compute is moving rows and weights in memory, as
+experts are only 768 wide.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop
