@@ -169,7 +169,6 @@ def test_sparse_loss(tmp_path: Path) -> None:
     assert all(row["heldout_nats_per_token"] < 10 for row in rows)
 
 
-
 @pytest.mark.exhaustive
 def test_diloco(tmp_path: Path) -> None:
     """Islands send over their axis once every other step what data parallelism sends in each."""
