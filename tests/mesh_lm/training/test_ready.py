@@ -24,7 +24,11 @@ from mesh_lm.training.ready import require_ready
 from sharding_rules import MeshConfig, preset
 
 ROOT = Path(__file__).parents[3]
-SIZES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py") if path.stem != "gpt_tiny")
+SIZES = sorted(
+    path.stem
+    for path in (ROOT / "configs").glob("[!_]*.py")
+    if not path.stem.startswith("gpt_tiny")
+)
 NO_DATA = (
     "it has no data: set data.path to a text (.txt, .jsonl, .parquet, or a directory of such "
     "files), or data.blend to what `mesh-lm prepare` wrote, such as 0.7,data/web,0.3,data/code "
