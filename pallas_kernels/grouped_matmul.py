@@ -202,7 +202,7 @@ def grouped_matmul(
 
 
 class _Server(NamedTuple):
-    """The implementation that serves a call, with what it is told besides arrays."""
+    """The implementation that serves a call, with its arguments besides arrays."""
 
     name: str
     platform: str

@@ -246,7 +246,7 @@ def _ragged(
     n_tokens, k = tokens.experts.shape
     destinations = _destinations(tokens, n_devices, experts_behind, n_sent=0)
     sent_G = destinations.rank.max(0) + 1
-    # Rows are sent in the order of their devices. A token has at most so many.
+    # Rows are sent in the order of their devices, at most one for each device of a token.
     n_rows = n_tokens * min(k, n_devices)
     begin_G = jnp.cumsum(sent_G) - sent_G
     place_TG = jnp.where(destinations.rank >= 0, begin_G + destinations.rank, -1)

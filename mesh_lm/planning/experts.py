@@ -21,7 +21,7 @@ from sharding_rules.lab.summary import size
 _INT32 = 4
 _FLOAT32 = 4
 _BYTES = {"bfloat16": 2, "float32": 4}
-"""Of an element of activations and of weights in use."""
+"""Type -> bytes of an element of activations and of weights in use."""
 
 
 def token_bytes(exchange: Exchange, d_model: int, dtype: str = "bfloat16") -> float:

@@ -28,7 +28,7 @@ LOSS_HEIGHT = 5.4
 LOADS_HEIGHT = 2.8
 """Inches."""
 MAX_ROWS = 128
-"""Experts of all layers that can be told apart in the heat map."""
+"""The most experts, of all layers, that the heat map shows in a row each."""
 MAX_COLUMNS = 400
 """Columns of the heat map; more are averaged."""
 

@@ -24,10 +24,10 @@ class DeviceExperts(NamedTuple):
     """What one device multiplies in a layer of a segment."""
 
     rows: int
-    """Of the buffer of tokens: in each round of an exchange."""
+    """Rows of the buffer of tokens in each round of an exchange."""
     number: int
     width: int
-    """Of each expert's hidden layer: of a tensor-parallel device, its part."""
+    """Width of the hidden layer of an expert; on a tensor-parallel device, of its part."""
 
 
 def grouped_problems(

@@ -522,7 +522,7 @@ def _in_loop(visit: Visit, computation: str, trips: int) -> Visit:
 
 
 def _expected(trips: float, probability: float) -> float:
-    """Returns the expected runs in so many trips, as an integer where they are one."""
+    """Returns the expected number of runs in these trips, an int where it is integral."""
     runs = trips * probability
     return int(runs) if runs == int(runs) else runs
 
@@ -530,7 +530,7 @@ def _expected(trips: float, probability: float) -> float:
 def _scope_around(conditional: Instruction, scopes: Iterable[str]) -> str | None:
     """Returns the innermost of these scopes that a conditional was traced in directly.
 
-    Directly means that no other branch or loop lies between the two.
+    Directly means that there is no other branch or loop between the two.
     """
     path = _SCOPE.findall(conditional.op_name)[:-1]
     begin = 0

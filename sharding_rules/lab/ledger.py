@@ -209,8 +209,8 @@ def conditionals(module: Module) -> tuple[Conditional, ...]:
 def flops_by_phase(module: Module, provenance: Provenance) -> dict[str, int]:
     """Returns the FLOPs of matmuls on the mean device by phase; "" where it is not known.
 
-    They are times the trips of the loops around them. Of a conditional of which nothing is known,
-    only the branch with the most counts.
+    They are times the trips of the loops around them. Only the branch with the most counts, in a
+    conditional of unknown probability.
     """
     flops: dict[str, float] = defaultdict(int)
     for dot, visit in _dots(module):

@@ -85,8 +85,8 @@ def collective_us(one: Collective, target: Target) -> float:
     """Returns the microseconds of one collective alone: bytes / bandwidth plus latency.
 
     The bandwidth is that of its slowest link. A ring through nodes with k members in each has k
-    network ports between two nodes; pairs of devices (all-to-all, permute) have one each. Of an
-    all-to-all, only what leaves the node passes the port, while the rest passes NVLink. Latency of
+    network ports between two nodes; pairs of devices (all-to-all, permute) have one each. Only
+    what leaves the node in an all-to-all passes the port, the rest passes NVLink. Latency of
     a ring is linear in the nodes; that of an all-reduce is of NCCL's double tree.
     """
     is_pairwise = one.kind in _PAIRWISE
