@@ -7,8 +7,8 @@ without stages, let the exchanges of tokens run beside these long collectives: b
 128 H100s a step takes 1.46 times the model's own time, and 2.21 times with the flags of `layers`.
 In 4 stages (8 chunks, microbatches of one sequence) it is 1.68: the gradients of experts are
 accumulated twice as often, and those of the tables in every tick. Halves of the batch hide more of
-the exchanges, and move more in memory: 1.48. `distributed`, whose weights and gradients are complete,
-would need 73.2 GiB with microbatches of one sequence, and take 1.86 times.
+the exchanges, and move more in memory: 1.48. `distributed`, whose weights and gradients are
+complete, would need 73.2 GiB with microbatches of one sequence, and take 1.86 times.
 """
 
 from mesh_lm.config import DataConfig, LaunchConfig, OptimizerConfig, TrainConfig, TrainLoop
