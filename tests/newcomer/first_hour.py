@@ -152,7 +152,7 @@ def an_export_that_cannot_be(reader: Newcomer) -> None:
 def names_of_other_tools(reader: Newcomer) -> None:
     """A name of Megatron-LM is answered with what has its meaning here, in this run's numbers; a
     typo with the field."""
-    says = ["= 16 / (4 x 2 x 1); did you mean --train.microbatches=2?"]
+    says = ["= 16 / (4 x 2 x 1 x 1); did you mean --train.microbatches=2?"]
     reader.is_refused(
         "Megatron's micro-batch size",
         "mesh-lm",
