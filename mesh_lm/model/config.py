@@ -69,8 +69,8 @@ class DecoderConfig(ModelConfig):
     """Different kinds of layers, first to last, as name:layers[:kind[:remat[:dtype]]]; empty:
     layers of one kind, in a segment "blocks"."""
     block: str = "dense"
-    """The kind of layer where `segments` is empty: dense, moe (a mixture of experts), or
-    module:class or FILE.py:class for one of your own (docs/own_block.py)."""
+    """The kind of layer where `segments` is empty: dense, moe (experts), or module:class or
+    FILE.py:class for one of your own (docs/own_block.py)."""
     d_model: int = option(128, least=1)
     """Width of the residual stream."""
     n_heads: int = option(4, least=1)

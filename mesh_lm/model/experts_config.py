@@ -19,13 +19,13 @@ class ExpertsConfig:
     number: int = option(8, least=1)
     """Experts of a layer."""
     active: int = option(2, least=1)
-    """Experts that each token is sent to (top-k)."""
+    """Experts of each token (top-k)."""
     d_ff: int = option(0, least=0)
-    """Width of an expert; 0: the width of the model's MLP."""
+    """Width of an expert; 0: that of the MLP."""
     shared: int = expert(0, least=0)
     """Width of the shared expert, which sees every token (DeepSeek-V3, arXiv 2412.19437); 0:
     none."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid"] = expert("softmax")
     """How the router turns its logits into scores."""
     normalised: bool = expert(True)
     """Whether the weights of a token's experts sum to 1."""
@@ -36,13 +36,13 @@ class ExpertsConfig:
     active_groups: int = expert(1, least=1)
     """Groups whose experts a token may choose: those with the highest sums of their two best
     scores."""
-    bias: bool = False
+    bias: bool = expert(False)
     """Whether the router adds a bias to each expert's score when it chooses, which balances the
     experts without a loss (arXiv 2408.15664). It is saved with the weights."""
-    bias_rate: float = option(0.001, least=0, below=math.inf)
+    bias_rate: float = option(0.001, least=0, below=math.inf, expert=True)
     """By how much a step changes the bias: up for an expert with fewer tokens than the mean, down
     for one with more. 0: it stays as it is."""
-    balance_loss: float = option(0.0, least=0, below=math.inf)
+    balance_loss: float = option(0.0, least=0, below=math.inf, expert=True)
     """Weight of the balance loss of each sequence: number / active times the sum over experts of
     (share of the sequence's choices) x (mean score) (DeepSeek-V3, arXiv 2412.19437)."""
     z_loss: float = option(0.0, least=0, below=math.inf, expert=True)
