@@ -49,6 +49,10 @@ class Bar:
     """At least."""
     published_share: float = 0.0
     """Share of the published TFLOP/s, at least."""
+    ratio: float = 0.0
+    """Step / (the model's matmuls and attention), at most; 0: that of dense models."""
+    exposed: float = 0.0
+    """Exposed share, at most; 0: that of Megatron's nine for those, no limit for others."""
     changes: str = ""
     """Options of train.py that the config names for this number of devices."""
 
@@ -74,6 +78,8 @@ BARS = (
     Bar("megatron_177b", step_s=5.2, step_all_on_s=4.9, published_share=1.0),
     Bar("megatron_314b", published_share=0.9),
     Bar("megatron_462b", published_share=1.0),
+    # Moving the rows of narrow experts takes as long as multiplying them.
+    Bar("mixtral_8x7b", ratio=1.5), Bar("qwen3_30b_a3b", ratio=2.8, exposed=0.3),
 )  # fmt: skip
 
 
@@ -250,13 +256,13 @@ def limits(bar: Bar, row: Row) -> list[tuple[str, float | None, float, bool]]:
     """Returns the bars of a config: name, figure (None: not compiled), limit, and whether the
     figure is as it must be."""
     published = TFLOPS.get(bar.config, 0.0)
-    ratio = PIPELINED if row["pipelined"] else PLAIN
+    ratio = bar.ratio or (PIPELINED if row["pipelined"] else PLAIN)
     most = [
         ("step <=", row["step_s"], bar.step_s),
         ("all on <=", row.get("all_on_s"), bar.step_all_on_s),
         ("GiB <=", row["peak_gib"], bar.peak_gib),
         ("ratio <=", row["model_ratio"], ratio),
-        ("exposed <=", row["exposed_share"], EXPOSED if published else 0.0),
+        ("exposed <=", row["exposed_share"], bar.exposed or (EXPOSED if published else 0.0)),
     ]
     least = [
         ("TFLOP/s >=", row["tflops"], bar.published_share * published),
