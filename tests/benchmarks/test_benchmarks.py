@@ -160,7 +160,7 @@ def test_extend_context(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sparse_loss(tmp_path: Path) -> None:
     rows = run("sparse_loss", tmp_path)["A sparse model beside a dense one"]
     assert [row["config"] for row in rows] == ["gpt_tiny", "gpt_tiny_moe"]

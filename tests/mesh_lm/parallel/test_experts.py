@@ -80,7 +80,7 @@ CONSTRAINTS = (
 )
 ROWS = covering.array(FACTORS, CONSTRAINTS)[0]
 N_FAST = 5
-N_CI = 18
+N_CI = 13
 """The first rows cover the most pairs: so many are in the fast tier, and so many in CI."""
 
 

@@ -56,7 +56,7 @@ def exchanges(report: Report) -> list[Collective]:
     [
         ("experts_gather", 0.0),
         pytest.param("experts_padded", 1.25, marks=pytest.mark.slow),
-        pytest.param("experts_gather", 1.25, marks=pytest.mark.slow),
+        pytest.param("experts_gather", 1.25, marks=pytest.mark.exhaustive),
     ],
 )
 def test_sends_the_bytes_of_the_closed_form(reports: str, rules: str, factor: float) -> None:
