@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mesh_lm.training.monitor import Monitor
@@ -53,7 +53,7 @@ def test_arrays_of_a_step_are_written_with_its_row(is_due: bool) -> None:
         shown.append((step, {*metrics}))
         return {"loss": 2.0} if is_due else {}
 
-    metrics = {"loss": jnp.float32(2), "expert_loads": jnp.ones((2, 4))}
+    metrics = {"loss": np.float32(2), "expert_loads": np.ones((2, 4))}
     monitor: Any = SimpleNamespace(
         _unread=(3, metrics),
         _progress=SimpleNamespace(step=show),
