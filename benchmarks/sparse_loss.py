@@ -81,13 +81,9 @@ def trained(config: str, rate: float, seed: int, steps: int, runs: Path) -> Row:
 
 
 def active_parameters(config: str) -> int:
-    """Returns the parameters that a token meets: of a layer's experts, the active ones."""
+    """Returns the parameters that a token uses: of a layer's experts, the active ones."""
     model = load(f"configs/{config}.py").model
-    experts = getattr(model, "experts", None)
-    if experts is None or not model.has_experts:
-        return model.n_params()
-    idle = experts.number - experts.active
-    return model.n_params() - model.n_layers * idle * 3 * model.d_model * model.d_expert
+    return model.n_params() - model.n_idle_params()
 
 
 if __name__ == "__main__":

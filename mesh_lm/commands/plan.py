@@ -145,7 +145,9 @@ def _facts(config: TrainConfig, report: Report) -> list[Fact]:
     facts: list[Fact] = []
     n_params = getattr(model, "n_params", None)
     if n_params:
-        facts.append(("parameters", amount(n_params())))
+        n_idle = getattr(model, "n_idle_params", int)()
+        active = f", {amount(n_params() - n_idle)} of them active" if n_idle else ""
+        facts.append(("parameters", amount(n_params()) + active))
     facts.append(("rules", config.rules.name))
     n_microbatches = config.train.microbatches
     facts.append(

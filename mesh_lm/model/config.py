@@ -9,7 +9,7 @@ from mesh_lm.config import ModelConfig, expert, option
 from mesh_lm.errors import ConfigError
 from mesh_lm.fields import bound_problems
 from mesh_lm.model.experts_config import ExpertsConfig
-from mesh_lm.model.kinds import attention_flops_per_token, kind
+from mesh_lm.model.kinds import attention_flops_per_token, base, kind
 from mesh_lm.schedules.segments import Remat, Segment, Stack
 
 if TYPE_CHECKING:
@@ -174,8 +174,8 @@ class DecoderConfig(ModelConfig):
 
     @property
     def has_experts(self) -> bool:
-        """Whether a segment has layers of kind moe."""
-        return any(segment.kind == "moe" for segment in self.segment_configs())
+        """Whether a segment's layers have experts."""
+        return bool(self.expert_segments())
 
     @property
     def _head_weights(self) -> int:
@@ -195,6 +195,12 @@ class DecoderConfig(ModelConfig):
     def segment_configs(self) -> tuple[SegmentConfig, ...]:
         """Returns the segments, with the default of one segment called blocks filled in."""
         return self.segments or (SegmentConfig("blocks", self.n_layers, self.block),)
+
+    def expert_segments(self) -> list[SegmentConfig]:
+        """Returns the segments whose layers have experts: of kind moe, or of a class derived from
+        it.
+        """
+        return [segment for segment in self.segment_configs() if base(segment.kind) == "moe"]
 
     def within(self, segment: SegmentConfig) -> DecoderConfig:
         """Returns the config of a segment's layers. Its n_layers is still that of the whole
@@ -302,6 +308,15 @@ class DecoderConfig(ModelConfig):
             vectors += self.seq_len
         return in_layers + vectors * self.d_model
 
+    def n_idle_params(self) -> int:
+        """Returns the number of parameters that a token does not use: those of all experts that it
+        has not chosen.
+        """
+        matrices = 3 if self.activation == "swiglu" else 2
+        n_experts = self.experts.number - self.experts.active
+        in_layer = n_experts * matrices * self.d_model * self.d_expert
+        return sum(segment.n_layers for segment in self.expert_segments()) * in_layer
+
     def stack(self) -> Stack:
         """Returns the segments with their costs in FLOPs per token and layer."""
         segments = []
@@ -359,8 +374,8 @@ class DecoderConfig(ModelConfig):
 
         loads = [
             sums[f"{segment.name}/load"]
-            for segment in self.segment_configs()
-            if segment.kind == "moe"
+            for segment in self.expert_segments()
+            if f"{segment.name}/load" in sums
         ]
         if not loads:
             return {}

@@ -67,8 +67,9 @@ def kind(name: str, field: str = "model.segments") -> Kind:
     module:class or FILE.py:class.
 
     Where such a class has no static methods n_params, flops_per_token and
-    attention_flops_per_token, as in `Kind`, the counts are those of a dense layer. field: the field
-    that has the name, for errors. Raises ConfigError for a name that leads to no class.
+    attention_flops_per_token, as in `Kind`, the counts are those of the kind that it derives from
+    (`base`). field: the field that has the name, for errors. Raises ConfigError for a name that
+    leads to no class.
     """
     if name in KINDS:
         return importlib.import_module(KINDS[name])  # pyright: ignore[reportReturnType]
@@ -82,9 +83,27 @@ def kind(name: str, field: str = "model.segments") -> Kind:
     layer = getattr(imported(path, problem), class_name, None)
     if not isinstance(layer, type):
         raise ConfigError(f"{problem}: {class_name!r} is not a class of the module {path!r}")
-    dense = importlib.import_module(KINDS["dense"])
-    counts = {count: getattr(layer, count, getattr(dense, count)) for count in _COUNTS}
+    inherited = importlib.import_module(KINDS[_base_of(layer)])
+    counts = {count: getattr(layer, count, getattr(inherited, count)) for count in _COUNTS}
     return OwnKind(layer, **counts)
+
+
+def base(name: str) -> str:
+    """Returns which of KINDS a kind of layer is, or the class of a user's own derives from; dense
+    if it derives from none, and for a name that leads to no class.
+    """
+    if name in KINDS:
+        return name
+    try:
+        return _base_of(kind(name).Layer)
+    except ConfigError:
+        return "dense"
+
+
+def _base_of(layer: type) -> str:
+    layers = {importlib.import_module(module).Layer: name for name, module in KINDS.items()}
+    # The most derived class comes first: a layer with experts is also a dense one.
+    return next((layers[cls] for cls in layer.__mro__ if cls in layers), "dense")
 
 
 def attention_flops_per_token(name: str, config: DecoderConfig) -> float:

@@ -76,7 +76,7 @@ def report_facts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     model = config.model
     if not isinstance(model, DecoderConfig):
         return
-    segments = [segment for segment in model.segment_configs() if segment.kind == "moe"]
+    segments = model.expert_segments()
     matrices = 3 if model.activation == "swiglu" else 2
     for segment in segments:
         exchange = exchange_of(config, model, segment.name)

@@ -16,10 +16,6 @@ from mesh_lm.model.exchange import Exchange, Hop
 from pallas_kernels.grouped_matmul import GroupedMatmulProblem, describe_grouped_matmul
 from sharding_rules import Shard, axes_of
 
-KIND = "moe"
-"""The kind of a segment whose layers have experts."""
-
-
 class DeviceExperts(NamedTuple):
     """What one device multiplies in a layer of a segment."""
 
@@ -42,9 +38,7 @@ def grouped_problems(
     if not isinstance(model, DecoderConfig) or -1 in config.mesh.sizes().values():
         return []
     problems = []
-    for segment in model.segment_configs():
-        if segment.kind != KIND:
-            continue
+    for segment in model.expert_segments():
         device = device_experts(config, model, segment.name)
         problems += expert_problems(
             device,

@@ -27,8 +27,10 @@ def opening(config: TrainConfig, layout: ModelLayout, data: Dataset) -> list[str
         repetition = (
             ": the same text again and again; more of it, or fewer steps, would teach a model more"
         )
+    n_idle = getattr(config.model, "n_idle_params", int)()
+    active = f" ({count(n_params - n_idle)} active)" if n_idle else ""
     lines = [
-        f"{count(n_params)} parameters, {config.tokens_per_step:,} tokens a step, rules "
+        f"{count(n_params)} parameters{active}, {config.tokens_per_step:,} tokens a step, rules "
         f"{config.rules.name}, {jax.device_count()} {device.device_kind} ({config.mesh})",
         f"corpus {data.name}: {data.train_tokens:,} training tokens, {epochs:.2f} epochs"
         f"{repetition}",

@@ -81,6 +81,7 @@ def test_a_model_is_that_of_its_release(name: str) -> None:
 
     idle_experts = experts.number - experts.active
     idle = model.n_layers * idle_experts * 3 * model.d_model * model.d_expert
+    assert model.n_idle_params() == idle
     assert model.n_params() - idle == pytest.approx(released.used, rel=0.02)
 
 

@@ -52,8 +52,8 @@ def expert_problems(config: TrainConfig) -> Iterator[str]:
 
 def _expert_segments(config: TrainConfig) -> list[str]:
     """Returns the names of the segments whose layers have experts."""
-    segments = getattr(config.model, "segment_configs", tuple)()
-    return [segment.name for segment in segments if segment.kind == "moe"]
+    segments = getattr(config.model, "expert_segments", tuple)()
+    return [segment.name for segment in segments]
 
 
 def _column_problems(rules: Rules) -> Iterator[str]:

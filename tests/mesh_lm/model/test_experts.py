@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -183,6 +184,39 @@ def test_counts_the_parameters_and_the_active_ones() -> None:
     more = dataclasses.replace(MODEL, experts=dataclasses.replace(EXPERTS, active=EXPERTS.number))
     per_expert = 6 * MODEL.n_layers * 3 * MODEL.d_model * EXPERTS.d_ff
     assert more.flops_per_token() - MODEL.flops_per_token() == idle * per_expert
+
+
+OWN_LAYERS = """
+from mesh_lm.model.dense import DenseLayer
+from mesh_lm.model.moe import MoeLayer
+
+
+class Sparse(MoeLayer):
+    pass
+
+
+class Dense(DenseLayer):
+    pass
+"""
+
+
+def test_a_layer_derived_from_ours_has_experts(tmp_path: Path) -> None:
+    file = tmp_path / "own_layers.py"
+    file.write_text(OWN_LAYERS, encoding="utf-8")
+    segments = (
+        SegmentConfig("first", 1, f"{file}:Dense"),
+        SegmentConfig("others", 1, f"{file}:Sparse"),
+        SegmentConfig("last", 1, f"{file}:Missing"),
+    )
+    model = dataclasses.replace(MODEL, segments=segments[:2])
+    ours = (SegmentConfig("first", 1), SegmentConfig("others", 1, "moe"))
+    same = dataclasses.replace(MODEL, segments=ours)
+    assert [segment.name for segment in model.expert_segments()] == ["others"]
+    assert model.n_params() == same.n_params() and model.n_idle_params() == same.n_idle_params() > 0
+    assert model.flops_per_token() == same.flops_per_token()
+    assert model.problems() == []
+    (problem,) = dataclasses.replace(MODEL, n_layers=3, segments=segments).problems()
+    assert problem.endswith("'Missing' is not a class of the module " + repr(str(file)))
 
 
 def test_rows_of_no_token_reach_no_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,16 +145,26 @@ sys.exit(train.main(sys.argv[1:]))
 @pytest.mark.slow
 def test_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
     """8 uninterrupted steps equal 6 steps, kill -9, and those since the last checkpoint: all
-    leaves, dropout and data order included."""
+    leaves, a router's bias, dropout and data order included, and the loads of the experts."""
     changes = {
         "train__steps": 8,
         "checkpoint__every": 4,
         "model__dropout": 0.1,
-        "mesh__data": 4,
+        "model__segments": "first:1:dense,second:1:moe",
+        "model__experts__number": 4,
+        "model__experts__bias": "true",
+        "mesh__data": 2,
+        "mesh__expert": 2,
         "mesh__tensor": 2,
-        "rules": "megatron_sp+zero1",
+        "rules": "megatron_sp+zero1+experts_padded",
     }
     resumed_as_uninterrupted(arguments, tmp_path, changes)
+    assert any("experts.bias" in name for name in leaves(tmp_path / "killed", 8))
+    straight, killed = (
+        {row["step"]: row["expert_loads"] for row in metrics(tmp_path / run) if "loss" in row}
+        for run in ("straight", "killed")
+    )
+    assert straight == killed and len(straight) == 8
 
 
 @pytest.mark.slow
