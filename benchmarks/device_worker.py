@@ -19,7 +19,7 @@ from record import Row
 from worker import emit, reported, serve, sustained
 
 from pallas_kernels.attention.api import IMPLEMENTATIONS
-from sharding_rules.lab import prices
+from sharding_rules.lab.rates import OPTIMISTIC
 from sharding_rules.lab.targets import TARGETS, Target
 
 
@@ -57,7 +57,7 @@ def matmul(variants: list[Row]) -> None:
             times = sustained(call, variant["seconds"])
             rate = sum(4 * 2 * tokens * D * width for width in widths) / times.median
             peak = target.flops["bf16"] if target else None
-            shares = {"share_of_peak": rate / peak, "lab_assumes": prices.MATMUL} if peak else {}
+            shares = {"share_of_peak": rate / peak, "lab_assumes": OPTIMISTIC.matmul.value} if peak else {}
             emit(**shown, ms=1e3 * times.median, spread=times.spread, tflops=rate / 1e12, **shares)
 
 
@@ -100,7 +100,7 @@ def elementwise(variants: list[Row]) -> None:
             times = sustained(call, variant["seconds"])
             rate = 2 * n * dtype.itemsize / times.median
             shares = (
-                {"share_of_peak": rate / target.hbm_bandwidth, "lab_assumes": prices.MEMORY}
+                {"share_of_peak": rate / target.hbm_bandwidth, "lab_assumes": OPTIMISTIC.memory["bf16"].value}
                 if target
                 else {}
             )

@@ -31,8 +31,9 @@ from mesh_lm.model.loss import cross_entropy
 from pallas_kernels import grouped_matmul
 from sharding_rules import Shard, preset
 from sharding_rules.lab import TARGETS, h100, hlo
-from sharding_rules.lab.prices import ATTENTION, ATTENTION_BACKWARD, FREE, MATMUL, MEMORY, Prices
+from sharding_rules.lab.prices import FREE, Prices
 from sharding_rules.lab.provenance import Provenance
+from sharding_rules.lab.rates import OPTIMISTIC
 
 TOKENS = 8192
 WORTH = 0.02
@@ -85,16 +86,16 @@ class Traffic:
 class _Bytes(Prices):
     """The timeline's model of memory traffic, in bytes."""
 
-    def _moving(self, size: int) -> float:
-        return size
+    def _moving(self, n_bytes: int, dtype: str) -> float:
+        return n_bytes
 
 
 def moving_us(size: float) -> float:
-    return 1e6 * size / (MEMORY * HBM)
+    return 1e6 * size / (OPTIMISTIC.memory["bf16"].value * HBM)
 
 
 def multiplying_us(flops: float) -> float:
-    return 1e6 * flops / (MATMUL * PEAK)
+    return 1e6 * flops / (OPTIMISTIC.matmul.value * PEAK)
 
 
 def traffic(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Traffic:
@@ -106,7 +107,7 @@ def traffic(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Traffic:
     )
     compiled = jax.jit(function).lower(*placed).compile()
     module = hlo.parse(compiled.as_text() or "")
-    prices = _Bytes(module, Provenance(module), TARGETS["h100"])
+    prices = _Bytes(module, Provenance(module), TARGETS["h100"], OPTIMISTIC)
     kernels, matmuls = [], []
     for visit in module.visits():
         for one in () if visit.fused else module.computations[visit.computation]:
@@ -246,7 +247,11 @@ def layer_us(config: DecoderConfig, T: int, moved: int) -> float:
         + D * F * (3 if config.activation == "swiglu" else 2)
     )
     pairs = 2 * T * min(T, config.seq_len) * heads
-    attention = 1e6 * pairs / PEAK * (1 / ATTENTION + 2.5 / ATTENTION_BACKWARD)
+    shares = [
+        OPTIMISTIC.attention_share(128, 0, backward=backward, deterministic=False)
+        for backward in (False, True)
+    ]
+    attention = 1e6 * pairs / PEAK * (1 / shares[0] + 2.5 / shares[1])
     return multiplying_us(6 * weights * T) + attention + moving_us(moved)
 
 

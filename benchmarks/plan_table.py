@@ -402,7 +402,9 @@ def outcome(config: Any, report: Any) -> Row:
         "tflop": sum(report.flops.values()) / 1e12,
         "flops_over_model": sum(report.flops.values()) / flops, "step_s": line.step / 1e6,
         "exposed_s": line.exposed / 1e6,
+        "sustained_step_s": report.step_band.slow / 1e6,
         "model_ratio": line.step / 1e6 / model_seconds(config, report.n_devices),
+        "own_ratio": report.model_ratio,
         "warnings": len(report.warnings),
         "megatron_tflops": megatron_flops(config) / report.n_devices / line.step / 1e6,
     }  # fmt: skip
@@ -426,17 +428,21 @@ def megatron_flops(config: Any) -> float:
 
 
 def model_seconds(config: Any, devices: int) -> float:
-    """Returns the time of a step's matmuls and attention at the lab's rates, if nothing were
-    recomputed and no device waited."""
-    from sharding_rules.lab.prices import model_us
+    """Returns the time of a step's matmuls and attention at the optimistic rates of large ones, if
+    nothing were recomputed and no device waited: the ratio's definition of main 3f09f97, kept so
+    that rows of all dates compare."""
+    from sharding_rules.lab.rates import OPTIMISTIC
     from sharding_rules.lab.targets import TARGETS
 
     tokens = config.train.global_batch * config.model.seq_len / devices
-    flops = (
-        tokens * n
-        for n in (config.model.flops_per_token(), config.model.attention_flops_per_token())
+    attention = tokens * config.model.attention_flops_per_token()
+    matmuls = tokens * config.model.flops_per_token() - attention
+    forward, backward = (
+        OPTIMISTIC.attention_share(128, 0, backward=is_backward, deterministic=False)
+        for is_backward in (False, True)
     )
-    return model_us(*flops, TARGETS[TARGET]) / 1e6
+    peak_seconds = matmuls / OPTIMISTIC.matmul.value + attention * (1 / forward + 2 / backward) / 3
+    return peak_seconds / TARGETS[TARGET].flops["bf16"]
 
 
 def least_bytes(config: Any) -> float | None:

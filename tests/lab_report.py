@@ -186,13 +186,19 @@ def report(**changes: Any) -> Report:
         "memory": Memory(6 * GIB, 0, 4 * GIB, sum(b.bytes for b in buffers), tuple(buffers)),
         "arguments": arguments,
         "flops": {"forward": 85_000 * 10**9, "recompute": 80_000 * 10**9, "backward": 170_000 * 10**9},
-        "kernels": (), "warnings": (), "timeline": timeline(), "instructions": 9_876,
+        "kernels": (), "warnings": (), "timeline": timeline(), "sustained": sustained(), "instructions": 9_876,
         "text_bytes": 2_345_678, "compile_seconds": 14.7,
         "versions": {"jax": "0.10.2", "jaxlib": "0.10.2"}, "options": {}, "vocabulary": VOCABULARY,
         "model_flops": 250e12,
         "peak_flops": 989.4e12,
     }  # fmt: skip
     return Report(**{**values, **changes})
+
+
+def sustained() -> Timeline:
+    """Half as slow again, waiting for all-gathers inside a node."""
+    line = timeline()
+    return Timeline(1.5 * line.step, line.compute, 0, 0, (), waits={"all-gather.7": line.step / 2})
 
 
 def timeline() -> Timeline:

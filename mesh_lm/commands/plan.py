@@ -20,7 +20,7 @@ from mesh_lm.commands.plan_options import SCREEN as SCREEN
 from mesh_lm.commands.plan_options import Plan as Plan
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning import attention, diloco, experts, stages, state_bytes
+from mesh_lm.planning import attention, diloco, experts, run_cost, stages, state_bytes
 from mesh_lm.planning.changes import candidates
 from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import Program, compile_config, devices_for, flags_of
@@ -78,6 +78,7 @@ def show(plan: Plan, config: TrainConfig) -> int:
             fixes = rank(report, candidates(config, n_devices, compile_changed), say=_log)
         facts = [
             *_facts(config, report),
+            *run_cost.report_facts(config, report, plan.tokens, plan.gpu_hour),
             *state_bytes.report_facts(program.declared),
             *stages.report_facts(program.config, program.layout, report),
             *diloco.report_facts(config, report, outer_report),
@@ -127,8 +128,8 @@ def _against(plan: Plan, n_devices: int) -> Report:
 def refusal(report: Report, fixes: Sequence[Fix]) -> str:
     """Returns why a run does not fit on this target: the largest arrays, and the best fixes."""
     lines = [
-        f"{report.name} needs {report.peak_bytes / GIB:.1f} GiB on each device, and "
-        f"{report.target} has {report.hbm / GIB:.1f}"
+        f"{report.name} needs {report.peak_bytes / GIB:.1f} GiB on each device and a margin of "
+        f"{report.margin:.0%}, and {report.target} has {report.hbm / GIB:.1f}"
     ]
     for n, buffer in alike(report.memory.buffers)[:_LISTED]:
         arrays = f"{n} x {buffer.shape}" if n > 1 else buffer.shape

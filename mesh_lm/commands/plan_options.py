@@ -6,6 +6,7 @@ Flax and the lab are imported when the commands run.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +40,11 @@ class Plan:
     against: str = ""
     """Also say in one sentence which is slower, and why: a config, or the .json that a plan has
     written. A config is compiled as well."""
+    tokens: float = 0.0
+    """Tokens of the whole run, as 2e12: also say how many days it takes, and the energy."""
+    gpu_hour: float = 0.0
+    """Price of one GPU for an hour, in any currency: also say what the run costs (that of --tokens,
+    or the config's steps)."""
     flags: str = "auto"
     """Set of XLA flags to compile with (sharding_rules/lab/flags.py); auto: the flags of the run
     (launch.xla_flags)."""
@@ -53,6 +59,11 @@ class Plan:
             raise ConfigError(
                 f"--flags={self.flags}: expected one of the sets of flags {', '.join(flag_sets)}"
             )
+        for name in ("tokens", "gpu_hour"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option}={value:g}: expected a number of at least 0")
         if self.devices < 0:
             raise ConfigError(f"--devices={self.devices}: a plan is for at least 1 device")
         if self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):

@@ -49,10 +49,10 @@ def largest_microbatch(
         )
         report = compiled(dataclasses.replace(config, train=train))
         attempts.peak_bytes[b] = report.peak_bytes
-        attempts.hbm = report.hbm
+        attempts.limit = report.limit
         say(
             f"{b} sequences in a microbatch: {report.peak_bytes / GIB:.2f} GiB of "
-            f"{report.hbm / GIB:.2f}"
+            f"{report.limit / GIB:.2f}"
         )
         return report.fits
 
@@ -87,19 +87,19 @@ def largest_microbatch(
 class _Attempts:
     """The microbatches that were compiled."""
 
-    hbm: int = 0
-    """Bytes of the device's memory."""
+    limit: int = 0
+    """The highest peak that fits, in bytes."""
     peak_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
     """Sequences of a microbatch -> bytes at the peak."""
 
     def text(self, b: int) -> str:
         """Returns the memory that b sequences need."""
-        return f"{self.peak_bytes[b] / GIB:.2f} of {self.hbm / GIB:.2f} GiB"
+        return f"{self.peak_bytes[b] / GIB:.2f} of {self.limit / GIB:.2f} GiB"
 
     def guess(self, low: int, high: int) -> int:
         """Returns the next size to try, inside (low, high).
 
-        It is where a line through two measured peaks reaches the memory's size: those of low and
+        It is where a line through two measured peaks reaches that limit: those of low and
         high, or of the largest two that fit if high has not been measured.
         """
         if len(self.peak_bytes) == 1:
@@ -111,7 +111,7 @@ class _Attempts:
             slope = (self.peak_bytes[x1] - self.peak_bytes[x0]) / (x1 - x0)
             b = high
             if slope > 0:
-                b = low + int((self.hbm - self.peak_bytes[low]) / slope)
+                b = low + int((self.limit - self.peak_bytes[low]) / slope)
         return min(max(low + 1, b), high - 1)
 
 

@@ -36,8 +36,8 @@ from sharding_rules.lab.ledger import (
 )
 from sharding_rules.lab.memory import memory
 from sharding_rules.lab.origins import used_in_part, with_origins
-from sharding_rules.lab.prices import model_us
 from sharding_rules.lab.provenance import Provenance
+from sharding_rules.lab.rates import SUSTAINED
 from sharding_rules.lab.report import Argument, LabError, Report, Slot
 from sharding_rules.lab.targets import TARGETS, request_of
 from sharding_rules.lab.timeline import estimates, in_parallel, priced, replay
@@ -55,7 +55,7 @@ Routing is balanced: no further round of an exchange of tokens runs.
 # The files that a cached report depends on: all but those that only read reports.
 _MAKERS = (
     "compile", "groups", "hlo", "ledger", "lineage", "memory", "origins", "provenance", "prices",
-    "report", "targets", "ticks",
+    "rates", "report", "targets", "ticks",
     "timeline", "vocabulary",
 )  # fmt: skip
 
@@ -383,11 +383,16 @@ def _compile(
     # Predictions, for targets that the lab knows.
     target = TARGETS.get(request.target)
     timeline = None
-    predicted_model_us = 0.0
+    sustained = None
+    model_us = 0.0
     if target:
-        timeline = replay(module, provenance, sent, target, parallel=in_parallel(request.options))
+        parallel = in_parallel(request.options)
+        timeline = replay(module, provenance, sent, target, parallel=parallel)
+        sustained = replay(
+            *(module, provenance, sent, target), parallel=parallel, rates=SUSTAINED, n_spans=0
+        )
         sent = priced(sent, timeline, target)
-        predicted_model_us = model_us(request.model_flops, request.attention_flops, target)
+        model_us = timeline.model_us(request.model_flops, request.attention_flops)
 
     return Report(
         name=request.name,
@@ -426,7 +431,8 @@ def _compile(
         copies=copies(module, provenance),
         model_flops=request.model_flops,
         attention_flops=request.attention_flops,
-        model_us=predicted_model_us,
+        model_us=model_us,
+        sustained=sustained,
         peak_flops=target.flops["bf16"] if target else 0.0,
         vocabulary=request.vocabulary,
         segments=request.segments,

@@ -247,7 +247,7 @@ class _Search:
             estimate = self._estimate(candidate)
             if estimate is None or estimate.cost >= limit:
                 continue
-            if estimate.peak <= _MARGIN * self.report.hbm:
+            if estimate.peak <= _MARGIN * self.report.limit:
                 promising.append((estimate.cost, estimate.peak, candidate.text, candidate))
         promising.sort(key=lambda item: item[:3])
         return [candidate for *_, candidate in promising]

@@ -15,7 +15,7 @@ from sharding_rules.lab.lint_context import (
     largest,
     wire_bytes,
 )
-from sharding_rules.lab.prices import MEMORY
+from sharding_rules.lab.rates import OPTIMISTIC
 from sharding_rules.lab.report import SCALAR, Collective, Copy, Location
 from sharding_rules.lab.targets import TARGETS
 
@@ -138,7 +138,8 @@ def copies(context: LintContext) -> Iterator[Finding]:
         if copy.shape not in hop_shapes:
             copies_by_shape[copy.shape].append(copy)
 
-    bandwidth = MEMORY * TARGETS[report.target].hbm_bandwidth
+    share = OPTIMISTIC.memory["bf16"].value
+    bandwidth = share * TARGETS[report.target].hbm_bandwidth
     for shape, copies in copies_by_shape.items():
         # Each copy is read and written.
         moved_bytes = int(sum(2 * copy.bytes * copy.times for copy in copies))

@@ -26,6 +26,7 @@ from sharding_rules.lab.summary import (
     by_meaning,
     conditionals_words,
     duration,
+    durations,
     efficiency,
     exposed_words,
     flop,
@@ -35,6 +36,7 @@ from sharding_rules.lab.summary import (
     over,
     path,
     percent,
+    rates_words,
     ratio,
     rows,
     runs,
@@ -111,10 +113,12 @@ def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str
         f"The peak is {size(report.peak_bytes)}{hbm} on each device.",
     ]
     line = report.timeline
-    if line:
+    band = report.step_band
+    if line and band:
         step = (
-            f"A step takes {duration(line.step)} ({PREDICTED}), of which {duration(line.exposed)} "
-            f"({percent(line.exposed, line.step)}) wait for the network"
+            f"A step takes {durations(band)} ({PREDICTED}). At the optimistic rates "
+            f"{duration(line.exposed)} ({percent(line.exposed, line.step)}) of it wait for the "
+            "network"
         )
         rates = ", ".join(filter(None, (efficiency(report), ratio(report))))
         sentences.append(f"{step}: {rates}." if rates else f"{step}.")
@@ -128,6 +132,9 @@ def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str
         ("mesh", mesh_words(report)),
         *facts,
     ]
+    rates = rates_words(report)
+    if rates:
+        labelled.append(("times", rates))
     if report.conditionals:
         labelled.append(("conditionals counted", conditionals_words(report)))
     items = "".join(

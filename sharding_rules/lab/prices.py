@@ -1,6 +1,6 @@
 """Predicted times of single instructions and collectives of a compiled program on a GPU.
 
-They follow from shares of the data sheet's peaks, and from XLA's own estimates.
+They follow from shares of the data sheet's peaks (`rates`), and from XLA's own estimates.
 
 XLA's estimate is called `sol` (speed of light). For kernels bound by memory it is bytes / peak
 bandwidth. For matmuls it is a measured table where operands and result are bf16 (750 TFLOP/s for
@@ -15,38 +15,15 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from sharding_rules.lab.hlo import CALLS, Instruction, Module
+from sharding_rules.lab.hlo import CALLS, Array, Instruction, Module
 from sharding_rules.lab.provenance import Provenance
+from sharding_rules.lab.rates import OPTIMISTIC, Rates
 from sharding_rules.lab.report import Collective
 from sharding_rules.lab.targets import Target
 
-# Shares of a data sheet's peak (`targets`), without unit. All are assumed.
-
-MATMUL = 0.77
-"""Share of the tensor cores' peak FLOP/s that large matmuls reach (cuBLAS)."""
-MEMORY = 0.9
-"""Share of the memory's peak bandwidth that copies reach."""
-NVLINK = 0.78
-"""Share of NVLink's peak bandwidth that collectives reach inside a node (NCCL's bus bandwidth)."""
-NETWORK = 0.84
-"""Share of the network port's peak bandwidth that collectives reach between nodes (the same)."""
-ATTENTION = 0.62
-"""Share of the tensor cores' peak FLOP/s that the forward of a fused attention kernel reaches.
-
-This share and ATTENTION_BACKWARD are a little under FlashAttention-3's published 640 and 540
-TFLOP/s on an H100. They are assumed of ours, too, which has never been measured: that it reaches
-these shares of the FLOPs that it reports, the recomputed ones of its backward included, times the
-share of the SMs that, by its own estimate, its grid keeps busy. The published figures are of grids
-that fill them.
-"""
-ATTENTION_BACKWARD = 0.52
-"""The same share for the backward of a fused attention kernel."""
-
-# Times, in microseconds.
-
-KERNEL = 1.5
-"""The time of the shortest kernel."""
+# Times in microseconds.
 
 # Latency of a collective. Assumed.
 _START = 8.0
@@ -69,19 +46,7 @@ _SOL_LIMIT = 2.0
 """XLA's estimate of a matmul is not believed beyond this many times its roofline."""
 
 
-def model_us(flops: float, attention: float, target: Target) -> float:
-    """Returns the microseconds that a model's own FLOPs take on one device, with nothing else.
-
-    That is: no recomputation, no bubble, no network, no memory. flops: of all its matmuls, forward
-    and backward. attention: the part of them that is attention's; its backward has two thirds.
-    """
-    matmul = (flops - attention) / MATMUL
-    forward = attention / 3 / ATTENTION
-    backward = attention * 2 / 3 / ATTENTION_BACKWARD
-    return 1e6 / target.flops["bf16"] * (matmul + forward + backward)
-
-
-def collective_us(one: Collective, target: Target) -> float:
+def collective_us(one: Collective, target: Target, rates: Rates = OPTIMISTIC) -> float:
     """Returns the microseconds of one collective alone: bytes / bandwidth plus latency.
 
     The bandwidth is that of its slowest link. A ring through nodes with k members in each has k
@@ -103,7 +68,8 @@ def collective_us(one: Collective, target: Target) -> float:
         n_ports = 1 if is_pairwise else members_per_node
         network_bytes = one.wire / n_ports
     transfer = max(
-        nvlink_bytes / (NVLINK * target.nvlink), network_bytes / (NETWORK * target.network)
+        nvlink_bytes / (rates.nvlink.value * target.nvlink),
+        network_bytes / (rates.network.value * target.network),
     )
 
     if one.kind == "all-reduce":
@@ -119,6 +85,16 @@ def collective_us(one: Collective, target: Target) -> float:
     return 1e6 * transfer + latency
 
 
+class Kernel(NamedTuple):
+    """One run of what occupies the device's own cores."""
+
+    kind: str
+    """matmul, attention, elementwise or copy."""
+    us: float
+    flops: int
+    """Of its matmuls."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Prices:
     """Microseconds of single instructions."""
@@ -126,18 +102,20 @@ class Prices:
     module: Module
     provenance: Provenance
     target: Target
+    rates: Rates
 
-    def kernel(self, instruction: Instruction, phase: str) -> tuple[str, float]:
-        """Returns the kind and the microseconds of what runs on the device's own cores."""
+    def kernel(self, instruction: Instruction, phase: str) -> Kernel:
+        """Returns what an instruction does to the device's own cores."""
         flops = self.module.flops(instruction)
+        shortest = self.rates.kernel_us.value
         call = self.custom(instruction)
         if call is not None:
             return self._custom(call, flops, phase)
         if flops:
-            return "matmul", max(KERNEL, self._matmul(instruction, flops))
+            return Kernel("matmul", max(shortest, self._matmul(instruction, flops)), flops)
         is_copy = instruction.opcode.startswith("copy") or "transpose" in instruction.name
-        us = self._sol(instruction) / MEMORY or self._memory(instruction)
-        return "copy" if is_copy else "elementwise", max(KERNEL, us)
+        us = self._sol(instruction) / self._memory_share(instruction) or self._memory(instruction)
+        return Kernel("copy" if is_copy else "elementwise", max(shortest, us), 0)
 
     def custom(self, instruction: Instruction) -> Instruction | None:
         """Returns the kernel with matmuls that an instruction calls; None if it calls none.
@@ -156,32 +134,61 @@ class Prices:
                 return kernel
         return None
 
-    def _custom(self, call: Instruction, flops: int, phase: str) -> tuple[str, float]:
-        """Returns the kind and the microseconds of a kernel that is a custom call.
+    def _custom(self, call: Instruction, flops: int, phase: str) -> Kernel:
+        """Returns a kernel that is a custom call.
 
         One of ours says its FLOPs and, perhaps, bytes and name. Any other is fused attention.
         """
         attributes = call.attributes
-        is_ours = "kernel_flops" in attributes
-        is_attention = not is_ours or "attention" in attributes.get("kernel", "")
-        if not is_attention:
-            share = MATMUL
-        elif phase == "backward":
-            share = ATTENTION_BACKWARD
+        name = attributes.get("kernel", "") if "kernel_flops" in attributes else "attention"
+        extra_us = 0.0
+        if "attention" in name:
+            share = self._attention_share(call, name, phase)
+        elif "grouped" in name:
+            share = self.rates.grouped.value
+            extra_us = self._groups(call) * self.rates.group_us.value
         else:
-            share = ATTENTION
+            share = self.rates.matmul.value
         share *= float(attributes.get("kernel_occupancy", 1))
         kernel_bytes = attributes.get("kernel_bytes", "")
         if kernel_bytes.isdecimal():
-            memory = self._moving(int(kernel_bytes))
+            memory = self._moving(int(kernel_bytes), "bf16")
         else:
             memory = self._memory(call)
-        us = max(KERNEL, memory, 1e6 * flops / (share * self._peak(call)))
-        return "attention" if is_attention else "matmul", us
+        us = max(memory, 1e6 * flops / (share * self._peak(call))) + extra_us
+        us = max(self.rates.kernel_us.value, us)
+        return Kernel("attention" if "attention" in name else "matmul", us, flops)
+
+    def _attention_share(self, call: Instruction, name: str, phase: str) -> float:
+        # Of [batch, sequence, heads, head_dim] and of [batch, heads, sequence, head_dim] the longer
+        # of the middle two is the sequence's, save for a few tokens.
+        dims = [array.dims for array in self._operand_arrays(call) if len(array.dims) == 4]
+        head_dim = dims[0][-1] if dims else 0
+        n_keys = max(max(d[1:3]) for d in dims) if dims else 0
+        return self.rates.attention_share(
+            head_dim,
+            n_keys,
+            backward=phase == "backward",
+            deterministic=name.endswith(("_dq", "_dkv")),
+        )
+
+    def _groups(self, call: Instruction) -> int:
+        """Returns the groups of a grouped matmul, the first dimension of its matrices."""
+        stacks = [a.dims[0] for a in self._operand_arrays(call) if len(a.dims) == 3]
+        stacks += [a.dims[0] for a in call.arrays if len(a.dims) == 3]
+        return max(stacks, default=0)
+
+    def _operand_arrays(self, instruction: Instruction) -> list[Array]:
+        by_name = self.module.by_name
+        operands = [by_name[name] for name in instruction.operands if name in by_name]
+        return [array for operand in operands for array in operand.arrays]
 
     def _matmul(self, instruction: Instruction, flops: int) -> float:
-        roofline = max(1e6 * flops / (MATMUL * self._peak(instruction)), self._memory(instruction))
-        sol = self._sol(instruction)
+        rates = self.rates
+        roofline = max(
+            1e6 * flops / (rates.matmul.value * self._peak(instruction)), self._memory(instruction)
+        )
+        sol = self._sol(instruction) / rates.matmul_table.value
         return sol if 0 < sol <= _SOL_LIMIT * roofline else roofline
 
     def _peak(self, instruction: Instruction) -> float:
@@ -199,9 +206,11 @@ class Prices:
 
         An array that a fusion only slices or updates in place counts with the slice alone.
         """
+        dtype = self._moved_dtype(instruction)
         lines = list(self._called(instruction))
         if not lines:
-            return self._moving(instruction.bytes + sum(self._operand_bytes(instruction)))
+            moved_bytes = instruction.bytes + sum(self._operand_bytes(instruction))
+            return self._moving(moved_bytes, dtype)
         updates = [line for line in lines if line.opcode == "dynamic-update-slice"]
         n_bytes = sum(self._operand_bytes(update)[1] for update in updates) or lines[-1].bytes
         for parameter in lines:
@@ -209,7 +218,16 @@ class Prices:
                 users = _users(lines, parameter.name)
                 n_read = sum(self._bytes_read(parameter, user) for user in users)
                 n_bytes += min(parameter.bytes, n_read)
-        return self._moving(n_bytes)
+        return self._moving(n_bytes, dtype)
+
+    def _moved_dtype(self, instruction: Instruction) -> str:
+        """Returns f32 if the largest array that a kernel reads or writes is f32, else bf16."""
+        arrays = [*instruction.arrays, *self._operand_arrays(instruction)]
+        largest = max(arrays, key=lambda array: array.bytes, default=None)
+        return "f32" if largest is not None and largest.dtype == "f32" else "bf16"
+
+    def _memory_share(self, instruction: Instruction) -> float:
+        return self.rates.memory[self._moved_dtype(instruction)].value
 
     def _bytes_read(self, parameter: Instruction, user: Instruction) -> int:
         if user.opcode in ("dynamic-slice", "slice", "gather"):
@@ -219,8 +237,8 @@ class Prices:
             return 0  # updated in place
         return parameter.bytes
 
-    def _moving(self, n_bytes: int) -> float:
-        return 1e6 * n_bytes / (MEMORY * self.target.hbm_bandwidth)
+    def _moving(self, n_bytes: int, dtype: str) -> float:
+        return 1e6 * n_bytes / (self.rates.memory[dtype].value * self.target.hbm_bandwidth)
 
     def _operand_bytes(self, instruction: Instruction) -> list[int]:
         instructions = self.module.by_name

@@ -11,17 +11,31 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator
-from functools import cached_property
-from typing import Any, Literal
+from functools import cache, cached_property
+from importlib.metadata import version
+from typing import Any, Literal, NamedTuple
 
 from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
 
 Phase = Literal["forward", "recompute", "backward", "optimizer", ""]
 """The phase of a training step; empty: none of them, or XLA does not say."""
 
+MARGIN = 0.05
+"""`Report.margin` of a program that the installed jax has compiled."""
+MARGIN_OF_OTHER_JAX = 0.1
+"""The same of a report that another version of jax has made."""
 SCALAR = 1024
 """Bytes: collectives with less payload are norms, counts and losses. No count and no table lists
 them."""
+
+
+class Band(NamedTuple):
+    """A predicted time, in microseconds."""
+
+    fast: float
+    """At the optimistic rates, save where a measured rate is above them."""
+    slow: float
+    """At the sustained rates."""
 
 
 class LabError(ValueError):
@@ -299,6 +313,25 @@ class Timeline:
     """`exposed` by the name of the collective that the network is busy with while compute waits."""
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     """`compute` by the part of the model, as in Location."""
+    kinds: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`compute` by the kind of kernel: matmul, attention, elementwise, copy."""
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    """FLOPs of the matmuls in kernels of a kind."""
+
+    def model_us(self, flops: float, attention: float) -> float:
+        """Returns the microseconds that a model's own FLOPs would take at the speeds of this
+        timeline's kernels, with nothing else: no recomputation, no bubble, no network, no memory.
+
+        attention: the part of the FLOPs that is attention's. 0 for FLOPs of which the timeline has
+        no kernels.
+        """
+        us = 0.0
+        for kind, n in (("matmul", flops - attention), ("attention", attention)):
+            # Attention without a kernel of its own consists of matmuls.
+            kind = kind if self.flops.get(kind) else "matmul"
+            if n > 0 and self.flops.get(kind):
+                us += n / self.flops[kind] * self.kinds[kind]
+        return us
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,6 +361,7 @@ class Report:
     warnings: tuple[str, ...]
     """Warnings of the partitioner, and of the lab about loops and slots."""
     timeline: Timeline | None
+    """At the optimistic rates (`rates`)."""
     instructions: int
     """Lines of the program."""
     text_bytes: int
@@ -351,8 +385,10 @@ class Report:
     attention_flops: float = 0.0
     """The part of `model_flops` that is attention's."""
     model_us: float = 0.0
-    """Predicted microseconds of `model_flops` alone, at the timeline's rates of matmuls and
+    """Predicted microseconds of `model_flops` alone, at the speeds of the timeline's matmuls and
     attention; 0 where unknown."""
+    sustained: Timeline | None = None
+    """The same schedule at the sustained rates, without spans: the slow end of predicted times."""
     peak_flops: float = 0.0
     """FLOP/s of the target's tensor cores in bf16, by its data sheet; 0 where unknown."""
     vocabulary: Vocabulary = NEUTRAL
@@ -458,7 +494,8 @@ class Report:
     def model_ratio(self) -> float | None:
         """The predicted step over the time of the model's own matmuls and attention.
 
-        1 is a step without recomputation, bubble, traffic. None if it is not known.
+        1 is a step without recomputation, bubble, traffic, memory: the floor of this timeline.
+        None if it is not known.
         """
         return self._step / self.model_us if self._step and self.model_us > 0 else None
 
@@ -468,9 +505,52 @@ class Report:
         return max(self.timeline.step, 0.0) if self.timeline else 0.0
 
     @property
+    def step_band(self) -> Band | None:
+        """Predicted microseconds of the step, between the optimistic and the sustained rates; None
+        if they are not known.
+        """
+        if not self._step:
+            return None
+        other = self.sustained.step if self.sustained else self._step
+        return Band(min(self._step, other), max(self._step, other))
+
+    @property
+    def deciding_link(self) -> Literal["", "NVLink", "network"]:
+        """The link of assumed speed for which the step waits most at the sustained rates; empty if
+        it waits for less than a hundredth of the step.
+        """
+        line = self.sustained or self.timeline
+        if not line:
+            return ""
+        crosses = {one.name: one.nodes > 1 for one in self.collectives}
+        outside = sum(us for name, us in line.waits.items() if crosses.get(name))
+        inside = sum(us for name, us in line.waits.items() if not crosses.get(name, True))
+        if outside + inside < 0.01 * line.step:
+            return ""
+        return "network" if outside >= inside else "NVLink"
+
+    @property
+    def margin(self) -> float:
+        """Share of the peak that must be free besides it.
+
+        One GPU has used 1.5 % more than the program compiled for it, and 4.7 % more than that
+        compiled without it; XLA of another jax version planned 5 % more
+        (benchmarks/results/gpu_truth_2026-11-26_h200-jax-0.11.2.md).
+        """
+        is_of_this_jax = self.versions.get("jax", _installed_jax()) == _installed_jax()
+        return MARGIN if is_of_this_jax else MARGIN_OF_OTHER_JAX
+
+    @property
+    def limit(self) -> int:
+        """The highest peak that fits, in bytes; 0 where the device's memory is not known."""
+        return int(self.hbm / (1 + self.margin))
+
+    @property
     def fits(self) -> bool:
-        """True if the peak fits into the device's memory, or if that is not known."""
-        return not self.hbm or self.peak_bytes <= self.hbm
+        """True if the peak and the margin fit into the device's memory, or if that is not
+        known.
+        """
+        return not self.hbm or self.peak_bytes <= self.limit
 
     def to_json(self) -> str:
         """Returns the report as JSON, from which from_json makes an equal one."""
@@ -485,6 +565,11 @@ class Report:
         return _build(Report, json.loads(text))
 
 
+@cache
+def _installed_jax() -> str:
+    return version("jax")
+
+
 def location_text(location: Location) -> str:
     """Returns the location in words: backward of layers/attention (model/layers.py:107)."""
     words = (
@@ -495,7 +580,10 @@ def location_text(location: Location) -> str:
     return f"{words} ({location.source})" if location.source else words
 
 
-_FIELDS = {"where": Location, "memory": Memory, "timeline": Timeline, "vocabulary": Vocabulary}
+_FIELDS = {
+    "where": Location, "memory": Memory, "timeline": Timeline, "sustained": Timeline,
+    "vocabulary": Vocabulary,
+}  # fmt: skip
 """Fields that are a dataclass."""
 _ELEMENTS: dict[tuple[type, str], type] = {
     (Report, "collectives"): Collective,

@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sharding_rules.lab.report import SCALAR, Buffer, Collective, Report, location_text
+from sharding_rules.lab.rates import NETWORK, NVLINK
+from sharding_rules.lab.report import SCALAR, Band, Buffer, Collective, Report, location_text
 
 Axes = tuple[str, ...]
 
 GIB = 2**30
 
 PREDICTED = "predicted, never measured"
-"""Said wherever a step's time is first shown, as long as no GPU has confirmed one
-(benchmarks/gpu_truth.py)."""
+"""Said wherever a step's time is first shown: a report is of a program that has not run."""
 
 UPPER_BOUND = "≤: in a branch of a conditional, counted as if it always ran"
 
@@ -75,6 +75,16 @@ def duration(microseconds: float) -> str:
     return f"{microseconds:.3g} µs"
 
 
+def durations(band: Band) -> str:
+    """Returns a predicted time in words, in the unit of its slow end: 3.58 to 4.02 s."""
+    slow = duration(band.slow)
+    fast = duration(band.fast)
+    if fast == slow:
+        return slow
+    number, _, unit = fast.rpartition(" ")
+    return f"{number if slow.endswith(f' {unit}') else fast} to {slow}"
+
+
 def runs(n: float) -> str:
     """Returns how often something runs: 1,024, or 0.5 where that is an expectation."""
     return f"{n:,.10g}"
@@ -90,7 +100,7 @@ def flop(n: float) -> str:
 
 def amount(n: float) -> str:
     """Returns a number of parameters with four digits: 174.6 B, 124.4 M, 41.28 k."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= scale:
             return f"{n / scale:.4g} {unit}"
     return f"{n:.0f}"
@@ -137,12 +147,16 @@ def mesh_words(report: Report) -> str:
 
 
 def efficiency(report: Report) -> str:
-    """Returns `MFU 37 %`, or else how much of the tensor cores' peak the program's matmuls reach.
+    """Returns `MFU 33 to 37 %`, or else how much of the tensor cores' peak the program's matmuls reach.
 
     The MFU needs the model's FLOPs. Empty without estimates.
     """
-    if report.mfu is not None:
-        return f"MFU {percent(report.mfu, 1)}"
+    band = report.step_band
+    if report.mfu is not None and band is not None:
+        slowest, fastest = (
+            percent(report.model_flops, us / 1e6 * report.peak_flops) for us in reversed(band)
+        )
+        return f"MFU {fastest}" if slowest == fastest else f"MFU {slowest[:-2]} to {fastest}"
     if report.utilisation is not None:
         return f"matmuls at {percent(report.utilisation, 1)} of the peak"
     return ""
@@ -158,14 +172,15 @@ def ratio(report: Report) -> str:
 def headline(report: Report) -> str:
     """Returns the verdict and the predicted step on one line.
 
-    fits, 35.9 GiB free; step 3.58 s (predicted), 49 % exposed, MFU 16 %, 2.09 x the model's
-    matmuls and attention.
+    fits, 35.9 GiB free; step 3.58 to 4.02 s (predicted), 49 % exposed, MFU 14 to 16 %, 2.09 x the
+    model's matmuls and attention.
     """
     line = report.timeline
-    if not line:
+    band = report.step_band
+    if not line or not band:
         return verdict(report)
     step = [
-        f"step {duration(line.step)} (predicted)",
+        f"step {durations(band)} (predicted)",
         f"{percent(line.exposed, line.step)} exposed",
         efficiency(report),
         ratio(report),
@@ -192,11 +207,32 @@ def stages_words(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Returns whether the program fits: fits, 35.9 GiB free; does not fit, 4.20 GiB too much."""
+    """Returns whether the program fits: fits, 35.9 GiB free; does not fit, 4.20 GiB too much; too
+    tight, 1.20 GiB free.
+    """
     if not report.hbm:
         return f"peak of {size(report.peak_bytes)}; the memory of these devices is not known"
     spare = report.hbm - report.peak_bytes
-    return f"fits, {size(spare)} free" if report.fits else f"does not fit, {size(-spare)} too much"
+    if report.fits:
+        return f"fits, {size(spare)} free"
+    if spare < 0:
+        return f"does not fit, {size(-spare)} too much"
+    least = size(report.margin * report.peak_bytes)
+    return f"too tight, {size(spare)} free, less than {least} ({report.margin:.0%} of the peak)"
+
+
+def rates_words(report: Report) -> str:
+    """Returns what the band of the step is between: the rates, and the assumed link that decides.
+
+    Empty without estimates.
+    """
+    if report.sustained is None:
+        return ""
+    words = "from optimistic rates to those that one H200 sustained"
+    link = {"NVLink": NVLINK, "network": NETWORK}.get(report.deciding_link)
+    if link:
+        words += f"; most uncertain: {link} (assumed)"
+    return words
 
 
 def path(name: str) -> str:

@@ -29,6 +29,7 @@ from sharding_rules.lab.summary import (
     by_axes,
     conditionals_words,
     duration,
+    durations,
     efficiency,
     exposed_words,
     flop,
@@ -36,6 +37,7 @@ from sharding_rules.lab.summary import (
     mesh_words,
     over,
     percent,
+    rates_words,
     ratio,
     rows,
     runs,
@@ -335,15 +337,19 @@ def _sums(report: Report) -> RenderableType:
         _add(table, "branches", f"conditionals counted: {conditionals_words(report)}")
 
     line = report.timeline
-    if line:
+    band = report.step_band
+    if line and band:
         step = [
-            f"{duration(line.step)} {PREDICTED}: compute {duration(line.compute)}",
+            f"{durations(band)} {PREDICTED}: compute {duration(line.compute)}",
             f"network {duration(line.network)}",
             f"{duration(line.exposed)} exposed ({percent(line.exposed, line.step)})",
             efficiency(report),
             ratio(report),
         ]
         _add(table, "step", ", ".join(filter(None, step)))
+        rates = rates_words(report)
+        if rates:
+            _add(table, "rates", rates)
         waits = exposed_words(report)
         if waits:
             _add(table, "exposed", f"{waits} of the step")

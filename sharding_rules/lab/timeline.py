@@ -27,6 +27,7 @@ from sharding_rules.lab.hlo import Instruction, Module
 from sharding_rules.lab.ledger import started
 from sharding_rules.lab.prices import FREE, Prices, collective_us
 from sharding_rules.lab.provenance import Provenance
+from sharding_rules.lab.rates import OPTIMISTIC, Rates
 from sharding_rules.lab.report import Collective, Span, Timeline
 from sharding_rules.lab.targets import Target
 
@@ -66,6 +67,8 @@ def replay(
     target: Target,
     *,
     parallel: bool = False,
+    rates: Rates = OPTIMISTIC,
+    n_spans: int = SPANS,
 ) -> Timeline:
     """Returns the program's timeline on `target`.
 
@@ -79,12 +82,14 @@ def replay(
 
     Args:
       sent: the program's collectives, as `ledger.collectives` returns them.
+      rates: the speeds of its kernels and links.
+      n_spans: the most spans that the timeline keeps.
       parallel: collectives within a node have a stream of their own, beside that of collectives
         between nodes. That is optimistic: on a GPU both take SMs, and a ring between nodes uses
         NVLink inside of them.
     """
     collectives = {one.name: one for one in sent}
-    program = _Program(module, provenance, target, collectives, parallel)
+    program = _Program(module, provenance, target, rates, collectives, parallel)
     run = _Run(program, spans=[])
     run.computation(module.entry, ())
     run.wait(max(run.free.values(), default=0.0))
@@ -93,9 +98,11 @@ def replay(
         compute=run.compute,
         network=run.network,
         exposed=run.exposed,
-        spans=_at_most(run.spans or [], SPANS),
+        spans=_at_most(run.spans or [], n_spans) if n_spans else (),
         waits=dict(run.waits),
         parts=dict(run.parts),
+        kinds=dict(run.kinds),
+        flops=dict(run.flops),
     )
 
 
@@ -223,6 +230,10 @@ class _Run:
     """`exposed` by the collective that the network is busy with."""
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     """`compute` by the part of the model."""
+    kinds: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`compute` by the kind of kernel."""
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    """FLOPs by the kind of kernel."""
     transfers: list[_Transfer] = dataclasses.field(default_factory=list)
     """Those that may not have ended yet."""
     ends: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -326,6 +337,10 @@ class _Run:
             _add(self.waits, name, n * us)
         for part, us in run.parts.items():
             _add(self.parts, part, n * us)
+        for kind, us in run.kinds.items():
+            _add(self.kinds, kind, n * us)
+        for kind, flops in run.flops.items():
+            _add(self.flops, kind, n * flops)
 
     def _instruction(self, one: Instruction, loops: tuple[float, ...]) -> None:
         if one.opcode == "async-update":
@@ -343,15 +358,18 @@ class _Run:
         if one.opcode in FREE:
             return
         location = self.program.provenance.of(self.program.custom(one) or one)
-        kind, us = self.program.kernel(one, location.phase)
+        kind, us, flops = self.program.kernel(one, location.phase)
         self._record(Span(one.name, "compute", kind, self.clock, us, loops, location))
         self.clock += us
         self.compute += us
         _add(self.parts, location.part, us)
+        _add(self.kinds, kind, us)
+        if flops:
+            _add(self.flops, kind, flops)
 
     def _send(self, one: Collective, loops: tuple[float, ...]) -> float:
         """Queues a collective on its stream, and returns when it ends."""
-        us = collective_us(one, self.program.target)
+        us = collective_us(one, self.program.target, self.program.rates)
         stream = self.program.stream(one)
         begin = max(self.clock, self.free.get(stream, 0.0))
         end = begin + us

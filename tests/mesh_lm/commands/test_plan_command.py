@@ -152,14 +152,7 @@ def test_how_many_devices_a_plan_is_for(mesh: dict[str, int], option: int, n_dev
 
 def test_refusal_names_what_is_in_the_way_and_what_helps() -> None:
     fitting = report()
-    tight: Any = SimpleNamespace(
-        **{
-            **fitting.__dict__,
-            "hbm": int(fitting.peak_bytes * 0.9),
-            "fits": False,
-            "peak_bytes": fitting.peak_bytes,
-        }
-    )
+    tight = replace(fitting, hbm=int(fitting.peak_bytes * 0.9))
     half: Any = SimpleNamespace(peak_bytes=tight.peak_bytes // 2, fits=True, timeline=None)
     same: Any = SimpleNamespace(peak_bytes=tight.peak_bytes, fits=False, timeline=None)
 
@@ -181,6 +174,7 @@ def test_refusal_names_what_is_in_the_way_and_what_helps() -> None:
     largest = fitting.memory.buffers[0]
     assert f"in the way: {largest.bytes / 2**30:.2f} GiB of {largest.kind}" in message
     assert "--a: " in message
+    assert "on each device and a margin of 5%, and h100 has" in message
     assert message.endswith("it fits")
 
 
@@ -194,7 +188,7 @@ def test_the_largest_microbatch_fits_and_one_more_does_not(
     def compiled(config: TrainConfig) -> Any:
         b = config.train.global_batch // 2
         tried.append(b)
-        return SimpleNamespace(peak_bytes=peak(b), hbm=limit, fits=peak(b) <= limit)
+        return SimpleNamespace(peak_bytes=peak(b), limit=limit, fits=peak(b) <= limit)
 
     tried: list[int] = []
     facts = largest_microbatch(load("configs/gpt2_124m.py"), 1, compiled, say=lambda text: None)
@@ -220,7 +214,7 @@ def test_the_largest_microbatch_in_stages() -> None:
         check(changed, n_devices)
         microbatches.add(changed.train.microbatches)
         b = changed.train.global_batch // changed.train.microbatches // (mesh.data * mesh.fsdp)
-        return SimpleNamespace(peak_bytes=b, hbm=3, fits=b <= 3)
+        return SimpleNamespace(peak_bytes=b, limit=3, fits=b <= 3)
 
     microbatches: set[int] = set()
     facts = dict(largest_microbatch(config, n_devices, compiled, say=lambda text: None))

@@ -11,24 +11,21 @@ from jax.sharding import Mesh
 
 from sharding_rules.lab import hlo
 from sharding_rules.lab.ledger import collectives
-from sharding_rules.lab.prices import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    KERNEL,
-    MATMUL,
-    MEMORY,
-    NETWORK,
-    NVLINK,
-    collective_us,
-    model_us,
-)
+from sharding_rules.lab.prices import collective_us
 from sharding_rules.lab.provenance import Provenance
+from sharding_rules.lab.rates import OPTIMISTIC, SUSTAINED, Rates
 from sharding_rules.lab.report import Collective, Location, Slot, Timeline
 from sharding_rules.lab.targets import TARGETS
 from sharding_rules.lab.timeline import in_parallel, priced, replay
 from tests.sharding_rules.lab.test_groups import mesh_of
 
 H100 = TARGETS["h100"]
+MATMUL = OPTIMISTIC.matmul.value
+MEMORY = OPTIMISTIC.memory["bf16"].value
+NVLINK = OPTIMISTIC.nvlink.value
+NETWORK = OPTIMISTIC.network.value
+KERNEL = OPTIMISTIC.kernel_us.value
+ATTENTION = 0.62
 ALL = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true"
 GATHER = Collective(
     "g",
@@ -66,6 +63,7 @@ def replayed(
     slots: tuple[Slot, ...] = (),
     mesh: Mesh = ONE_NODE,
     parallel: bool = False,
+    rates: Rates = OPTIMISTIC,
     **computations: tuple[str, ...],
 ) -> Timeline:
     blocks = {
@@ -79,9 +77,8 @@ def replayed(
         text += f"{head}%{name} (a: bf16[1048576]) -> bf16[1048576] {{\n{body}}}\n\n"
     module = hlo.parse(text, slots)
     provenance = Provenance(module)
-    return replay(
-        module, provenance, collectives(module, provenance, mesh), H100, parallel=parallel
-    )
+    sent = collectives(module, provenance, mesh)
+    return replay(module, provenance, sent, H100, parallel=parallel, rates=rates)
 
 
 def test_the_network_runs_beside_compute_and_done_waits_for_the_rest() -> None:
@@ -481,9 +478,97 @@ def test_a_kernel_in_a_fusion_that_slices_its_operands_costs_what_it_costs_alone
     )
 
 
-def test_the_time_of_a_models_own_flops() -> None:
-    peak = H100.flops["bf16"]
-    assert model_us(peak, 0, H100) == pytest.approx(1e6 / MATMUL)
-    assert model_us(peak, peak, H100) == pytest.approx(
-        1e6 / 3 / ATTENTION + 2e6 / 3 / ATTENTION_BACKWARD
+DOT = (
+    "%a = bf16[1024,8000]{1,0} parameter(0)", "%b = bf16[8000,16384]{1,0} parameter(1)",
+    ("ROOT %d = bf16[1024,16384]{1,0} dot(%a, %b), lhs_contracting_dims={1}, "
+    "rhs_contracting_dims={0}"),
+)  # fmt: skip
+"""2 x 1024 x 16384 x 8000 = 268.4 GFLOP, at least 352 us at MATMUL."""
+
+
+def matmul(us: float) -> str:
+    """A matmul that takes `us` by XLA's table."""
+    sol = f'backend_config={{"reification_cost":[{{"exec_time_us":{us},"name":"sol"}}]}}'
+    return f"%m = bf16[1024,16384]{{1,0}} fusion(%p, %p), kind=kCustom, calls=%g, {sol}"
+
+
+ATTENDING = (
+    '%x = f32[8,8]{1,0} custom-call(%p), custom_call_target="mosaic_gpu_v2", '
+    'frontend_attributes={kernel="flash_attention_forward",kernel_flops="1000000000000"}'
+)
+
+
+def test_the_floor_of_a_timeline_is_the_time_of_its_own_kernels() -> None:
+    """Whatever the speed of its matmuls, a program that does nothing but what its model needs has
+    a ratio of 1."""
+    flops = 2 * 1024 * 16384 * 8000
+    line = replayed(matmul(400), ATTENDING, g=DOT)
+    assert line.flops == {"matmul": flops, "attention": 1e12}
+    assert line.step == pytest.approx(400 + line.kinds["attention"])
+    assert line.model_us(flops + 1e12, 1e12) == pytest.approx(line.step)
+    # A program that computes twice as much, and moves memory, has twice the floor and more.
+    both = replayed(matmul(400), matmul(400).replace("%m", "%n"), kernel("k", 30), g=DOT)
+    assert both.step == pytest.approx(2 * both.model_us(flops, 0) + 30)
+    # Attention of matmuls and softmax has no kernel of its own.
+    assert both.model_us(2 * flops, flops) == pytest.approx(800)
+    assert replayed(kernel("k", 30)).model_us(flops, 0) == 0
+
+
+def test_sustained_rates_scale_xlas_table_and_memory_by_type() -> None:
+    def slower(*entry: str, **computations: tuple[str, ...]) -> float:
+        fast = replayed(*entry, **computations)
+        return replayed(*entry, rates=SUSTAINED, **computations).step / fast.step
+
+    # By hand: 0.758 of the table over 0.69; 0.9 of the memory's bandwidth over 0.68 and 0.86.
+    assert slower(matmul(400), g=DOT) == pytest.approx(0.758 / 0.69)
+    assert slower(matmul(0), g=DOT) == pytest.approx(0.77 / 0.69)
+    assert slower(kernel("k", 100)) == pytest.approx(0.9 / 0.68)
+    f32 = "%p2 = f32[1048576]{0} parameter(1)", kernel("k", 100, "p2").replace("bf16[", "f32[")
+    assert slower(*f32) == pytest.approx(0.9 / 0.86)
+    assert slower(START, DONE) == pytest.approx(
+        (1e6 * 7 / 8 * 2**24 / (0.70 * 450e9) + 18.5) / GATHER_US
     )
+
+
+@pytest.mark.parametrize(
+    ("kernel_name", "shape", "phase", "expected"),
+    [
+        ("flash_attention_forward", "8,2048,16,128", "forward", 0.49),
+        ("flash_attention_forward", "8,16,2048,128", "forward", 0.49),
+        ("flash_attention_bwd", "8,2048,16,128", "backward", 0.42),
+        # The logarithm of 4,096 is a third of the way from that of 2,048 to that of 16,384.
+        ("flash_attention_forward", "8,4096,16,128", "forward", 0.49 + 0.11 / 3),
+        ("flash_attention_forward", "8,131072,16,128", "forward", 0.60),
+        ("flash_attention_forward", "8,512,12,64", "forward", 0.25),
+        ("flash_attention_forward", "8,2048,12,80", "forward", 0.31),
+        ("flash_attention_dkv", "8,2048,16,128", "backward", 0.65),
+        ("grouped_matmul", "64,2048,1408", "forward", 0.60),
+    ],
+)
+def test_sustained_kernels_depend_on_their_shape(
+    kernel_name: str, shape: str, phase: str, expected: float
+) -> None:
+    scope = {"forward": "jvp(layers)", "backward": "transpose(jvp(layers))"}[phase]
+    q = f"%q0 = bf16[{shape}] parameter(1)"
+    call = (
+        f'%x = bf16[{shape}] custom-call(%q0, %q0), custom_call_target="mosaic_gpu_v2", '
+        f'frontend_attributes={{kernel="{kernel_name}",kernel_bytes="1",kernel_flops="1000000000000"}}, '
+        f'metadata={{op_name="jit(step)/{scope}/pallas_call"}}'
+    )
+    (span,) = replayed(q, call, rates=SUSTAINED).spans
+    n_groups = 64 if "grouped" in kernel_name else 0
+    assert span.duration == pytest.approx(1e6 / (expected * 989.4) + 0.6 * n_groups, rel=1e-3)
+
+
+def test_which_sustained_rates_are_faster_than_the_optimistic_ones() -> None:
+    """The backward of long sequences reached more than FlashAttention-3's rate."""
+    for width in (64, 80, 96, 128, 192, 256):
+        for n_keys in (512, 1024, 2048, 5000, 16_384, 131_072):
+            for backward in (False, True):
+                shares = [
+                    rates.attention_share(width, n_keys, backward=backward, deterministic=False)
+                    for rates in (OPTIMISTIC, SUSTAINED)
+                ]
+                assert shares[0] >= shares[1] or width >= 96 and backward and n_keys > 8192
+    for name in ("matmul", "matmul_table", "grouped", "nvlink", "network"):
+        assert getattr(OPTIMISTIC, name).value >= getattr(SUSTAINED, name).value
