@@ -81,7 +81,7 @@ class _Search:
                 return None
             fields |= change.fields
         try:
-            changed = check(_replace(self.config, fields), self._n_devices)
+            changed = check(with_fields(self.config, fields), self._n_devices)
         except (ConfigError, ShardingRuleError):
             return None
         effect = _effect(changed)
@@ -157,10 +157,10 @@ def _rules(config: TrainConfig) -> Iterator[Change]:
     names += [f"{a}+{b}" for a, b in itertools.product(_REPLICA_RULES, _TENSOR_RULES)]
     for name in names:
         if name != config.rules.name and mesh_axes <= preset(name).mesh_axes():
-            yield Change("rule", {"rules": _with_reduction(config, name)})
+            yield Change("rule", {"rules": with_reduction(config, name)})
 
 
-def _with_reduction(config: TrainConfig, name: str) -> str:
+def with_reduction(config: TrainConfig, name: str) -> str:
     """Returns the name of rules with the config's own `reduction`, for the command line."""
     reductions = [
         word for word, reduction in REDUCTIONS.items() if reduction == config.rules.reduction
@@ -180,7 +180,7 @@ def _meshes(config: TrainConfig) -> Iterator[Change]:
     for factor in (2, 8):
         if sizes["data"] % factor == 0:
             fields = {
-                "rules": _with_reduction(config, rules),
+                "rules": with_reduction(config, rules),
                 "mesh.data": sizes["data"] // factor,
                 "mesh.fsdp": sizes["fsdp"] * factor,
             }
@@ -192,7 +192,7 @@ def _meshes(config: TrainConfig) -> Iterator[Change]:
         if sizes[axis] % 2 == 0:
             fields = {}
             if "megatron" not in config.rules.name:
-                fields["rules"] = _with_reduction(config, f"{config.rules.name}+megatron_sp")
+                fields["rules"] = with_reduction(config, f"{config.rules.name}+megatron_sp")
             fields[f"mesh.{axis}"] = sizes[axis] // 2
             fields["mesh.tensor"] = sizes["tensor"] * 2
             yield Change("mesh", fields)
@@ -205,7 +205,8 @@ def _loss(config: TrainConfig) -> Iterator[Change]:
         yield Change("loss", {"model.loss_chunk": max(_LEAST_LOSS_CHUNK, chunk // 4)})
 
 
-def _replace(config: TrainConfig, fields: Mapping[str, Any]) -> TrainConfig:
+def with_fields(config: TrainConfig, fields: Mapping[str, Any]) -> TrainConfig:
+    """Returns the config with other values. fields: section.field -> value, and rules by name."""
     for name, value in fields.items():
         if name == "rules":
             config = dataclasses.replace(config, rules=preset(value))

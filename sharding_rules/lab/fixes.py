@@ -6,16 +6,13 @@ Changes and pairs of them are compiled, several at once, and ranked by their pre
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from sharding_rules.lab.child import TURN, server
 from sharding_rules.lab.report import LabError, Report
+from sharding_rules.lab.side_by_side import compiled_side_by_side, parallel
 
 GOOD = 1.1
 """Predicted step time over that of the program as it is: once a change or pair that costs no more
@@ -29,8 +26,6 @@ _MARGIN = 1.02
 _CHEAPER = 0.99
 # Share of the peak that can be independent of the batch, so that the rest is more than nothing.
 _MOST_CONSTANT = 0.999
-# Bytes of this machine's memory for each program that compiles; gpt_175b on 1,024 takes 0.6 GiB.
-_CHILD = 3 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,21 +107,6 @@ def _rank(fix: Fix) -> tuple[bool, float, int]:
     return not fix.fits, cost, -fix.saves
 
 
-def parallel() -> int:
-    """Returns the programs that may compile at once here: at least one.
-
-    It is limited by the cores and the memory that is free.
-    """
-    n_cores = os.cpu_count() or 1
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable"))
-        free_bytes = int(available.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError):  # not Linux
-        return n_cores
-    return max(1, min(n_cores, free_bytes // _CHILD))
-
-
 class _Estimate(NamedTuple):
     """An estimate of a program that was not compiled."""
 
@@ -194,25 +174,10 @@ class _Search:
 
     def _compile(self, candidates: Sequence[Candidate]) -> None:
         candidates = candidates[: max(0, MOST - len(self.tried))]
-        threads = ThreadPoolExecutor(self.workers)
-        running = {threads.submit(self._try, candidate): candidate for candidate in candidates}
-        try:
-            for future in as_completed(running):
-                self._record(running[future], future.result())
-        except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)
-            server().close()  # with the children, for which the threads wait
-            raise
-        threads.shutdown()
-
-    def _try(self, candidate: Candidate) -> Report | LabError:
-        # Tracing is one thread's at a time; while its child compiles, another has its turn.
-        with TURN:
-            self.say(f"trying {candidate.text}")
-            try:
-                return candidate.compile()
-            except LabError as error:
-                return error
+        by_text = {candidate.text: candidate for candidate in candidates}
+        programs = {text: candidate.compile for text, candidate in by_text.items()}
+        for text, result in compiled_side_by_side(programs, self.workers, self.say):
+            self._record(by_text[text], result)
 
     def _record(self, candidate: Candidate, result: Report | LabError) -> None:
         if isinstance(result, LabError):

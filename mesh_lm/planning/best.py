@@ -1,0 +1,408 @@
+"""The fastest layout of a run on a number of GPUs: chosen on paper, decided by compiling.
+
+Formulas (`paper`) price every layout that divides the model and the batch. The most promising ones
+are compiled, several at once. What comes out corrects the formulas for layouts alike, and the next
+ones are chosen by that, until no layout is expected to be faster. The best is the best of those
+that were compiled, not the best there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mesh_lm.config import TrainConfig
+from mesh_lm.errors import ConfigError
+from mesh_lm.planning.changes import with_fields, with_reduction
+from mesh_lm.planning.paper.layouts import (
+    DDP,
+    REMAT,
+    REPLICAS,
+    ZERO3,
+    Layouts,
+    enumerated,
+    layout_of,
+)
+from mesh_lm.planning.paper.price import Price, price
+from mesh_lm.planning.paper.sizes import Hardware, ModelSizes
+from mesh_lm.training.check import check
+from sharding_rules import ShardingRuleError, did_you_mean
+from sharding_rules.lab import LabError, Report
+from sharding_rules.lab.rates import OPTIMISTIC
+from sharding_rules.lab.report import MARGIN
+from sharding_rules.lab.side_by_side import compiled_side_by_side, parallel
+from sharding_rules.lab.targets import TARGETS
+
+Fields = dict[str, Any]
+"""section.field of a config -> value; of `rules` the name."""
+
+TIE = 0.03
+"""Share of the step within which two layouts are equally fast, for all that a prediction says."""
+COMPILES = 6
+"""Programs that a search compiles at most, besides the config as it is."""
+
+_FIRST = 3
+"""Layouts that are compiled before the formulas are corrected."""
+_LOOSE = 1.15
+"""How much more than the memory a layout may need on paper to be compiled: formulas of the peak
+are wrong by as much."""
+_WORTH = 0.99
+"""A layout must be expected to take less than this share of the best step to be compiled."""
+
+KEPT = {
+    "mesh.pipeline": "pipeline",
+    "mesh.data": "data",
+    "mesh.fsdp": "fsdp",
+    "mesh.tensor": "tensor",
+    "train.microbatches": "microbatches",
+    "pipeline.chunks": "chunks",
+    "model.remat": "remat",
+    "model.unroll": "unroll",
+}
+"""The fields that a search can be told to keep, and their columns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A layout that was compiled."""
+
+    fields: Fields
+    """What it changes in the config; empty for the config as it is."""
+    report: Report
+    row: dict[str, float] | None = None
+    """The layout on paper, if there are formulas for it."""
+
+    @property
+    def seconds(self) -> float:
+        """The predicted step, at the optimistic rates."""
+        return self.report.timeline.step / 1e6 if self.report.timeline else float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The result of a search."""
+
+    trials: tuple[Trial, ...]
+    """What was compiled and fits, the fastest first, and then what does not fit."""
+    committed: Trial | None
+    """The config as it is, where it can run on these devices."""
+    considered: int
+    """Layouts that were priced on paper."""
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest that fits."""
+        return next((trial for trial in self.trials if trial.report.fits), None)
+
+
+def hardware_of(target: str) -> Hardware:
+    """Returns what a GPU reaches at the optimistic rates."""
+    gpu = TARGETS[target]
+    peak = gpu.flops["bf16"]
+    attention, attention_backward = (
+        peak * OPTIMISTIC.attention_share(128, 0, backward=backward, deterministic=False)
+        for backward in (False, True)
+    )
+    return Hardware(
+        # The formulas take off what small matmuls lose.
+        matmul=1.04 * OPTIMISTIC.matmul.value * peak,
+        attention=attention,
+        attention_backward=attention_backward,
+        memory_bandwidth=OPTIMISTIC.memory["bf16"].value * gpu.hbm_bandwidth,
+        memory=gpu.usable / (1 + MARGIN),
+        nvlink=OPTIMISTIC.nvlink.value * gpu.nvlink,
+        network=OPTIMISTIC.network.value * gpu.network,
+        node=gpu.node,
+    )
+
+
+def parse_kept(text: str) -> dict[str, float]:
+    """Returns the columns that are kept, and their values, from `mesh.tensor=8,model.remat=full`.
+
+    Raises ConfigError for other fields.
+    """
+    kept = {}
+    for word in filter(None, text.split(",")):
+        field, _, value = word.partition("=")
+        if field not in KEPT:
+            raise ConfigError(
+                f"--keep={word}: a search can keep {', '.join(KEPT)}{did_you_mean(field, KEPT)}"
+            )
+        if field == "model.remat" and value in REMAT:
+            kept[KEPT[field]] = float(REMAT.index(value))
+        elif field == "model.unroll" and value in ("true", "false"):
+            kept[KEPT[field]] = float(value == "true")
+        elif value.isdecimal() and field not in ("model.remat", "model.unroll"):
+            kept[KEPT[field]] = float(value)
+        else:
+            raise ConfigError(f"--keep={word}: {value!r} is no value of {field}")
+    return kept
+
+
+def search(
+    config: TrainConfig,
+    n_devices: int,
+    target: str,
+    compiled: Callable[[TrainConfig], Report],
+    *,
+    compiles: int = COMPILES,
+    kept: Mapping[str, float] | None = None,
+    most_tensor: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Found:
+    """Returns the layouts that were compiled, the fastest first.
+
+    Args:
+      config: whose model, batch and rules' reductions stay.
+      compiled: compiles a config for these devices.
+      compiles: programs besides the config as it is.
+      kept: columns of `Layouts` that stay, and their values.
+      most_tensor: the most tensor parallelism; 0: a node's.
+      say: told what is compiled, and why the search ends.
+
+    Raises ConfigError if no layout divides the model and the batch as `kept` demands, and LabError
+    if no program compiles.
+    """
+    found = _Search(config, n_devices, target, compiled, compiles, say)
+    found.enumerate(kept or {}, most_tensor)
+    try:
+        found.run()
+    except KeyboardInterrupt:
+        say("interrupted: the layouts compiled so far are compared")
+    return found.result()
+
+
+class _Search:
+    def __init__(
+        self,
+        config: TrainConfig,
+        n_devices: int,
+        target: str,
+        compiled: Callable[[TrainConfig], Report],
+        compiles: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.config = config
+        self.n_devices = n_devices
+        self.compiled = compiled
+        self.compiles = compiles
+        self.say = say
+        self.sizes = ModelSizes.of(config)
+        self.hardware = hardware_of(target)
+        self.committed: Trial | None = None
+        self.trials: list[Trial] = []
+        self.refused: set[str] = set()
+        """Names of layouts that cannot run, or do not compile."""
+
+    def enumerate(self, kept: Mapping[str, float], most_tensor: int) -> None:
+        """Prices all layouts. Raises ConfigError if there are none."""
+        if self.sizes is None:
+            raise ConfigError(
+                "--best needs formulas, which there are for decoders of dense layers without "
+                "segments; compare layouts of this model with --against, or change one field at a "
+                "time"
+            )
+        context = self.sizes.context
+        if self.n_devices % context:
+            raise ConfigError(
+                f"--devices={self.n_devices} is not divisible by mesh.sequence={context}, which a "
+                "search keeps"
+            )
+        n_devices = self.n_devices // context
+        layouts = enumerated(self.sizes, n_devices, self.hardware.node, most_tensor)
+        if not len(layouts):
+            raise ConfigError(_why_none(self.sizes, n_devices))
+        for column, value in kept.items():
+            layouts = layouts.take(getattr(layouts, column) == value)
+        if not len(layouts):
+            words = ", ".join(f"{column} {value:g}" for column, value in kept.items())
+            raise ConfigError(f"no layout on {self.n_devices} devices has {words}")
+        self.layouts = layouts
+        self.price = price(self.sizes, layouts, self.hardware)
+
+    def run(self) -> None:
+        """Compiles the config as it is and the most promising layouts, until none is worth it."""
+        self.compile_committed()
+        self.compile(self.promising(min(_FIRST, self.compiles)))
+        workers = parallel()
+        while len(self.trials) < self.compiles:
+            rows = self.promising(min(workers, self.compiles - len(self.trials)))
+            if not rows:
+                self.say("no other layout is expected to be faster")
+                return
+            self.compile(rows)
+
+    def compile_committed(self) -> None:
+        try:
+            config = check(self.config, self.n_devices)
+        except (ConfigError, ShardingRuleError):
+            return  # a config for another number of devices
+        row = layout_of(config, self.n_devices)
+        programs = {"the config as it is": functools.partial(self.compiled, config)}
+        for _, result in compiled_side_by_side(programs, 1, self.say):
+            if isinstance(result, Report):
+                self.committed = Trial({}, result, row)
+
+    def compile(self, rows: Sequence[dict[str, float]]) -> None:
+        programs = {}
+        by_name = {}
+        for row in rows:
+            fields = fields_of(row, self.config)
+            name = " ".join(options(fields))
+            by_name[name] = (row, fields)
+            programs[name] = functools.partial(self.compiled, with_fields(self.config, fields))
+        for name, result in compiled_side_by_side(programs, parallel(), self.say):
+            row, fields = by_name[name]
+            if isinstance(result, LabError):
+                self.refused.add(name)
+                self.say(f"{name} does not compile: {result}")
+            else:
+                self.trials.append(Trial(fields, result, row))
+
+    def result(self) -> Found:
+        """Returns what was compiled. Raises LabError if that is nothing."""
+        if not self.trials and not self.committed:
+            raise LabError("no layout was compiled")
+        trials = sorted(
+            self.trials, key=lambda trial: (not trial.report.fits, trial.seconds)
+        )
+        return Found(tuple(trials), self.committed, len(self.layouts))
+
+    # Choosing.
+
+    def promising(self, most: int) -> list[dict[str, float]]:
+        """Returns the rows that are expected to be fastest, of different kinds, and faster than the
+        best that was compiled.
+        """
+        expected = self.corrected()
+        fits = expected.peak <= _LOOSE * self.hardware.memory
+        seconds = np.where(fits, expected.seconds, np.inf)
+        limit = _WORTH * min(
+            (trial.seconds for trial in self.trials if trial.report.fits), default=np.inf
+        )
+        chosen: list[dict[str, float]] = []
+        kinds = [_kind(trial.row) for trial in self.trials if trial.row]
+        tried = {" ".join(options(trial.fields)) for trial in self.trials} | self.refused
+        # A kind that was compiled may come again, once it has corrected its own prices; a round has
+        # one of each.
+        is_first = not self.trials
+        for i in np.argsort(seconds, kind="stable"):
+            if len(chosen) == most or seconds[i] >= limit:
+                break
+            row = self.layouts.row(int(i))
+            kind = _kind(row)
+            if kind in [_kind(one) for one in chosen] or is_first and kind in kinds:
+                continue
+            fields = fields_of(row, self.config)
+            name = " ".join(options(fields))
+            if name in tried or not self.can_run(fields):
+                continue
+            chosen.append(row)
+        return chosen
+
+    def can_run(self, fields: Fields) -> bool:
+        try:
+            check(with_fields(self.config, fields), self.n_devices)
+        except (ConfigError, ShardingRuleError):
+            self.refused.add(" ".join(options(fields)))
+            return False
+        return True
+
+    def corrected(self) -> Price:
+        """Returns the prices, multiplied by what compiled layouts of the same kind came out at; of
+        other kinds by the median of all.
+        """
+        assert self.sizes is not None
+        trials = [*self.trials, *([self.committed] if self.committed else [])]
+        compiled = [trial for trial in trials if trial.row and trial.report.timeline]
+        if not compiled:
+            return self.price
+        rows = [trial.row for trial in compiled if trial.row]
+        paper = price(self.sizes, Layouts.of(rows), self.hardware)
+        time_ratios = [t.seconds / s for t, s in zip(compiled, paper.seconds, strict=True)]
+        peak_ratios = [t.report.peak_bytes / p for t, p in zip(compiled, paper.peak, strict=True)]
+        seconds = self.price.seconds * statistics.median(time_ratios)
+        peak = self.price.peak * statistics.median(peak_ratios)
+        for row, time_ratio, peak_ratio in zip(rows, time_ratios, peak_ratios, strict=True):
+            alike = np.ones(len(self.layouts), bool)
+            for column, value in zip(_KIND, _kind(row), strict=True):
+                alike &= getattr(self.layouts, column) == value
+            seconds = np.where(alike, self.price.seconds * time_ratio, seconds)
+            peak = np.where(alike, self.price.peak * peak_ratio, peak)
+        return Price(seconds, self.price.exposed, peak)
+
+
+_KIND = ("pipeline", "data", "fsdp", "tensor", "replicas", "sequence_parallel")
+"""Columns in which layouts of one kind agree."""
+
+
+def _kind(row: Mapping[str, float]) -> tuple[float, ...]:
+    return tuple(row[column] for column in _KIND)
+
+
+def fields_of(row: Mapping[str, float], config: TrainConfig) -> Fields:
+    """Returns the fields of a config that make it run with a layout."""
+    n_layers = config.model.n_layers  # pyright: ignore[reportAttributeAccessIssue]
+    has_stages = row["pipeline"] > 1
+    is_zero3 = row["replicas"] == ZERO3
+    fields: Fields = {"rules": with_reduction(config, _rules_of(row, config))}
+    for axis in ("pipeline", "data", "fsdp", "tensor"):
+        fields[f"mesh.{axis}"] = int(row[axis])
+    fields["train.microbatches"] = int(row["microbatches"])
+    fields["model.remat"] = REMAT[int(row["remat"])]
+    n_policy = round(row["remat_share"] * n_layers)
+    fields["model.remat_layers"] = None if n_policy == n_layers else n_policy
+    fields["model.kept_layers"] = round(row["kept_share"] * n_layers)
+    fields["model.unroll"] = bool(row["unroll"])
+    fields["model.batch_halves"] = False
+    fields["pipeline.chunks"] = int(row["chunks"])
+    fields["pipeline.stash"] = "residuals" if has_stages and row["keeps_residuals"] else "input"
+    fields["pipeline.pair_layers"] = False
+    fields["pipeline.layers"] = ()
+    fields["launch.xla_flags"] = "layers" if is_zero3 and not has_stages else "auto"
+    return {name: value for name, value in fields.items() if value != _value(config, name)}
+
+
+def _rules_of(row: Mapping[str, float], config: TrainConfig) -> str:
+    words = []
+    if row["fsdp"] > 1:
+        words.append("hsdp" if row["data"] > 1 else "fsdp")
+    elif row["replicas"] != DDP:
+        words.append(REPLICAS[int(row["replicas"])])
+    if row["tensor"] > 1:
+        words.append("megatron_sp" if row["sequence_parallel"] else "megatron")
+    words += [word for word in config.rules.name.split("+") if word in ("ring", "ulysses")]
+    return "+".join(words) or "ddp"
+
+
+def _value(config: TrainConfig, name: str) -> Any:
+    if name == "rules":
+        return config.rules.name
+    section, _, field = name.partition(".")
+    return getattr(getattr(config, section), field)
+
+
+def options(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the words of a command line that set these fields."""
+    for name, value in fields.items():
+        text = str(value).lower() if isinstance(value, bool | None) else str(value)
+        yield f"--{name}={text}"
+
+
+def _why_none(sizes: ModelSizes, n_devices: int) -> str:
+    """Returns why no layout divides the batch and the model, and a batch that would do."""
+    batch = sizes.global_batch
+    for distance in range(1, batch + 1):
+        for other in (batch - distance, batch + distance):
+            changed = dataclasses.replace(sizes, global_batch=other)
+            if other > 0 and len(enumerated(changed, n_devices, n_devices)):
+                return (
+                    f"no layout divides train.global_batch={batch} over {n_devices} devices; "
+                    f"nearest that one does: --train.global_batch={other}"
+                )
+    return f"no layout divides this model over {n_devices} devices"

@@ -1,0 +1,108 @@
+"""The sizes of a model and of a GPU, as far as a step's cost on paper depends on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """A decoder with one kind of layer, and its batch."""
+
+    layers: int
+    d_model: int
+    d_ff: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    """Rows of the embedding table, padded."""
+    seq_len: int
+    global_batch: int
+    loss_chunk: int
+    is_gated: bool
+    """Whether the MLP has a gate, and so three matrices, not two."""
+    is_tied: bool
+    has_biases: bool
+    has_positions: bool
+    """Whether a table of positions is learned."""
+    context: int = 1
+    """Devices that share a sequence (mesh.sequence), which a search keeps as they are."""
+
+    @classmethod
+    def of(cls, config: Any) -> ModelSizes | None:
+        """Returns the sizes of a run's model (a `TrainConfig`); None for one without formulas: of
+        the user's own class, with experts, or with segments.
+        """
+        model = config.model
+        if not hasattr(model, "segment_configs") or model.segments or model.block != "dense":
+            return None
+        return cls(
+            layers=model.n_layers,
+            d_model=model.d_model,
+            d_ff=model.d_mlp,
+            heads=model.n_heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.d_head,
+            vocab=model.padded_vocab,
+            seq_len=model.seq_len,
+            global_batch=config.train.global_batch,
+            loss_chunk=model.loss_chunk,
+            is_gated=model.activation == "swiglu",
+            is_tied=model.tied,
+            has_biases=model.biases,
+            has_positions=model.positions == "learned",
+            context=config.mesh.sequence,
+        )
+
+    @property
+    def attention_matrices(self) -> int:
+        """Elements of a layer's matrices of attention."""
+        return self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Elements of a layer's matrices of the MLP."""
+        return self.d_model * self.d_ff * (3 if self.is_gated else 2)
+
+    @property
+    def matrices(self) -> int:
+        """Elements of a layer's matrices."""
+        return self.attention_matrices + self.mlp_matrices
+
+    @property
+    def tables(self) -> int:
+        """Elements of the embedding and the head."""
+        return (1 if self.is_tied else 2) * self.vocab * self.d_model
+
+    @property
+    def positions(self) -> int:
+        """Elements of the table of positions."""
+        return self.seq_len * self.d_model if self.has_positions else 0
+
+    @property
+    def vectors(self) -> int:
+        """Elements of a layer's norms and of its biases of width d_model."""
+        return self.d_model * (6 if self.has_biases else 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """A GPU and its links, each rate being what is reached, not the data sheet's peak. Bytes, FLOP
+    and seconds.
+    """
+
+    matmul: float
+    """FLOP/s of a large matmul."""
+    attention: float
+    attention_backward: float
+    memory_bandwidth: float
+    memory: float
+    """Bytes that a program may take, the margin deducted."""
+    nvlink: float
+    network: float
+    node: int
+    """GPUs of a node."""
+    kernel: float = 1.5e-6
+    """Seconds of the shortest kernel."""
