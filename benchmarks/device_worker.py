@@ -57,7 +57,11 @@ def matmul(variants: list[Row]) -> None:
             times = sustained(call, variant["seconds"])
             rate = sum(4 * 2 * tokens * D * width for width in widths) / times.median
             peak = target.flops["bf16"] if target else None
-            shares = {"share_of_peak": rate / peak, "lab_assumes": OPTIMISTIC.matmul.value} if peak else {}
+            shares = (
+                {"share_of_peak": rate / peak, "lab_assumes": OPTIMISTIC.matmul.value}
+                if peak
+                else {}
+            )
             emit(**shown, ms=1e3 * times.median, spread=times.spread, tflops=rate / 1e12, **shares)
 
 
@@ -100,7 +104,10 @@ def elementwise(variants: list[Row]) -> None:
             times = sustained(call, variant["seconds"])
             rate = 2 * n * dtype.itemsize / times.median
             shares = (
-                {"share_of_peak": rate / target.hbm_bandwidth, "lab_assumes": OPTIMISTIC.memory["bf16"].value}
+                {
+                    "share_of_peak": rate / target.hbm_bandwidth,
+                    "lab_assumes": OPTIMISTIC.memory["bf16"].value,
+                }
                 if target
                 else {}
             )

@@ -31,6 +31,7 @@ from mesh_lm.commands.options import (
 from mesh_lm.commands.options import command as command
 from mesh_lm.config import TrainConfig
 from mesh_lm.config.files import DEFAULT, is_config, load
+from mesh_lm.config.layout import with_layout
 from mesh_lm.config.moved import todays
 from mesh_lm.errors import ConfigError, did_you_mean
 from mesh_lm.model import DecoderConfig, SegmentConfig
@@ -41,6 +42,7 @@ T = TypeVar("T")
 _SEGMENT = "NAME:LAYERS[:KIND[:REMAT[:DTYPE]]]"
 _CONFIG_PREFIX = "--config."
 _RULE = "optimizer.rule"
+_LAYOUTS = ("--mesh", "--config.mesh")
 _LIST_OPTIONS = other_names.LIST_OPTIONS | {
     "--data.blend",
     "--data.valid_blend",
@@ -114,6 +116,10 @@ def parse_with(
     options, strays = _split_words(argv, _field_types(config), extra, alone)
     # First of all, because the fields below it are those of the rule.
     config = _with_rule(config, options)
+    # Before the fields that are typed, which may change a part of it.
+    for option in filter(_names_layout, options):
+        config = with_layout(config, option.text or "")
+    options = [option for option in options if not _names_layout(option)]
     known_options = _KnownOptions(_field_types(config), extra)
     if (HELP | HELP_ALL) & {option.name for option in options}:
         everything = any(name in HELP_ALL or text == "all" for name, text in options)
@@ -153,6 +159,11 @@ def parse_with(
         raise ConfigError(f"{file or default}: {error}") from error
 
 
+def _names_layout(option: Option) -> bool:
+    """Whether an option is the file of a layout: --mesh=plan.json."""
+    return option.name in _LAYOUTS and (option.text or "").endswith(".json")
+
+
 @dataclasses.dataclass(frozen=True)
 class _KnownOptions:
     """The options that a command line may have."""
@@ -170,7 +181,7 @@ def _split_words(
     alone: Mapping[str, str],
 ) -> tuple[list[Option], list[str]]:
     """Returns the options in `argv`, and the words that belong to no option."""
-    option_names = {*extra, *HELP, *HELP_ALL, "--config"}
+    option_names = {*extra, *HELP, *HELP_ALL, *_LAYOUTS, "--config"}
     optional: dict[str, Callable[[str], bool]] = {}
     for name, hint in extra.items():
         if hint is bool:

@@ -19,8 +19,10 @@ from mesh_lm.commands import command_line
 from mesh_lm.commands.plan_options import SCREEN as SCREEN
 from mesh_lm.commands.plan_options import Plan as Plan
 from mesh_lm.config import TrainConfig
+from mesh_lm.config.layout import saved_layout
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning import attention, diloco, experts, run_cost, stages, state_bytes
+from mesh_lm.planning import attention, best, diloco, experts, run_cost, stages, state_bytes
+from mesh_lm.planning.best_table import found_table
 from mesh_lm.planning.changes import candidates
 from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import Program, compile_config, devices_for, flags_of
@@ -32,6 +34,7 @@ from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
 from sharding_rules.lab.saved import TRACE, content, load, require_writable, write
 from sharding_rules.lab.summary import alike, amount, flop, headline, ratios, whose
+from sharding_rules.lab.targets import TARGETS, require_whole_nodes
 from sharding_rules.lab.text import screen
 from sharding_rules.lab.why import why
 
@@ -50,6 +53,8 @@ def show(plan: Plan, config: TrainConfig) -> int:
     """
     # XLA would take a GPU that is here, and its memory, to compile for those that are not.
     jax.config.update("jax_platforms", "cpu")
+    if plan.best:
+        return show_best(plan, config)
     n_devices = devices_for(config, plan.devices)
     flags = _flag_set(plan, config)
 
@@ -95,6 +100,53 @@ def show(plan: Plan, config: TrainConfig) -> int:
     if not report.fits:
         raise ConfigError(refusal(report, fixes))
     return 0
+
+
+def show_best(plan: Plan, config: TrainConfig) -> int:
+    """Searches for the fastest layout, prints those that were compiled, and the command that trains
+    with the best. Returns the status: 1 if nothing fits.
+
+    Raises ConfigError as `show`, and for what a search cannot do.
+    """
+    n_devices = devices_for(config, plan.devices)
+
+    def compiled(changed: TrainConfig) -> Report:
+        flags = options(_flag_set(plan, changed))
+        try:
+            return compile_config(changed, plan.target, n_devices, flags)
+        except (ConfigError, ShardingRuleError) as error:
+            raise LabError(str(error)) from error
+
+    kept = best.parse_kept(plan.keep)
+    try:
+        if plan.save:
+            require_writable(plan.save)
+        require_whole_nodes(TARGETS[plan.target], n_devices)
+        found = best.search(
+            *(config, n_devices, plan.target, compiled),
+            compiles=plan.compiles,
+            kept=kept,
+            most_tensor=plan.max_tensor,
+            say=_log,
+        )
+        if plan.save and found.best:
+            write(plan.save, _layout(found.best, config, n_devices, plan.target))
+    except LabError as error:
+        raise ConfigError(str(error)) from error
+    Console().print(found_table(found, f"mesh-lm train {Path(config.output).name}"))
+    if plan.save and found.best:
+        print(f"wrote {plan.save}; --mesh={plan.save} reads it")
+    return 0 if found.best else 1
+
+
+def _layout(trial: best.Trial, config: TrainConfig, n_devices: int, target: str) -> str:
+    band = trial.report.step_band
+    facts = {
+        "target": target,
+        "step_s": [us / 1e6 for us in band] if band else None,
+        "peak_gib": round(trial.report.peak_bytes / GIB, 2),
+    }
+    return saved_layout(config, trial.fields, n_devices, facts)
 
 
 def _log(text: str) -> None:

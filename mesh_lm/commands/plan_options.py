@@ -45,6 +45,18 @@ class Plan:
     gpu_hour: float = 0.0
     """Price of one GPU for an hour, in any currency: also say what the run costs (that of --tokens,
     or the config's steps)."""
+    best: bool = False
+    """Search for the fastest layout on these devices: mesh, rules, microbatches, chunks and
+    rematerialisation. The model, its batch and its optimizer stay."""
+    compiles: int = 6
+    """Programs that --best compiles at most, besides the config as it is."""
+    keep: str = ""
+    """What --best leaves alone: mesh.tensor=8,train.microbatches=4."""
+    max_tensor: int = 0
+    """The most tensor parallelism that --best tries; 0: a node's."""
+    save: str = ""
+    """Write the layout that --best finds to this .json, which mesh="FILE.json" in a config, or
+    --mesh=FILE.json, reads."""
     flags: str = "auto"
     """Set of XLA flags to compile with (sharding_rules/lab/flags.py); auto: the flags of the run
     (launch.xla_flags)."""
@@ -64,6 +76,15 @@ class Plan:
             if not 0 <= value < math.inf:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option}={value:g}: expected a number of at least 0")
+        if self.compiles < 1:
+            raise ConfigError(f"--compiles={self.compiles}: a search compiles at least 1 program")
+        if self.max_tensor < 0:
+            raise ConfigError(f"--max-tensor={self.max_tensor}: expected a number of devices")
+        for name in ("keep", "save", "max_tensor"):
+            if getattr(self, name) and not self.best:
+                raise ConfigError(f"--{name.replace('_', '-')} goes with --best")
+        if self.save and not self.save.endswith(".json"):
+            raise ConfigError(f"--save={self.save}: the layout is a file that ends in .json")
         if self.devices < 0:
             raise ConfigError(f"--devices={self.devices}: a plan is for at least 1 device")
         if self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):

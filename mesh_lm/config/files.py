@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mesh_lm.config import resolved
+from mesh_lm.config.layout import with_layout
 from mesh_lm.config.run import TrainConfig
 from mesh_lm.errors import ConfigError, did_you_mean, hub_hint
 from mesh_lm.user_code import PACKAGE, executed, found, in_directories
@@ -49,6 +50,8 @@ def load(file: str) -> TrainConfig:
             f"{file}: get_config() returned a value of type {type(config).__name__}; "
             "expected TrainConfig"
         )
+    if isinstance(config.mesh, str):
+        return with_layout(config, config.mesh, path.parent)
     return config
 
 

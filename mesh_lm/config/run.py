@@ -299,6 +299,7 @@ class TrainConfig:
     output: str
     """Directory for checkpoints, metrics, plots and samples. With several hosts it must be on a
     disk that they share."""
+    # A config file may give the name of a saved layout, which `load` replaces.
     mesh: MeshConfig = MeshConfig(data=-1)
     rules: Rules = dataclasses.field(default_factory=lambda: preset("ddp"))
     """Sharding rules: a preset, or a product of presets such as fsdp+megatron_sp

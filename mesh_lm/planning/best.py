@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from mesh_lm.config import TrainConfig
+from mesh_lm.config.layout import Fields, with_fields
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning.changes import with_fields, with_reduction
+from mesh_lm.planning.changes import with_reduction
 from mesh_lm.planning.paper.layouts import (
     DDP,
     REMAT,
@@ -37,9 +38,6 @@ from sharding_rules.lab.rates import OPTIMISTIC
 from sharding_rules.lab.report import MARGIN
 from sharding_rules.lab.side_by_side import compiled_side_by_side, parallel
 from sharding_rules.lab.targets import TARGETS
-
-Fields = dict[str, Any]
-"""section.field of a config -> value; of `rules` the name."""
 
 TIE = 0.03
 """Share of the step within which two layouts are equally fast, for all that a prediction says."""
@@ -72,7 +70,9 @@ class Trial:
     """A layout that was compiled."""
 
     fields: Fields
-    """What it changes in the config; empty for the config as it is."""
+    """All fields of the layout; empty for the config as it is."""
+    changes: Fields
+    """Those that the config has otherwise."""
     report: Report
     row: dict[str, float] | None = None
     """The layout on paper, if there are formulas for it."""
@@ -231,11 +231,16 @@ class _Search:
         self.compile(self.promising(min(_FIRST, self.compiles)))
         workers = parallel()
         while len(self.trials) < self.compiles:
-            rows = self.promising(min(workers, self.compiles - len(self.trials)))
-            if not rows:
+            most = min(workers, self.compiles - len(self.trials))
+            rows = self.promising(most)
+            if rows:
+                self.compile(rows)
+                continue
+            neighbours = self.neighbours(most)
+            if not neighbours:
                 self.say("no other layout is expected to be faster")
                 return
-            self.compile(rows)
+            self.compile_fields([(None, fields) for fields in neighbours])
 
     def compile_committed(self) -> None:
         try:
@@ -246,14 +251,17 @@ class _Search:
         programs = {"the config as it is": functools.partial(self.compiled, config)}
         for _, result in compiled_side_by_side(programs, 1, self.say):
             if isinstance(result, Report):
-                self.committed = Trial({}, result, row)
+                self.committed = Trial({}, {}, result, row)
 
     def compile(self, rows: Sequence[dict[str, float]]) -> None:
+        self.compile_fields([(row, fields_of(row, self.config)) for row in rows])
+
+    def compile_fields(self, layouts: Sequence[tuple[dict[str, float] | None, Fields]]) -> None:
+        """Compiles layouts: (row, fields), the row being None for one without formulas."""
         programs = {}
         by_name = {}
-        for row in rows:
-            fields = fields_of(row, self.config)
-            name = " ".join(options(fields))
+        for row, fields in layouts:
+            name = self.name(fields)
             by_name[name] = (row, fields)
             programs[name] = functools.partial(self.compiled, with_fields(self.config, fields))
         for name, result in compiled_side_by_side(programs, parallel(), self.say):
@@ -262,16 +270,19 @@ class _Search:
                 self.refused.add(name)
                 self.say(f"{name} does not compile: {result}")
             else:
-                self.trials.append(Trial(fields, result, row))
+                changes = changes_of(fields, self.config)
+                self.trials.append(Trial(fields, changes, result, row))
 
     def result(self) -> Found:
         """Returns what was compiled. Raises LabError if that is nothing."""
         if not self.trials and not self.committed:
             raise LabError("no layout was compiled")
-        trials = sorted(
-            self.trials, key=lambda trial: (not trial.report.fits, trial.seconds)
-        )
+        trials = sorted(self.trials, key=lambda trial: (not trial.report.fits, trial.seconds))
         return Found(tuple(trials), self.committed, len(self.layouts))
+
+    def name(self, fields: Fields) -> str:
+        """Returns the words that set these fields, where the config has others."""
+        return " ".join(options(changes_of(fields, self.config)))
 
     # Choosing.
 
@@ -287,7 +298,9 @@ class _Search:
         )
         chosen: list[dict[str, float]] = []
         kinds = [_kind(trial.row) for trial in self.trials if trial.row]
-        tried = {" ".join(options(trial.fields)) for trial in self.trials} | self.refused
+        tried = {self.name(trial.fields) for trial in self.trials} | self.refused
+        if self.committed:
+            tried.add("")  # a layout that changes nothing
         # A kind that was compiled may come again, once it has corrected its own prices; a round has
         # one of each.
         is_first = not self.trials
@@ -295,21 +308,34 @@ class _Search:
             if len(chosen) == most or seconds[i] >= limit:
                 break
             row = self.layouts.row(int(i))
+            if self.committed and row == self.committed.row:
+                continue
             kind = _kind(row)
-            if kind in [_kind(one) for one in chosen] or is_first and kind in kinds:
+            if kind in [_kind(one) for one in chosen] or (is_first and kind in kinds):
                 continue
             fields = fields_of(row, self.config)
-            name = " ".join(options(fields))
-            if name in tried or not self.can_run(fields):
+            if self.name(fields) in tried or not self.can_run(fields):
                 continue
             chosen.append(row)
         return chosen
+
+    def neighbours(self, most: int) -> list[Fields]:
+        """Returns layouts that differ from the best in one decision of which the formulas know
+        nothing, and that were not compiled yet.
+        """
+        best = self.result().best
+        if best is None or not best.fields:
+            return []
+        tried = {self.name(trial.fields) for trial in self.trials} | self.refused
+        changed = ({**best.fields, name: value} for name, value in _unpriced(best.fields))
+        new = [f for f in changed if self.name(f) not in tried and self.can_run(f)]
+        return new[:most]
 
     def can_run(self, fields: Fields) -> bool:
         try:
             check(with_fields(self.config, fields), self.n_devices)
         except (ConfigError, ShardingRuleError):
-            self.refused.add(" ".join(options(fields)))
+            self.refused.add(self.name(fields))
             return False
         return True
 
@@ -346,7 +372,7 @@ def _kind(row: Mapping[str, float]) -> tuple[float, ...]:
 
 
 def fields_of(row: Mapping[str, float], config: TrainConfig) -> Fields:
-    """Returns the fields of a config that make it run with a layout."""
+    """Returns all fields of a config that are of its layout, as this layout has them."""
     n_layers = config.model.n_layers  # pyright: ignore[reportAttributeAccessIssue]
     has_stages = row["pipeline"] > 1
     is_zero3 = row["replicas"] == ZERO3
@@ -365,7 +391,24 @@ def fields_of(row: Mapping[str, float], config: TrainConfig) -> Fields:
     fields["pipeline.pair_layers"] = False
     fields["pipeline.layers"] = ()
     fields["launch.xla_flags"] = "layers" if is_zero3 and not has_stages else "auto"
+    return fields
+
+
+def changes_of(fields: Fields, config: TrainConfig) -> Fields:
+    """Returns those of the fields that the config has otherwise."""
     return {name: value for name, value in fields.items() if value != _value(config, name)}
+
+
+def _unpriced(fields: Fields) -> Iterator[tuple[str, Any]]:
+    """Yields decisions that the formulas do not price, the most promising first."""
+    if fields["mesh.pipeline"] > 1 and fields["pipeline.stash"] == "residuals":
+        yield "pipeline.pair_layers", True
+    if fields["launch.xla_flags"] == "layers":
+        yield "launch.xla_flags", "pipeline"
+    if fields["mesh.tensor"] > 1:
+        yield "model.batch_halves", True
+    if fields["mesh.fsdp"] > 1 and fields["mesh.tensor"] > 1:
+        yield "launch.xla_flags", "overlap_two"
 
 
 def _rules_of(row: Mapping[str, float], config: TrainConfig) -> str:

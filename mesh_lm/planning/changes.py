@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
 from mesh_lm.config import TrainConfig
+from mesh_lm.config.layout import with_fields
 from mesh_lm.errors import ConfigError
 from mesh_lm.training.check import check
 from sharding_rules import PRESETS, REDUCTIONS, ShardingRuleError, axes_of, preset
@@ -203,15 +204,3 @@ def _loss(config: TrainConfig) -> Iterator[Change]:
     chunk = getattr(config.model, "loss_chunk", 0)
     if chunk:
         yield Change("loss", {"model.loss_chunk": max(_LEAST_LOSS_CHUNK, chunk // 4)})
-
-
-def with_fields(config: TrainConfig, fields: Mapping[str, Any]) -> TrainConfig:
-    """Returns the config with other values. fields: section.field -> value, and rules by name."""
-    for name, value in fields.items():
-        if name == "rules":
-            config = dataclasses.replace(config, rules=preset(value))
-            continue
-        section_name, _, field = name.rpartition(".")
-        section = dataclasses.replace(getattr(config, section_name), **{field: value})
-        config = dataclasses.replace(config, **{section_name: section})
-    return config

@@ -16,6 +16,7 @@ from mesh_lm.model.exchange import Exchange, Hop
 from pallas_kernels.grouped_matmul import GroupedMatmulProblem, describe_grouped_matmul
 from sharding_rules import Shard, axes_of
 
+
 class DeviceExperts(NamedTuple):
     """What one device multiplies in a layer of a segment."""
 

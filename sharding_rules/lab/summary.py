@@ -147,7 +147,7 @@ def mesh_words(report: Report) -> str:
 
 
 def efficiency(report: Report) -> str:
-    """Returns `MFU 33 to 37 %`, or else how much of the tensor cores' peak the program's matmuls reach.
+    """Returns `MFU 33 to 37 %`, or else how much of the tensor cores' peak its matmuls reach.
 
     The MFU needs the model's FLOPs. Empty without estimates.
     """

@@ -224,7 +224,6 @@ class _Step:
     def _layer(self) -> _Layer:
         sizes = self.sizes
         layouts = self.layouts
-        constants = self.constants
         q, kv, mlp, up = self._widths
         d_model = np.full_like(q, sizes.d_model)
         if sizes.heads == sizes.kv_heads:

@@ -70,10 +70,9 @@ def test_one_screen_says_it_all() -> None:
     # of four collectives
     assert "1,536   144.00    126.00     1 ms  attention, mlp: fwd+bwd" in text
     assert "335.0 TFLOP in all" in row["matmuls"]
-    assert (
-        "6.01 to 9.02 s predicted, never measured: compute 4.51 s" in row["step"]
-        and "1.5 s exposed (25 %), MFU 3 to 4 %" in " ".join(text.split())
-    )
+    assert "6.01 to 9.02 s predicted, never measured: compute 4.51 s" in row[
+        "step"
+    ] and "1.5 s exposed (25 %), MFU 3 to 4 %" in " ".join(text.split())
     assert "f32 collective: moves f32 in a bf16 program" in text and "fix: cast it before" in text
     assert "--config.model.remat=full  8.30 GiB at the peak, step x 1.21, fits" in text
     assert "compiled in 14.7 s" in text and "jax 0.10.2" in text

@@ -569,6 +569,6 @@ def test_which_sustained_rates_are_faster_than_the_optimistic_ones() -> None:
                     rates.attention_share(width, n_keys, backward=backward, deterministic=False)
                     for rates in (OPTIMISTIC, SUSTAINED)
                 ]
-                assert shares[0] >= shares[1] or width >= 96 and backward and n_keys > 8192
+                assert shares[0] >= shares[1] or (width >= 96 and backward and n_keys > 8192)
     for name in ("matmul", "matmul_table", "grouped", "nvlink", "network"):
         assert getattr(OPTIMISTIC, name).value >= getattr(SUSTAINED, name).value

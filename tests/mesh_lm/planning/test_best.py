@@ -1,0 +1,319 @@
+"""The search for a layout: its formulas against compiled programs, its choices with a compiler of
+our own, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import lab_report
+import numpy as np
+import pytest
+
+from mesh_lm.commands import command_line
+from mesh_lm.config import TrainConfig, load
+from mesh_lm.config.layout import saved_layout, with_fields, with_layout
+from mesh_lm.errors import ConfigError
+from mesh_lm.planning.best import (
+    KEPT,
+    Found,
+    Trial,
+    changes_of,
+    fields_of,
+    hardware_of,
+    options,
+    parse_kept,
+    search,
+)
+from mesh_lm.planning.best_table import found_table
+from mesh_lm.planning.paper.layouts import Layouts, enumerated, layout_of
+from mesh_lm.planning.paper.price import price
+from mesh_lm.planning.paper.sizes import ModelSizes
+from mesh_lm.training.check import check
+from sharding_rules.lab import LabError, Report
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+HARDWARE = hardware_of("h100")
+
+
+def sizes_of(name: str) -> ModelSizes:
+    sizes = ModelSizes.of(load(name))
+    assert sizes is not None
+    return sizes
+
+
+def compiled_rows() -> list[dict[str, Any]]:
+    """The rows of docs/configs.md."""
+    newest = max(glob.glob(str(RESULTS / "plan_table_2*.json")))
+    return json.loads(Path(newest).read_text(encoding="utf-8"))["tables"]["Configs"]["rows"]
+
+
+# On paper.
+
+
+def test_the_formulas_are_near_the_compiled_programs() -> None:
+    errors = []
+    for row in compiled_rows():
+        config = load(row["name"])
+        sizes = ModelSizes.of(config)
+        layout = layout_of(config, row["devices"])
+        if sizes is None or layout is None:
+            continue
+        paper = price(sizes, Layouts.of([layout]), HARDWARE)
+        errors.append(
+            (paper.seconds[0] / row["step_s"] - 1, paper.peak[0] / 2**30 / row["peak_gib"] - 1)
+        )
+    mean = np.abs(errors).mean(0)
+    assert len(errors) >= 12 and mean[0] < 0.08 and mean[1] < 0.15, mean
+
+
+@pytest.mark.parametrize(
+    ("name", "n_devices"), [("gpt_175b", 1024), ("llama3_8b", 64), ("megatron_32b", 384)]
+)
+def test_enumerated_layouts_run(name: str, n_devices: int) -> None:
+    """A sample of them passes the check of a run, and no layout is there twice."""
+    config = load(name)
+    layouts = enumerated(sizes_of(name), n_devices, 8)
+    rows = [tuple(layouts.row(i).values()) for i in range(len(layouts))]
+    assert len(set(rows)) == len(rows) > 1000
+    for i in np.random.default_rng(0).choice(len(layouts), 12, replace=False):
+        row = layouts.row(int(i))
+        changed = check(with_fields(config, fields_of(row, config)), n_devices)
+        found = layout_of(changed, n_devices)
+        assert found is not None
+        # A share of the layers is rounded to whole layers.
+        assert {k: round(v, 1) for k, v in found.items()} == {k: round(v, 1) for k, v in row.items()}
+
+
+def test_the_paper_is_fast_and_knows_no_jax() -> None:
+    sizes = sizes_of("gpt_175b")
+    start = time.perf_counter()
+    layouts = enumerated(sizes, 1024, 8)
+    price(sizes, layouts, HARDWARE)
+    assert time.perf_counter() - start < 5, "0.1 s on a quiet machine"
+    assert len(layouts) > 10_000
+
+
+def one(sizes: ModelSizes, **changes: float) -> Any:
+    base = layout_of(load("llama3_8b"), 64)
+    assert base is not None
+    found = price(sizes, Layouts.of([{**base, **changes}]), HARDWARE)
+    return found.seconds[0], found.exposed[0], found.peak[0]
+
+
+def test_what_makes_a_step_longer_or_its_peak_higher() -> None:
+    sizes = sizes_of("llama3_8b")
+    step, exposed, peak = one(sizes)
+    assert one(sizes, remat=2.0)[0] > step and one(sizes, remat=2.0)[2] < peak
+    assert one(sizes, remat=0.0)[2] > peak
+    assert one(sizes, microbatches=4.0)[2] > peak
+    assert one(sizes, microbatches=4.0)[0] < step, "weights are gathered less often"
+    assert one(sizes, unroll=0.0)[0] > step
+    spread = one(sizes, data=1.0, fsdp=64.0)
+    assert spread[1] > exposed and spread[2] < peak
+    zero3 = {"data": 64.0, "fsdp": 1.0, "replicas": 3.0}
+    assert one(sizes, **zero3, kept_share=1.0)[2] > one(sizes, **zero3)[2]
+    half = one(sizes, remat=2.0, remat_share=0.5)
+    assert one(sizes)[0] < half[0] < one(sizes, remat=2.0)[0]
+
+
+def test_a_bubble_is_the_share_of_idle_ticks() -> None:
+    """With many more microbatches than stages it vanishes: (p - 1) / (m + p - 1)."""
+    sizes = dataclasses.replace(sizes_of("gpt_175b"), global_batch=64 * 16)
+    base = {
+        "pipeline": 8.0, "data": 16.0, "fsdp": 1.0, "tensor": 8.0, "chunks": 1.0, "replicas": 3.0,
+        "sequence_parallel": 1.0, "remat": 1.0, "remat_share": 1.0, "kept_share": 0.0,
+        "keeps_residuals": 1.0, "unroll": 0.0,
+    }  # fmt: skip
+    few, many = (
+        price(sizes, Layouts.of([{**base, "microbatches": m}]), HARDWARE).seconds[0]
+        for m in (8.0, 64.0)
+    )
+    assert few / many == pytest.approx((1 + 7 / 8) / (1 + 7 / 64), rel=0.1)
+
+
+# The search, with a compiler that multiplies the paper's prices.
+
+
+def fake_report(config: TrainConfig, n_devices: int, factor: float = 1.0) -> Report:
+    sizes = ModelSizes.of(config)
+    row = layout_of(check(config, n_devices), n_devices)
+    assert sizes is not None and row is not None
+    found = price(sizes, Layouts.of([row]), HARDWARE)
+    report = lab_report.report()
+    assert report.timeline is not None
+    memory = dataclasses.replace(report.memory, peak=int(found.peak[0]))
+    line = dataclasses.replace(
+        report.timeline,
+        step=factor * found.seconds[0] * 1e6,
+        kinds={"matmul": 1.0, "elementwise": factor * found.seconds[0] * 2e5},
+        flops={"matmul": 1.0},
+    )
+    return dataclasses.replace(
+        report, memory=memory, timeline=line, sustained=None, hbm=int(1.05 * HARDWARE.memory)
+    )
+
+
+def run(name: str, n_devices: int, compiled: Any = None, **options: Any) -> tuple[Found, list[str]]:
+    said: list[str] = []
+    found = search(
+        *(load(name), n_devices, "h100"),
+        compiled or (lambda config: fake_report(config, n_devices)),
+        say=said.append,
+        **options,
+    )
+    return found, said
+
+
+def test_a_compiler_that_agrees_confirms_the_best_on_paper_at_once() -> None:
+    found, said = run("llama3_8b", 64)
+    assert found.best is not None and found.committed is not None
+    sizes = sizes_of("llama3_8b")
+    layouts = enumerated(sizes, 64, 8)
+    paper = price(sizes, layouts, HARDWARE)
+    fits = np.where(paper.peak <= HARDWARE.memory, paper.seconds, math.inf)
+    assert found.best.seconds <= 1.03 * fits.min() and found.best.report.fits
+    assert found.considered == len(layouts) and len(found.trials) <= 6
+    assert found.best.seconds <= found.committed.seconds
+
+
+def test_what_compiles_slower_than_on_paper_is_corrected() -> None:
+    """Every layout over the axis data comes out at twice its price: another kind wins."""
+
+    def compiled(config: TrainConfig) -> Report:
+        slow = config.mesh.data > 8 and config.mesh.tensor == 1
+        return fake_report(config, 64, 2.0 if slow else 1.0)
+
+    found, _ = run("llama3_8b", 64, compiled)
+    assert found.best is not None and found.best.row is not None
+    assert found.best.row["data"] <= 8 or found.best.row["tensor"] > 1
+
+
+def test_a_layout_that_does_not_compile_is_left_out_and_an_interruption_keeps_the_rest() -> None:
+    n_compiled = []
+
+    def compiled(config: TrainConfig) -> Report:
+        n_compiled.append(config)
+        if len(n_compiled) == 2:
+            raise LabError("no")
+        if len(n_compiled) == 5:
+            raise KeyboardInterrupt
+        return fake_report(config, 64)
+
+    found, said = run("llama3_8b", 64, compiled)
+    assert len(found.trials) >= 1 and found.committed is not None
+    assert any("does not compile: no" in line for line in said)
+    assert any(line.startswith("interrupted") for line in said)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    ["mesh.tensor=4", "train.microbatches=2,model.remat=full", "mesh.pipeline=4", "model.unroll=false"],
+)
+def test_what_is_kept_stays(kept: str) -> None:
+    found, _ = run("llama3_8b", 64, kept=parse_kept(kept), compiles=3)
+    wanted = parse_kept(kept)
+    assert set(wanted) <= set(KEPT.values())
+    for trial in found.trials:
+        assert trial.row is not None
+        assert {column: trial.row[column] for column in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("mesh.tensors=4", "--keep=mesh.tensors=4: a search can keep .*; did you mean 'mesh.tensor'"),
+        ("mesh.tensor=many", "'many' is no value of mesh.tensor"),
+        ("model.remat=all", "'all' is no value of model.remat"),
+        ("model.unroll=2", "'2' is no value of model.unroll"),
+    ],
+)
+def test_what_cannot_be_kept(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse_kept(text)
+
+
+def test_what_a_search_refuses() -> None:
+    with pytest.raises(ConfigError, match="no layout on 64 devices has tensor 3"):
+        run("llama3_8b", 64, kept={"tensor": 3.0})
+    with pytest.raises(ConfigError, match="decoders of dense layers"):
+        run("mixtral_8x7b", 64)
+    with pytest.raises(ConfigError, match=r"--devices=60 is not divisible by mesh.sequence=8"):
+        run("llama3_8b_128k", 60)
+    message = r"no layout divides train.global_batch=512 over 56 devices; .*--train.global_batch=511"
+    with pytest.raises(ConfigError, match=message):
+        run("llama3_8b", 56)
+
+
+# What is shown and saved.
+
+
+def test_the_table_has_the_config_as_it_is_ties_and_the_command() -> None:
+    from rich.console import Console
+
+    found, _ = run("megatron_32b", 384)
+    console = Console(width=140, record=True, file=open("/dev/null", "w", encoding="utf-8"))
+    console.print(found_table(found, "mesh-lm train megatron_32b"))
+    text = console.export_text()
+    assert "0  " in text and "the config as it is" in text
+    assert "layouts priced on paper" in text and "other kernels 20 %" in text
+    assert found.best is not None
+    last = text.rstrip().splitlines()[-1]
+    if found.best.changes:
+        words = last.split()
+        assert words[:3] == ["mesh-lm", "train", "megatron_32b"]
+        typed = command_line.parse(words[2:])
+        assert typed == with_fields(load("megatron_32b"), found.best.changes)
+
+
+def test_a_saved_layout_is_read_by_the_same_run_alone(tmp_path: Path) -> None:
+    config = load("llama3_8b")
+    found, _ = run("llama3_8b", 64)
+    assert found.best is not None
+    path = tmp_path / "plan.json"
+    path.write_text(saved_layout(config, found.best.fields, 64, {}), encoding="utf-8")
+    changed = with_layout(dataclasses.replace(config, mesh=str(path)), str(path))  # pyright: ignore
+    assert changed == with_fields(config, found.best.fields)
+    assert command_line.parse(["llama3_8b", f"--mesh={path}", "--mesh.data=2"]).mesh.data == 2
+    assert command_line.parse(["llama3_8b", "--mesh", str(path)]) == changed
+
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import dataclasses\nfrom mesh_lm.config import load\n"
+        "def get_config():\n    return dataclasses.replace(load('llama3_8b'), mesh='plan.json')\n",
+        encoding="utf-8",
+    )
+    assert load(str(file)) == changed
+
+    other = ["llama3_8b", "--model.n_layers=16", f"--mesh={path}"]
+    with pytest.raises(ConfigError, match="made for another model"):
+        with_layout(command_line.parse(other[:2]), str(path))
+    stale = json.loads(path.read_text(encoding="utf-8")) | {"jax": "0.1"}
+    path.write_text(json.dumps(stale), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"made with jax 0.1"):
+        with_layout(config, str(path))
+    for text in ("{", "{}", "[]"):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match="mesh="):
+            with_layout(config, str(path))
+    with pytest.raises(ConfigError, match="no such file; mesh-lm plan FILE --best"):
+        with_layout(config, str(tmp_path / "none.json"))
+
+
+def test_changes_are_what_the_config_has_otherwise() -> None:
+    config = load("llama3_8b")
+    row = layout_of(check(config, 64), 64)
+    assert row is not None
+    fields = fields_of(row, config)
+    # Only the axis that was -1, which the check has resolved.
+    assert changes_of(fields, config) == {"mesh.data": 8}
+    assert list(options({"model.remat_layers": None, "model.unroll": True})) == [
+        "--model.remat_layers=none",
+        "--model.unroll=true",
+    ]
+    assert isinstance(Trial({}, {}, lab_report.report()).seconds, float)
