@@ -104,9 +104,9 @@ def show(plan: Plan, config: TrainConfig) -> int:
 
 def show_best(plan: Plan, config: TrainConfig) -> int:
     """Searches for the fastest layout, prints those that were compiled, and the command that trains
-    with the best. Returns the status: 1 if nothing fits.
+    with the best. Returns the status 0.
 
-    Raises ConfigError as `show`, and for what a search cannot do.
+    Raises ConfigError as `show`, also if nothing fits, and for what a search cannot do.
     """
     n_devices = devices_for(config, plan.devices)
 
@@ -136,7 +136,13 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
     Console().print(found_table(found, f"mesh-lm train {Path(config.output).name}"))
     if plan.save and found.best:
         print(f"wrote {plan.save}; --mesh={plan.save} reads it")
-    return 0 if found.best else 1
+    if not found.best:
+        tried = [*found.trials, *([found.committed] if found.committed else [])]
+        smallest = min((trial.report for trial in tried), key=lambda report: report.peak_bytes)
+        fewest = best.fewest_devices(config, n_devices + 1, plan.target)
+        advice = f"\n  - on paper it fits from {fewest:,} devices on" if fewest else ""
+        raise ConfigError(refusal(smallest, ()) + advice)
+    return 0
 
 
 def _layout(trial: best.Trial, config: TrainConfig, n_devices: int, target: str) -> str:

@@ -100,6 +100,24 @@ class Found:
         return next((trial for trial in self.trials if trial.report.fits), None)
 
 
+def fewest_devices(config: TrainConfig, n_devices: int, target: str) -> int | None:
+    """Returns the fewest whole nodes, in devices and at least n_devices, on which a layout fits on
+    paper; None if that is more than 64 times as many.
+    """
+    sizes = ModelSizes.of(config)
+    if sizes is None:
+        return None
+    hardware = hardware_of(target)
+    node = hardware.node
+    for n in range(-(-n_devices // node) * node, 64 * n_devices + 1, node):
+        if n % sizes.context:
+            continue
+        layouts = enumerated(sizes, n // sizes.context, node)
+        if len(layouts) and price(sizes, layouts, hardware).peak.min() <= hardware.memory:
+            return n
+    return None
+
+
 def hardware_of(target: str) -> Hardware:
     """Returns what a GPU reaches at the optimistic rates."""
     gpu = TARGETS[target]
@@ -317,6 +335,9 @@ class _Search:
             if self.name(fields) in tried or not self.can_run(fields):
                 continue
             chosen.append(row)
+        if is_first and not np.isfinite(seconds).any():
+            # Nothing fits: what needs least says by how much.
+            chosen.append(self.layouts.row(int(np.argmin(expected.peak))))
         return chosen
 
     def neighbours(self, most: int) -> list[Fields]:

@@ -24,6 +24,7 @@ from mesh_lm.planning.best import (
     Found,
     Trial,
     changes_of,
+    fewest_devices,
     fields_of,
     hardware_of,
     options,
@@ -87,7 +88,9 @@ def test_enumerated_layouts_run(name: str, n_devices: int) -> None:
         found = layout_of(changed, n_devices)
         assert found is not None
         # A share of the layers is rounded to whole layers.
-        assert {k: round(v, 1) for k, v in found.items()} == {k: round(v, 1) for k, v in row.items()}
+        assert {k: round(v, 1) for k, v in found.items()} == {
+            k: round(v, 1) for k, v in row.items()
+        }
 
 
 def test_the_paper_is_fast_and_knows_no_jax() -> None:
@@ -213,7 +216,12 @@ def test_a_layout_that_does_not_compile_is_left_out_and_an_interruption_keeps_th
 
 @pytest.mark.parametrize(
     "kept",
-    ["mesh.tensor=4", "train.microbatches=2,model.remat=full", "mesh.pipeline=4", "model.unroll=false"],
+    [
+        "mesh.tensor=4",
+        "train.microbatches=2,model.remat=full",
+        "mesh.pipeline=4",
+        "model.unroll=false",
+    ],
 )
 def test_what_is_kept_stays(kept: str) -> None:
     found, _ = run("llama3_8b", 64, kept=parse_kept(kept), compiles=3)
@@ -227,7 +235,10 @@ def test_what_is_kept_stays(kept: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("mesh.tensors=4", "--keep=mesh.tensors=4: a search can keep .*; did you mean 'mesh.tensor'"),
+        (
+            "mesh.tensors=4",
+            "--keep=mesh.tensors=4: a search can keep .*; did you mean 'mesh.tensor'",
+        ),
         ("mesh.tensor=many", "'many' is no value of mesh.tensor"),
         ("model.remat=all", "'all' is no value of model.remat"),
         ("model.unroll=2", "'2' is no value of model.unroll"),
@@ -245,7 +256,9 @@ def test_what_a_search_refuses() -> None:
         run("mixtral_8x7b", 64)
     with pytest.raises(ConfigError, match=r"--devices=60 is not divisible by mesh.sequence=8"):
         run("llama3_8b_128k", 60)
-    message = r"no layout divides train.global_batch=512 over 56 devices; .*--train.global_batch=511"
+    message = (
+        r"no layout divides train.global_batch=512 over 56 devices; .*--train.global_batch=511"
+    )
     with pytest.raises(ConfigError, match=message):
         run("llama3_8b", 56)
 
@@ -317,3 +330,15 @@ def test_changes_are_what_the_config_has_otherwise() -> None:
         "--model.unroll=true",
     ]
     assert isinstance(Trial({}, {}, lab_report.report()).seconds, float)
+
+
+def test_where_nothing_fits_the_smallest_layout_is_compiled() -> None:
+    found, _ = run("llama3_70b", 8)
+    assert found.best is None and len(found.trials) == 1
+    sizes = sizes_of("llama3_70b")
+    peaks = price(sizes, enumerated(sizes, 8, 8), HARDWARE).peak
+    assert found.trials[0].report.peak_bytes == pytest.approx(peaks.min(), rel=1e-6)
+    fewest = fewest_devices(load("llama3_70b"), 9, "h100")
+    # 16 bytes of state for each of 70.6 billion parameters are 1,052 GiB, 15 GPUs' memory.
+    assert fewest is not None and 16 < fewest <= 64
+    assert price(sizes, enumerated(sizes, fewest, 8), HARDWARE).peak.min() <= HARDWARE.memory
