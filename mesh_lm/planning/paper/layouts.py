@@ -17,6 +17,8 @@ DDP, ZERO1, DISTRIBUTED, ZERO3 = 0, 1, 2, 3
 REPLICAS = ("ddp", "zero1", "distributed", "zero3")
 """The presets that say what is sharded over `data`, by number."""
 _MOST_STAGES = 32
+_MOST_UNROLLED = 48
+"""Layers up to which unrolling is tried: XLA's time grows with them, at each start of a run, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,8 @@ def _of_mesh(sizes: ModelSizes, axes: Mapping[str, int]) -> Iterator[np.ndarray]
     choices["remat_share"] = (1.0,) if has_stages else (0.25, 0.5, 0.75, 1.0)
     choices["kept_share"] = (0.0,) if has_stages else (0.0, 0.5, 1.0)
     choices["keeps_residuals"] = (0, 1) if has_stages else (1,)
-    choices["unroll"] = (0,) if has_stages else (0, 1)
+    can_unroll = not has_stages and sizes.layers <= _MOST_UNROLLED
+    choices["unroll"] = (0, 1) if can_unroll else (0,)
     names = [field.name for field in _FIELDS]
     grid = np.meshgrid(*(np.asarray(choices[name], np.float64) for name in names), indexing="ij")
     block = np.stack([column.reshape(-1) for column in grid])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import io
 import json
 import math
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import lab_report
 import numpy as np
 import pytest
+from rich.console import Console
 
 from mesh_lm.commands import command_line
 from mesh_lm.config import TrainConfig, load
@@ -174,7 +176,7 @@ def run(name: str, n_devices: int, compiled: Any = None, **options: Any) -> tupl
 
 
 def test_a_compiler_that_agrees_confirms_the_best_on_paper_at_once() -> None:
-    found, said = run("llama3_8b", 64)
+    found, _ = run("llama3_8b", 64)
     assert found.best is not None and found.committed is not None
     sizes = sizes_of("llama3_8b")
     layouts = enumerated(sizes, 64, 8)
@@ -267,10 +269,8 @@ def test_what_a_search_refuses() -> None:
 
 
 def test_the_table_has_the_config_as_it_is_ties_and_the_command() -> None:
-    from rich.console import Console
-
     found, _ = run("megatron_32b", 384)
-    console = Console(width=140, record=True, file=open("/dev/null", "w", encoding="utf-8"))
+    console = Console(width=140, record=True, file=io.StringIO())
     console.print(found_table(found, "mesh-lm train megatron_32b"))
     text = console.export_text()
     assert "0  " in text and "the config as it is" in text
