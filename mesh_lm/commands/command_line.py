@@ -116,9 +116,7 @@ def parse_with(
     options, strays = _split_words(argv, _field_types(config), extra, alone)
     # First of all, because the fields below it are those of the rule.
     config = _with_rule(config, options)
-    # Before the fields that are typed, which may change a part of it.
-    for option in filter(_names_layout, options):
-        config = with_layout(config, option.text or "")
+    layouts = [option.text or "" for option in options if _names_layout(option)]
     options = [option for option in options if not _names_layout(option)]
     known_options = _KnownOptions(_field_types(config), extra)
     if (HELP | HELP_ALL) & {option.name for option in options}:
@@ -154,7 +152,11 @@ def parse_with(
             problems.append(_stray_problem(word, known_options, context))
     refuse(problems)
     try:
-        return _replace(config, changes), extra_values
+        config = _replace(config, changes)
+        for layout in layouts:
+            # What is typed beside a layout changes a part of it.
+            config = _replace(with_layout(config, layout), changes)
+        return config, extra_values
     except ValueError as error:  # from a __post_init__ of the user's own config class
         raise ConfigError(f"{file or default}: {error}") from error
 

@@ -173,3 +173,33 @@ def test_too_large_is_refused_with_a_fix_that_fits(
     changes = dict(option.split("=", 1) for option in options)
     assert plan("gpt_175b", f"--plan={file}", "--devices=8", **{**too_large, **changes}) == 0
     assert read_json(file)["report"]["memory"]["peak"] == fixes[0]["peak_bytes"]
+
+
+def test_the_best_of_two_layouts_is_saved_and_read(plan, tmp_path: Path, capsys) -> None:
+    """The config as it is recomputes everything; the first layout that is tried does not."""
+    saved = tmp_path / "plan.json"
+    words = ("--plan", "--best", "--devices=8", "--compiles=1", f"--save={saved}", "--max-tensor=2")
+    assert plan("gpt_175b", *words, **SMALL) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "0 " in printed and "the config as it is" in printed and "recompute" in printed
+    assert "2 compiled: the best of these, not the best there is" in printed
+    assert re.search(r"against the config as it is: -\d", printed)
+    assert f"wrote {saved}; --mesh={saved} reads it" in printed
+    layout = read_json(saved)
+    assert layout["devices"] == 8 and layout["step_s"][0] <= layout["step_s"][1]
+    # The same step, planned by the file's name: no slower than what the search has found.
+    model = {name: value for name, value in SMALL.items() if not name.startswith("mesh.")}
+    for name in ("rules", "train.microbatches", "model.remat"):
+        model.pop(name)
+    data = tmp_path / "report.json"
+    assert plan("gpt_175b", f"--plan={data}", "--devices=8", f"--mesh={saved}", **model) == 0
+    step = read_json(data)["report"]["timeline"]["step"] / 1e6
+    assert step == pytest.approx(layout["step_s"][0], rel=1e-6)
+
+
+def test_options_of_a_search_go_with_it(plan) -> None:
+    for word in ("--save=a.json", "--keep=mesh.tensor=2", "--max-tensor=2"):
+        with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} goes with --best"):
+            plan("gpt_175b", "--plan", word)
+    with pytest.raises(ConfigError, match=r"--compiles=0: a search compiles at least 1"):
+        plan("gpt_175b", "--plan", "--best", "--compiles=0")
