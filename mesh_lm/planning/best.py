@@ -49,6 +49,8 @@ _FIRST = 3
 _LOOSE = 1.15
 """How much more than the memory a layout may need on paper to be compiled: formulas of the peak
 are wrong by as much."""
+_CLOSE = 1.03
+"""The same for a layout of a kind that was compiled, by which its peak was corrected."""
 _WORTH = 0.99
 """A layout must be expected to take less than this share of the best step to be compiled."""
 
@@ -241,6 +243,7 @@ class _Search:
             words = ", ".join(f"{column} {value:g}" for column, value in kept.items())
             raise ConfigError(f"no layout on {self.n_devices} devices has {words}")
         self.layouts = layouts
+        self.is_corrected = np.zeros(len(layouts), bool)
         self.price = price(self.sizes, layouts, self.hardware)
 
     def run(self) -> None:
@@ -309,19 +312,17 @@ class _Search:
         best that was compiled.
         """
         expected = self.corrected()
-        fits = expected.peak <= _LOOSE * self.hardware.memory
+        fits = expected.peak <= self.hardware.memory * np.where(self.is_corrected, _CLOSE, _LOOSE)
         seconds = np.where(fits, expected.seconds, np.inf)
         limit = _WORTH * min(
             (trial.seconds for trial in self.trials if trial.report.fits), default=np.inf
         )
         chosen: list[dict[str, float]] = []
-        kinds = [_kind(trial.row) for trial in self.trials if trial.row]
+        kinds: set[tuple[float, ...]] = set()
         tried = {self.name(trial.fields) for trial in self.trials} | self.refused
         if self.committed:
             tried.add("")  # a layout that changes nothing
-        # A kind that was compiled may come again, once it has corrected its own prices; a round has
-        # one of each.
-        is_first = not self.trials
+        # One of each kind, which then corrects the prices of its kind for the next round.
         for i in np.argsort(seconds, kind="stable"):
             if len(chosen) == most or seconds[i] >= limit:
                 break
@@ -329,13 +330,14 @@ class _Search:
             if self.committed and row == self.committed.row:
                 continue
             kind = _kind(row)
-            if kind in [_kind(one) for one in chosen] or (is_first and kind in kinds):
+            if kind in kinds:
                 continue
             fields = fields_of(row, self.config)
             if self.name(fields) in tried or not self.can_run(fields):
                 continue
             chosen.append(row)
-        if is_first and not np.isfinite(seconds).any():
+            kinds.add(kind)
+        if not self.trials and not np.isfinite(seconds).any():
             # Nothing fits: what needs least says by how much.
             chosen.append(self.layouts.row(int(np.argmin(expected.peak))))
         return chosen
@@ -381,6 +383,7 @@ class _Search:
                 alike &= getattr(self.layouts, column) == value
             seconds = np.where(alike, self.price.seconds * time_ratio, seconds)
             peak = np.where(alike, self.price.peak * peak_ratio, peak)
+            self.is_corrected = self.is_corrected | alike
         return Price(seconds, self.price.exposed, peak)
 
 
