@@ -18,7 +18,7 @@ REPLICAS = ("ddp", "zero1", "distributed", "zero3")
 """The presets that say what is sharded over `data`, by number."""
 _MOST_STAGES = 32
 _MOST_UNROLLED = 48
-"""Layers up to which unrolling is tried: XLA's time grows with them, at each start of a run, too."""
+"""Layers up to which unrolling is tried: XLA needs more time for each, at every start of a run."""
 
 
 @dataclasses.dataclass(frozen=True)
