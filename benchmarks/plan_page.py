@@ -88,9 +88,10 @@ With pipeline stages, *other* is mostly the residuals of microbatches that wait 
   it most.
 - *FLOPs x the model's* are those of the program's matmuls. `remat=full` repeats each layer's forward pass except for
   its last matmul, and the attention kernel's backward pass makes five matmuls where the formula counts four.
-- *step* is predicted, never measured: use it to compare configs. It is a band, from the optimistic rates to the
-  sustained ones ([rates and bands](lab.md#rates-and-bands)). *MFU* is the model's own FLOPs over what the tensor cores
-  could do in that time by the data sheet (989.4 TFLOP/s in bf16), from the slow end of the step to the fast one.
+- The time of a step is predicted, never measured: use it to compare configs. *step* is a band, from the optimistic
+  rates to the sustained ones ([rates and bands](lab.md#rates-and-bands)). *MFU* is the model's own FLOPs over what the
+  tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), from the slow end of the step to the
+  fast one.
 - *exposed* is the share of the step during which compute waits for the network, at the optimistic rates.
 - *ratio* is the fast end of the step over the time that the model's own FLOPs would take at the speeds of this
   program's matmuls and attention: what is above 1 is recomputation, bubbles, memory traffic and waiting.
