@@ -88,6 +88,13 @@ With pipeline stages, *other* is mostly the residuals of microbatches that wait 
   it most.
 - *FLOPs x the model's* are those of the program's matmuls. `remat=full` repeats each layer's forward pass except for
   its last matmul, and the attention kernel's backward pass makes five matmuls where the formula counts four.
+
+{needs}
+
+{verdict}
+
+## How long a step takes
+
 - The time of a step is predicted, never measured: use it to compare configs. *step* is a band, from the optimistic
   rates to the sustained ones ([rates and bands](lab.md#rates-and-bands)). *MFU* is the model's own FLOPs over what the
   tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), from the slow end of the step to the
@@ -103,9 +110,7 @@ With pipeline stages, *other* is mostly the residuals of microbatches that wait 
   does.
 - *flags* is the set of XLA flags of the config's runs.
 
-{needs}
-
-{verdict}
+{times}
 
 ## Stages or FSDP
 
@@ -149,7 +154,7 @@ def page(data: dict[str, Any], source: str) -> str:
     return _PAGE.format(
         source=source, date=data["date"], jax=data["versions"]["jax"],
         usable=configs[0]["usable_gib"], runs=_runs(configs),
-        needs=_needs(configs), verdict=_verdict(configs), fsdp=_fsdp(configs, rows[FSDP]),
+        needs=_needs(configs), times=_times(configs), verdict=_verdict(configs), fsdp=_fsdp(configs, rows[FSDP]),
         fsdp_said=_fsdp_said(configs, rows[FSDP]),
         costs_said=_costs_said(configs, rows[DEVICES], rows[DEPTH], data["machine"]),
     )  # fmt: skip
@@ -228,6 +233,18 @@ def _needs(rows: Sequence[dict[str, Any]]) -> str:
         ">sent, GiB",
         ">x the least",
         ">FLOPs x the model's",
+    ]
+    return table(head, ([
+        f"`{r['name']}`", _gib(r["peak_gib"]), f"{100 * r['peak_gib'] / r['usable_gib']:.0f} %",
+        *(_gib(r.get(f"sent over {axes}, GiB")) for axes in sent_over), _gib(r["sent_gib"]),
+        f"{r['sent_over_least']:.3f}" if r["sent_over_least"] else "no form",
+        f"{r['flops_over_model']:.2f}",
+    ] for r in rows))  # fmt: skip
+
+
+def _times(rows: Sequence[dict[str, Any]]) -> str:
+    head = [
+        "config",
         ">step, s",
         ">MFU",
         ">exposed",
@@ -238,11 +255,7 @@ def _needs(rows: Sequence[dict[str, Any]]) -> str:
         "flags",
     ]
     return table(head, ([
-        f"`{r['name']}`", _gib(r["peak_gib"]), f"{100 * r['peak_gib'] / r['usable_gib']:.0f} %",
-        *(_gib(r.get(f"sent over {axes}, GiB")) for axes in sent_over), _gib(r["sent_gib"]),
-        f"{r['sent_over_least']:.3f}" if r["sent_over_least"] else "no form",
-        f"{r['flops_over_model']:.2f}", step_words(r),
-        _mfu_words(r), f"{100 * r['exposed_s'] / r['step_s']:.0f} %",
+        f"`{r['name']}`", step_words(r), _mfu_words(r), f"{100 * r['exposed_s'] / r['step_s']:.0f} %",
         _ratio(r.get("own_ratio")), _ratio(r.get("model_ratio")),
         f"{r['megatron_tflops']:.0f}", f"{TFLOPS[r['name']]:.0f}" if r["name"] in TFLOPS else "",
         f"`{r['flags']}`",

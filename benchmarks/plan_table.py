@@ -153,7 +153,7 @@ def collect(args: Any) -> None:
             s
             for s in subjects
             if (s.config, s.devices) == ("gpt_175b", 1024)
-            and s.layers in (0, 48)
+            and s.layers in (0, 96)
             and not s.sequences
         ]
         subjects = [s for s in subjects if s.table != plan_page.FSDP]

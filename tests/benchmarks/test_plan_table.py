@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.deviceless]
 def test_rows_and_resuming(tmp_path: Path) -> None:
     tables = run("plan_table", tmp_path)
     rows = [row for rows in tables.values() for row in rows]
-    assert [row["name"] for row in rows] == ["gpt_175b", "gpt_175b, 48 layers"]
+    assert [row["name"] for row in rows] == ["gpt_175b", "gpt_175b, 96 layers"]
     for row in rows:
         assert (
             row["fits"]
