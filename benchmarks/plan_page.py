@@ -17,7 +17,9 @@ CONFIGS, FSDP, DEVICES, DEPTH = "Configs", "FSDP", "Devices", "Depth"
 NOTES = {
     CONFIGS: (
         "Each config at its published number of H100s. step_s, exposed_s: predicted, never "
-        "measured."
+        "measured, at the optimistic rates; sustained_step_s at the sustained ones. own_ratio: "
+        "step_s over the time of the model's FLOPs at the speeds of the program's own kernels; "
+        "model_ratio: by the definition of main 3f09f97."
     ),
     FSDP: (
         "The configs with stages, with FSDP instead, on the same number of H100s: no stages, few "
@@ -55,9 +57,9 @@ _PAGE = """\
 
 This page lists what one training step of each file in `configs/` needs on H100s, at the number of devices for which the
 model is published: Megatron-LM's nine models, Llama 3's, GPT-3 and GPT-2. Two [mixtures of experts](experts.md) are on
-as many as we chose. Each is on the mesh that is predicted to be the fastest of those tried. The step of `train.py` was
-compiled without GPUs, as `mesh-lm plan` does; nothing was measured on one. `gpt_tiny` and `gpt_tiny_moe` are for CPUs,
-and are left out.
+as many as we chose. Each is on the mesh that is predicted to be the fastest of those tried, at the optimistic rates.
+The step of `train.py` was compiled without GPUs, as `mesh-lm plan` does; nothing was measured on one. `gpt_tiny` and
+`gpt_tiny_moe` are for CPUs, and are left out.
 
 `python benchmarks/plan_table.py` compiles them all and writes this page: on {date} with jax {jax}, from [these raw
 results](../benchmarks/results/{source}).
@@ -79,29 +81,41 @@ With pipeline stages, *other* is mostly the residuals of microbatches that wait 
 ## What a step needs of each GPU
 
 - *peak* is the memory that a GPU needs; its share is that of the {usable:.1f} GiB that a run may take of an H100. The
-  rest is for CUDA and NCCL.
+  rest is for CUDA and NCCL. A config fits if 1.05 times its peak does.
 - A column for each mesh axis has the GiB that a GPU sends along it in a step. `expert`, `sequence` and `tensor` are
   NVLink; two axes, as in `pipeline+data`, are groups over both. *x the least* is the sum divided by the minimum that
   the strategy must send ([closed forms](closed_forms.md)). With stages, each collective counts on the stage that runs
   it most.
 - *FLOPs x the model's* are those of the program's matmuls. `remat=full` repeats each layer's forward pass except for
   its last matmul, and the attention kernel's backward pass makes five matmuls where the formula counts four.
-- The time of a step is predicted, never measured: use it to compare configs. *MFU* is the model's own FLOPs over what
-  the tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), and *exposed* the share of the step
-  during which compute waits for the network.
-- *TFLOP/s* is the predicted rate of a GPU by Megatron-LM's formula, and *published* the rate that NVIDIA measured for
-  that model and number of GPUs. Do not compare the two: a prediction leaves out much of what a cluster does.
-- All predictions assume that our attention kernel reaches FlashAttention-3's published rates. *flags* is the set of XLA
-  flags of the config's runs.
 
 {needs}
 
 {verdict}
 
+## How long a step takes
+
+- The time of a step is predicted, never measured: use it to compare configs. *step* is a band, from the optimistic
+  rates to the sustained ones ([rates and bands](lab.md#rates-and-bands)). *MFU* is the model's own FLOPs over what the
+  tensor cores could do in that time by the data sheet (989.4 TFLOP/s in bf16), from the slow end of the step to the
+  fast one.
+- *exposed* is the share of the step during which compute waits for the network, at the optimistic rates.
+- *ratio* is the fast end of the step over the time that the model's own FLOPs would take at the speeds of this
+  program's matmuls and attention: what is above 1 is recomputation, bubbles, memory traffic and waiting.
+- To compare with predictions of main 3f09f97 and before: they were made at the optimistic rates, as the fast ends of
+  *step* and *MFU* and *exposed* are here. Their ratio had another definition, the step over the time of the model's
+  FLOPs at the rates of large matmuls and long attention: that is *ratio, 3f09f97*.
+- *TFLOP/s* is the rate of a GPU by Megatron-LM's formula, at the fast end, and *published* the rate that NVIDIA
+  measured for that model and number of GPUs. Do not compare the two: a prediction leaves out much of what a cluster
+  does.
+- *flags* is the set of XLA flags of the config's runs.
+
+{times}
+
 ## Stages or FSDP
 
 This table compares the configs with stages to the same model with FSDP instead (no stages, few microbatches,
-`remat=full`) on the same number of H100s: FSDP -> stages.
+`remat=full`) on the same number of H100s: FSDP -> stages. The *step* is a band, as above.
 
 {fsdp}
 
@@ -140,7 +154,7 @@ def page(data: dict[str, Any], source: str) -> str:
     return _PAGE.format(
         source=source, date=data["date"], jax=data["versions"]["jax"],
         usable=configs[0]["usable_gib"], runs=_runs(configs),
-        needs=_needs(configs), verdict=_verdict(configs), fsdp=_fsdp(configs, rows[FSDP]),
+        needs=_needs(configs), times=_times(configs), verdict=_verdict(configs), fsdp=_fsdp(configs, rows[FSDP]),
         fsdp_said=_fsdp_said(configs, rows[FSDP]),
         costs_said=_costs_said(configs, rows[DEVICES], rows[DEPTH], data["machine"]),
     )  # fmt: skip
@@ -161,6 +175,19 @@ def billions(n: int) -> str:
 
 def seconds(n: float) -> str:
     return f"{n:.0f}" if n >= 99.5 else f"{n:.1f}" if n >= 9.95 else f"{n:.2f}"
+
+
+def step_words(row: dict[str, Any]) -> str:
+    """Returns the seconds of a predicted step from the fast to the slow end, as in 6.24 to 7.02;
+    the fast end alone of a row that was compiled before there were bands."""
+    fast = seconds(row["step_s"])
+    slow = seconds(slow_step(row))
+    return fast if fast == slow else f"{fast} to {slow}"
+
+
+def slow_step(row: dict[str, Any]) -> float:
+    """Returns the seconds of a step at the sustained rates, or else at the optimistic ones."""
+    return row.get("sustained_step_s", row["step_s"])
 
 
 def _gib(n: float | None) -> str:
@@ -206,33 +233,50 @@ def _needs(rows: Sequence[dict[str, Any]]) -> str:
         ">sent, GiB",
         ">x the least",
         ">FLOPs x the model's",
-        ">step, s",
-        ">MFU",
-        ">exposed",
-        ">TFLOP/s",
-        ">published",
-        "flags",
     ]
     return table(head, ([
         f"`{r['name']}`", _gib(r["peak_gib"]), f"{100 * r['peak_gib'] / r['usable_gib']:.0f} %",
         *(_gib(r.get(f"sent over {axes}, GiB")) for axes in sent_over), _gib(r["sent_gib"]),
         f"{r['sent_over_least']:.3f}" if r["sent_over_least"] else "no form",
-        f"{r['flops_over_model']:.2f}", seconds(r["step_s"]),
-        f"{100 * utilisation(r):.0f} %", f"{100 * r['exposed_s'] / r['step_s']:.0f} %",
+        f"{r['flops_over_model']:.2f}",
+    ] for r in rows))  # fmt: skip
+
+
+def _times(rows: Sequence[dict[str, Any]]) -> str:
+    head = [
+        "config",
+        ">step, s",
+        ">MFU",
+        ">exposed",
+        ">ratio",
+        ">ratio, 3f09f97",
+        ">TFLOP/s",
+        ">published",
+        "flags",
+    ]
+    return table(head, ([
+        f"`{r['name']}`", step_words(r), _mfu_words(r), f"{100 * r['exposed_s'] / r['step_s']:.0f} %",
+        _ratio(r.get("own_ratio")), _ratio(r.get("model_ratio")),
         f"{r['megatron_tflops']:.0f}", f"{TFLOPS[r['name']]:.0f}" if r["name"] in TFLOPS else "",
         f"`{r['flags']}`",
     ] for r in rows))  # fmt: skip
 
 
-def utilisation(row: dict[str, Any]) -> float:
-    """Predicted MFU, 0 to 1: the model's own FLOPs over what an H100's tensor cores could do in the
-    step, by its data sheet."""
-    return (
-        row["tflop"]
-        / row["flops_over_model"]
-        / row["step_s"]
-        / (TARGETS["h100"].flops["bf16"] / 1e12)
-    )
+def utilisation(row: dict[str, Any], step_s: float) -> float:
+    """Predicted MFU, 0 to 1: the model's own FLOPs over what an H100's tensor cores could do in
+    step_s seconds, by its data sheet."""
+    return row["tflop"] / row["flops_over_model"] / step_s / (TARGETS["h100"].flops["bf16"] / 1e12)
+
+
+def _mfu_words(row: dict[str, Any]) -> str:
+    """Returns the MFU from the slow to the fast end of the step, as in 47 to 53 %."""
+    slow = f"{100 * utilisation(row, slow_step(row)):.0f}"
+    fast = f"{100 * utilisation(row, row['step_s']):.0f}"
+    return f"{fast} %" if slow == fast else f"{slow} to {fast} %"
+
+
+def _ratio(n: float | None) -> str:
+    return "" if n is None else f"{n:.2f}"
 
 
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:
@@ -258,13 +302,13 @@ _COMPARED = (
     ("peak_gib", _gib),
     ("sent_gib", _gib),
     ("flops_over_model", "{:.2f}".format),
-    ("step_s", seconds),
 )
 _COMPARED_HEAD = [">peak, GiB", ">sent, GiB", ">FLOPs x the model's", ">step, s"]
 
 
 def _compared(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    return [f"{say(old[key])} -> {say(new[key])}" for key, say in _COMPARED]
+    cells = [f"{say(old[key])} -> {say(new[key])}" for key, say in _COMPARED]
+    return [*cells, f"{step_words(old)} -> {step_words(new)}"]
 
 
 def _fsdp(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
@@ -280,12 +324,15 @@ def _fsdp(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> 
 
 
 def _fsdp_said(rows: Sequence[dict[str, Any]], without: Sequence[dict[str, Any]]) -> str:
-    slower = ", ".join(
-        f"`{r['name']}`" for r, other in _pairs(rows, without) if r["step_s"] >= other["step_s"]
-    )
+    """Returns a sentence: which steps are faster with stages at both ends of the band?"""
+    slower = []
+    for row, other in _pairs(rows, without):
+        if row["step_s"] >= other["step_s"] or slow_step(row) >= slow_step(other):
+            slower.append(f"`{row['name']}`")
+    exceptions = f", except {', '.join(slower)}" if slower else ""
     return (
-        "A step is predicted to be faster with stages in each of "
-        f"them{f', except {slower}' if slower else ''}."
+        f"A step is predicted to be faster with stages in each of them{exceptions}, at both ends "
+        "of the band."
     )
 
 

@@ -4,7 +4,7 @@ network, time, cost.
 Writes docs/configs.md and its chart from the raw results; --check lists configs that have changed
 since. Each row runs in a process of its own, so that its peak memory is its own. Rows that today's
 results have already are not compiled again, so an interrupted run can be continued. Step times are
-the lab's estimate. Needs the compiler for CUDA: pip install -e '.[aot]'.
+the lab's estimates, from the fast to the slow end of a band. Needs the compiler for CUDA: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def collect(args: Any) -> None:
             s
             for s in subjects
             if (s.config, s.devices) == ("gpt_175b", 1024)
-            and s.layers in (0, 48)
+            and s.layers in (0, 96)
             and not s.sequences
         ]
         subjects = [s for s in subjects if s.table != plan_page.FSDP]
@@ -238,12 +238,14 @@ def write_page() -> None:
 
 
 def restated(data: Any) -> Any:
-    """Returns the results with the minimum that each strategy must send, and the step over the
-    model's own time, from today's formulas, which need no compilation.
+    """Returns the results with today's descriptions, and with the minimum that each strategy must
+    send and the step over the model's own time, from today's formulas, which need no compilation.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from mesh_lm.planning.program import with_compilable_attention
 
+    for title, table in data["tables"].items():
+        table["note"] = plan_page.NOTES[title]
     rows = {row["name"]: row for table in data["tables"].values() for row in table["rows"]}
     for subject in SUBJECTS:
         if (row := rows.get(subject.name)) and not changed(subject, row):

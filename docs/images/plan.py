@@ -23,7 +23,7 @@ from sharding_rules.lab.report import Report
 from sharding_rules.lab.text import screen
 
 HERE = Path(__file__).parent
-WIDE, TALL = 1280, 1640
+WIDE, TALL = 1280, 1690
 ABRIDGED = """<style>
 .chips, #network h3, #network .scroll, #network .note, .wide tbody tr:nth-child(n+9), .wide tfoot { display: none }
 </style>"""

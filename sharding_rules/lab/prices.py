@@ -92,7 +92,7 @@ class Kernel(NamedTuple):
     """matmul, attention, elementwise or copy."""
     us: float
     flops: int
-    """Of its matmuls."""
+    """FLOPs of its matmuls."""
 
 
 @dataclasses.dataclass(frozen=True)

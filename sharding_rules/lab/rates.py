@@ -35,7 +35,7 @@ class AttentionRates:
     """By the number of keys. Between two numbers the share is linear in their logarithms."""
     backward: Mapping[int, Rate]
     deterministic: Rate
-    """Of the two kernels of the deterministic backward pass, which compute seven matmuls, not
+    """Share of the two kernels of the deterministic backward pass, which compute seven matmuls, not
     five."""
 
 

@@ -30,6 +30,7 @@ PAGES = (
     "docs/sharding.md",
     "docs/errors.md",
     "docs/experts.md",
+    "docs/lab.md",
     "docs/tours/from_megatron.md",
 )
 ANSWERED = "docs/errors.md"
@@ -58,7 +59,7 @@ def made(page: str) -> str:
 def tables() -> dict[str, Any]:
     """Name -> function that returns the table."""
     from mesh_lm.commands import meanings, other_names
-    from tests.docs import closed_form_tables, expert_tables, preset_tables
+    from tests.docs import closed_form_tables, expert_tables, preset_tables, rate_tables
 
     argument_tables = {
         "arguments of Megatron": functools.partial(meanings.table, other_names.MEGATRON),
@@ -73,6 +74,7 @@ def tables() -> dict[str, Any]:
         **closed_form_tables.TABLES,
         **preset_tables.TABLES,
         **expert_tables.TABLES,
+        **rate_tables.TABLES,
         **argument_tables,
     }
 

@@ -3,6 +3,7 @@ it tells."""
 
 import ast
 import dataclasses
+import json
 import re
 import shlex
 import subprocess
@@ -35,6 +36,7 @@ ANSWERS = {
 EXACT = ("over ", "sent ", "tensor", "fsdp", "data", "~ ", "+ ", "- ")
 """Beginnings of lines that hold bytes sent: the closed forms have them. All other numbers may move
 with a version or a line of code."""
+TRACE = ROOT / "benchmarks/results/gpu_minutes_2026-11-28_h200-jax-0.11.2_call2.json"
 THIS_JAX = f"jax {jax.__version__}," in PAGE
 ELSEWHERE = pytest.mark.skipif(not THIS_JAX, reason="the page was written with another jax")
 
@@ -130,7 +132,7 @@ def test_every_check_is_explained() -> None:
 def test_options_and_members_exist() -> None:
     section = PAGE[PAGE.index("## Other forms") : PAGE.index("## If a config does not fit")]
     options = re.findall(r"^\| `(--[\w-]+(?:=[\w.]+)?)` \|", section, re.MULTILINE)
-    assert len(options) == 7
+    assert len(options) == 9
     for option in options:
         plan_options.parse([option], "mesh-lm plan")
     members = re.findall(r"`report\.(\w+)", PAGE)
@@ -177,6 +179,41 @@ def test_the_hunt(here: str, reports: str, tmp_path: Path) -> None:
     ]
     if THIS_JAX:
         assert_same(str(difference(before, after)), shown)
+
+
+@ELSEWHERE
+@pytest.mark.exhaustive
+@pytest.mark.deviceless
+def test_the_band_of_the_step_that_a_gpu_has_run(reports: str) -> None:
+    """And those of its kinds of kernel, beside what the traced step took."""
+    config = load("gpt_1_3b")
+    config = dataclasses.replace(
+        config,
+        mesh=dataclasses.replace(config.mesh, fsdp=1),
+        train=dataclasses.replace(config.train, global_batch=64, microbatches=8),
+        launch=dataclasses.replace(config.launch, compile_cache=str(Path(reports).parent)),
+    )
+    report = compile_config(config, "h200", 1)
+    band, fast, slow = report.step_band, report.timeline, report.sustained
+    assert band and fast and slow
+    section = PAGE[PAGE.index("## Rates and bands") : PAGE.index("## How far to trust")]
+    (shown,) = re.findall(r"([\d.]+) to ([\d.]+) s a step", section)
+    assert [float(end) for end in shown] == pytest.approx([us / 1e6 for us in band], abs=0.001)
+    rows = re.findall(r"^\| (\w+) \| ([\d.,]+) to ([\d.,]+) \| [\d.,]+ \|$", section, re.MULTILINE)
+    assert {kind for kind, *_ in rows} == fast.kinds.keys()
+    for kind, *ends in rows:
+        shown_ms = [float(end.replace(",", "")) for end in ends]
+        predicted_ms = [line.kinds[kind] / 1e3 for line in (fast, slow)]
+        assert shown_ms == pytest.approx(predicted_ms, rel=0.005)
+
+
+def test_the_gpu_took_what_is_shown() -> None:
+    trace = json.loads(TRACE.read_text(encoding="utf-8"))["tables"]
+    for row in trace["One step by kind"]["rows"]:
+        (shown,) = re.findall(rf"^\| {row['kind']} \|.*\| ([\d.,]+) \|$", PAGE, re.MULTILINE)
+        assert float(shown.replace(",", "")) == pytest.approx(row["ms"], rel=0.005)
+    (step,) = trace["Traced step"]["rows"]
+    assert f"took {step['step_ms'] / 1e3:.3f} s" in " ".join(PAGE.split())
 
 
 @ELSEWHERE

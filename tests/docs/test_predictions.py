@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 TIMES = re.compile(
     r"predicted (time|step)|\bm?s predicted|step time x|estimated_ms|\bstep_m?s\b|a step takes "
-    r"[\d.]+ m?s|time of (a step|the whole layer)"
+    r"[\d.]+ (to [\d.]+ )?m?s|time of (a step|the whole layer)"
 )
 """How a page shows the time of a step that ran nowhere."""
 NOT_PREDICTED = {
@@ -89,6 +89,6 @@ def test_what_the_lab_prints_says_so() -> None:
     )
     console = Console(width=110, file=io.StringIO(), record=True)
     console.print(screen(one))
-    assert re.search(rf"[\d.]+ m?s {PREDICTED}: compute", console.export_text())
-    assert re.search(rf"A step takes [\d.]+ m?s \({PREDICTED}\)", page(one))
+    assert re.search(rf"[\d.]+ to [\d.]+ m?s {PREDICTED}: compute", console.export_text())
+    assert re.search(rf"A step takes [\d.]+ to [\d.]+ m?s \({PREDICTED}\)", page(one))
     assert re.search(rf"{PREDICTED}\n  step  [\d.]+ m?s -> ", str(diff(one, slower)))
