@@ -21,7 +21,7 @@ from typing import Any
 
 from plan_page import TFLOPS
 from plan_table import PUBLISHED as DEVICES
-from plan_table import TARGET, megatron_flops
+from plan_table import TARGET, megatron_flops, model_seconds
 from record import ROOT, Record, Row
 from record import options as arguments
 
@@ -216,6 +216,8 @@ def figures(config: Any, report: Any) -> Row:
     line = report.timeline
     step_ratios = ratios(report)
     exposed = step_ratios.pop("exposed_us")
+    # The limits of the bars are about the definition of main 3f09f97.
+    step_ratios["model_ratio"] = line.step / 1e6 / model_seconds(config, report.n_devices)
     waits = sorted(report.collectives, key=lambda one: -one.exposed)[:WAITS]
     return {
         "GPUs": report.n_devices, "pipelined": config.mesh.pipeline != 1, "step_s": line.step / 1e6,

@@ -23,6 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import context_chart
 import context_page
 import jax
+from plan_table import model_seconds
 from record import Record, Row, options
 
 TARGET, DEVICES, NODE = "h100", 64, 8
@@ -129,7 +130,7 @@ def measured(subject: Subject, quick: bool) -> Row:
         "mesh": " x ".join(f"{axis} {n}" for axis, n in config.mesh.sizes().items() if n > 1),
         "sent_gib": sum(one.times * one.wire for one in exchange) / 2**30,
         "waits_s": sum(one.exposed for one in exchange) / 1e6,
-        "step_s": report.timeline.step / 1e6, "ratio": report.model_ratio, "mfu": report.mfu,
+        "step_s": report.timeline.step / 1e6, "ratio": report.timeline.step / 1e6 / model_seconds(config, DEVICES), "mfu": report.mfu,
         "peak_gib": report.peak_bytes / 2**30,
         "usable_gib": report.hbm / 2**30, "fits": report.fits, "seconds": report.compile_seconds,
     }  # fmt: skip

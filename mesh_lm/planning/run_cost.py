@@ -69,10 +69,8 @@ def _slow_to_fast(band: Band) -> str:
 
 def _number(n: float) -> str:
     """Returns a number with three digits: 12.3, 9,450, 1.21 M."""
+    n = float(f"{n:.3g}")
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if n >= scale:
             return f"{n / scale:.3g} {unit}"
-    if n < 1000:
-        return f"{n:.3g}"
-    digits = len(str(int(n))) - 3
-    return f"{round(n / 10**digits) * 10**digits:,}"
+    return f"{n:,.0f}" if n >= 1000 else f"{n:.3g}"

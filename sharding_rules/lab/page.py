@@ -116,12 +116,11 @@ def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str
     band = report.step_band
     if line and band:
         step = (
-            f"A step takes {durations(band)} ({PREDICTED}). At the optimistic rates "
-            f"{duration(line.exposed)} ({percent(line.exposed, line.step)}) of it wait for the "
-            "network"
+            f"A step takes {durations(band)} ({PREDICTED}), of which {duration(line.exposed)} "
+            f"({percent(line.exposed, line.step)}) wait for the network at the optimistic rates"
         )
-        rates = ", ".join(filter(None, (efficiency(report), ratio(report))))
-        sentences.append(f"{step}: {rates}." if rates else f"{step}.")
+        shares = ", ".join(filter(None, (efficiency(report), ratio(report))))
+        sentences.append(f"{step}; {shares}." if shares else f"{step}.")
     n = len(findings)
     if n:
         sentences.append(f'<a href="#findings">{n} finding{"s" if n > 1 else ""}</a>.')
@@ -390,8 +389,8 @@ def _schedule(
     waits = f" By mesh axes and by phase: {words} of the step." if words else ""
     lead = (
         f"<p>The schedule replayed with estimates, XLA's and the data sheets', {PREDICTED}: "
-        f"{duration(line.step)} a step, compute {duration(line.compute)}, network "
-        f"{duration(line.network)}, of which {duration(line.exposed)} are exposed: compute waits "
+        f"{duration(line.step)} a step at the optimistic rates, compute {duration(line.compute)}, "
+        f"network {duration(line.network)}, of which {duration(line.exposed)} are exposed: compute waits "
         f"for them ({swatch(_WAIT_COLOUR)}).{waits} Below, one trip of each piece at its own "
         "scale: compute above the axis, matmuls tall; the network below it.</p>"
     )

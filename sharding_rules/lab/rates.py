@@ -92,7 +92,7 @@ def _between(rates: Mapping[int, Rate], at: int) -> float:
 # Where the numbers are from. The raw results are in benchmarks/results.
 _SUITE = "NVIDIA H200, 2026-11-26 (gpu_suite_2026-11-26_h200-jax-0.11.2)"
 _TRUTH = "NVIDIA H200, 2026-11-26 (gpu_truth_2026-11-26_h200-jax-0.11.2)"
-_MINUTES = "NVIDIA H200, 2026-11-28 (gpu_minutes_2026-11-28_h200-jax-0.11.2)"
+_MINUTES = "NVIDIA H200, 2026-11-28 (gpu_minutes_2026-11-28_h200-jax-0.11.2_call2)"
 _FLASH_3 = "a little under FlashAttention-3's 640 and 540 TFLOP/s on an H100 (arXiv 2407.08608)"
 _NCCL = "NCCL's bus bandwidth, of which this project has measured none"
 

@@ -112,7 +112,7 @@ COMPLETED = {
     "mesh-lm train --optimizer.learn": "--optimizer.learning_rate",
     "mesh-lm generate --temp": "--temperature",
     "mesh-lm launch --per": "--per-node",
-    "mesh-lm plan --max": "--max-microbatch",
+    "mesh-lm plan --max": "--max-microbatch --max-tensor",
     "mesh-lm train --init": "--init_from",
 }
 

@@ -92,8 +92,8 @@ def test_the_page_says_it_all() -> None:
     tree = Tree(whole())
     for words in (
         "Fits, 70.84 GiB free.", "8.30 GiB of 79.14 GiB",
-        "A step takes 6.01 to 9.02 s (predicted, never measured). At the optimistic rates 1.5 s (25 %) "
-        "of it wait for the network: MFU 3 to 4 %.",
+        "A step takes 6.01 to 9.02 s (predicted, never measured), of which 1.5 s (25 %) wait for the "
+        "network at the optimistic rates; MFU 3 to 4 %.",
         "most uncertain: NVLink at 0.7 to 0.78 of its peak (assumed)",
         "1,024 x H100", "data 8 x fsdp 16 x tensor 8", "174.6 B", "2 findings", "params 1.69 2 %",
         "2 x bf16[12288,6144]",
