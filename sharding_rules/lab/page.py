@@ -390,8 +390,8 @@ def _schedule(
     lead = (
         f"<p>The schedule replayed with estimates, XLA's and the data sheets', {PREDICTED}: "
         f"{duration(line.step)} a step at the optimistic rates, compute {duration(line.compute)}, "
-        f"network {duration(line.network)}, of which {duration(line.exposed)} are exposed: compute waits "
-        f"for them ({swatch(_WAIT_COLOUR)}).{waits} Below, one trip of each piece at its own "
+        f"network {duration(line.network)}, of which {duration(line.exposed)} are exposed: compute "
+        f"waits for them ({swatch(_WAIT_COLOUR)}).{waits} Below, one trip of each piece at its own "
         "scale: compute above the axis, matmuls tall; the network below it.</p>"
     )
     total = max(sum(share.value for share in shares), 1e-9)
