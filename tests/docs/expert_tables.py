@@ -12,6 +12,7 @@ from tests.docs.markdown import table
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = max((ROOT / "benchmarks" / "results").glob("gpt_tiny_moe_*"))
+COMPARISON = max((ROOT / "benchmarks" / "results").glob("sparse_loss_600_steps_*.json"))
 FACTOR = ExpertsConfig().factor
 MODELS = ((8, 2), (64, 6), (128, 4), (128, 8), (256, 8))
 """Experts of a layer, and those of a token."""
@@ -71,7 +72,28 @@ def across_nodes() -> str:
     return table(head, rows)
 
 
+def sparse_beside_dense() -> str:
+    """Losses of three seeds, each model at its best learning rate."""
+    found = json.loads(COMPARISON.read_text(encoding="utf-8"))["tables"]
+    rows = found["A sparse model beside a dense one"]["rows"]
+    cells = []
+    for seed in sorted({row["seed"] for row in rows}):
+        cell = [str(seed)]
+        for key in ("late_nats_per_token", "heldout_nats_per_token"):
+            losses = [
+                min(row[key] for row in rows if row["config"] == config and row["seed"] == seed)
+                for config in ("gpt_tiny", "gpt_tiny_moe")
+            ]
+            cell += [f"{loss:.3f}" for loss in losses]
+        cells.append(cell)
+    head = [
+        "seed", "last 100 steps, gpt_tiny", "gpt_tiny_moe", "held out, gpt_tiny", "gpt_tiny_moe",
+    ]  # fmt: skip
+    return table(head, cells)
+
+
 TABLES = {
+    "sparse beside dense": sparse_beside_dense,
     "first steps of gpt_tiny_moe": first_steps,
     "padded of gather": padded_of_gather,
     "exchange across nodes": across_nodes,

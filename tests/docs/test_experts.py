@@ -24,7 +24,7 @@ from mesh_lm.parallel.remat import remat
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, Rules
 from sharding_rules.rules import TokenExchange
-from tests.docs.expert_tables import FACTOR, metrics
+from tests.docs.expert_tables import FACTOR, metrics, sparse_beside_dense
 
 PAGE = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -100,11 +100,20 @@ def test_the_sentences_about_the_first_run() -> None:
     balanced = metrics("balanced")
     unbalanced = metrics("unbalanced")
     later = [step for step in balanced if step >= 20]
-    assert all(balanced[step]["expert_load"] < 2 for step in later)
+    assert all(balanced[step]["expert_load"] < 2.3 for step in later)
     assert all(balanced[step]["expert_idle"] == 0 for step in balanced)
     assert all(unbalanced[step]["expert_load"] > 3 for step in later)
     last = max(later)
-    assert abs(balanced[last]["mean_loss"] - unbalanced[last]["mean_loss"]) < 0.02
+    assert abs(balanced[last]["mean_loss"] - unbalanced[last]["mean_loss"]) < 0.03
+
+
+def test_the_sparse_model_is_better_with_every_seed() -> None:
+    rows = sparse_beside_dense().splitlines()[2:]
+    assert len(rows) == 3
+    for row in rows:
+        _, _, *losses, _ = (cell.strip() for cell in row.split("|"))
+        dense, sparse, dense_heldout, sparse_heldout = map(float, losses)
+        assert sparse < dense and sparse_heldout < dense_heldout
 
 
 @pytest.mark.parametrize(("number", "active", "n_devices"), [(8, 2, 4), (128, 8, 8), (256, 8, 64)])
