@@ -24,22 +24,26 @@ _SLURM = """\
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=mesh_lm-%j.log
-# {warning} seconds before its time limit the run saves, and exits with status {preempted}. scancel, preemption without GraceTime and
-# scontrol requeue leave it only KillWait, which is 30 s unless slurm.conf sets more.
+# {warning} seconds before its time limit the run saves, and exits with status {preempted}.
+# scancel, preemption without GraceTime and scontrol requeue leave it only KillWait, which is 30 s
+# unless slurm.conf sets more.
 #SBATCH --signal=TERM@{warning}
 {no_kill_job}
-# Known to the tasks of this job only: srun hands it on in their environment, and the launchers refuse whoever does not know it.
+# Known to the tasks of this job only: srun hands it on in their environment, and the launchers
+# refuse whoever does not know it.
 MESH_LM_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')
 export MESH_LM_SECRET
 
-# Activate the environment that has mesh_lm here, unless your shell has it already: source .venv/bin/activate
+# Activate the environment that has mesh_lm here, unless your shell has it already:
+# source .venv/bin/activate
 
 # A launcher that ends must not end the others: the controller on node 0 decides that.
 srun --kill-on-bad-exit=0 --wait=0 {no_kill}{launch}
 status=$?
 
-# After a save (status {preempted}) or a crash the same command continues the run. After a save the job is requeued without a limit; after a
-# crash only while SLURM_RESTART_COUNT, which counts requeues of both kinds, is below 20.
+# After a save (status {preempted}) or a crash the same command continues the run. After a save the
+# job is requeued without a limit; after a crash only while SLURM_RESTART_COUNT, which counts
+# requeues of both kinds, is below 20.
 case $status in
     {cannot}|{usage}|0) ;;
     *)
@@ -55,10 +59,12 @@ _NO_KILL = """\
 #SBATCH --no-kill
 """
 _SPARES = """\
-# {size} of these nodes compute. Spares, {spares} here, stand by and replace nodes that are lost or unhealthy.
+# {size} of these nodes compute. Spares, {spares} here, stand by and replace nodes that are lost or
+# unhealthy.
 """
 _JOBSET = """\
-# Needs JobSet (https://jobset.sigs.k8s.io) in the cluster. It makes the headless service through which the pods find node 0.
+# Needs JobSet (https://jobset.sigs.k8s.io) in the cluster. It makes the headless service through
+# which the pods find node 0.
 # Needs a secret that the pods share, and without which none of them starts. Make it once:
 #   kubectl create secret generic mesh-lm --from-literal=secret="$(openssl rand -hex 32)"
 apiVersion: jobset.x-k8s.io/v1alpha2
@@ -84,7 +90,8 @@ spec:
           parallelism: {nodes}{spare_pods}
           completions: {nodes}
           completionMode: Indexed
-          backoffLimit: {backoff}             # pods that may be lost and replaced; their launchers reconnect
+          # Pods that may be lost and replaced; their launchers reconnect.
+          backoffLimit: {backoff}
           podFailurePolicy:
             rules:
               - action: FailJob
@@ -96,9 +103,16 @@ spec:
           template:
             spec:
               restartPolicy: Never
-              tolerations:             # evict pods of an unreachable node after 30 s instead of 5 minutes
-                - {{key: node.kubernetes.io/unreachable, operator: Exists, effect: NoExecute, tolerationSeconds: 30}}
-                - {{key: node.kubernetes.io/not-ready, operator: Exists, effect: NoExecute, tolerationSeconds: 30}}
+              # Evict pods of an unreachable node after 30 s instead of 5 minutes.
+              tolerations:
+                - key: node.kubernetes.io/unreachable
+                  operator: Exists
+                  effect: NoExecute
+                  tolerationSeconds: 30
+                - key: node.kubernetes.io/not-ready
+                  operator: Exists
+                  effect: NoExecute
+                  tolerationSeconds: 30
               terminationGracePeriodSeconds: {patience}
               containers:
                 - name: mesh-lm
@@ -110,7 +124,8 @@ spec:
                     - name: MESH_LM_NODE
                       valueFrom:
                         fieldRef:
-                          fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']
+                          fieldPath: >-
+                            metadata.annotations['batch.kubernetes.io/job-completion-index']
                     - name: MESH_LM_RENDEZVOUS
                       value: mesh-lm-node-0-0.mesh-lm:9876
                     - name: MESH_LM_SECRET     # pods without it are refused
@@ -129,12 +144,15 @@ spec:
                   persistentVolumeClaim: {{claimName: mesh-lm-runs}}
 """
 _DOCKERFILE = """\
-# NVIDIA's nightly image. Fixed versions: ghcr.io/nvidia/jax:jax-YYYY-MM-DD, or nvcr.io/nvidia/jax:YY.MM-py3.
+# NVIDIA's nightly image. Fixed versions: ghcr.io/nvidia/jax:jax-YYYY-MM-DD, or
+# nvcr.io/nvidia/jax:YY.MM-py3.
 FROM ghcr.io/nvidia/jax:jax
 WORKDIR /workspace
 COPY . .
 # The image's own builds of JAX are kept.
-RUN python -c "from importlib.metadata import version; [print(p, version(p), sep='==') for p in ('jax', 'jaxlib')]" > /tmp/jax.txt \\
+RUN version() {{ python -c "from importlib import metadata; print(metadata.version('$1'))"; }} \\
+    && echo "jax==$(version jax)" > /tmp/jax.txt \\
+    && echo "jaxlib==$(version jaxlib)" >> /tmp/jax.txt \\
     && pip install --no-cache-dir -c /tmp/jax.txt -e '.[data]'
 ENTRYPOINT ["python", "-m", "mesh_lm.launch"]
 CMD {command}
