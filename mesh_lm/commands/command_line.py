@@ -30,7 +30,7 @@ from mesh_lm.commands.options import (
 )
 from mesh_lm.commands.options import command as command
 from mesh_lm.config import TrainConfig
-from mesh_lm.config.files import DEFAULT, is_config, load
+from mesh_lm.config.files import DEFAULT, is_config, load_apart
 from mesh_lm.config.layout import with_layout
 from mesh_lm.config.moved import todays
 from mesh_lm.errors import ConfigError, did_you_mean
@@ -112,11 +112,12 @@ def parse_with(
     # those words: our decoder's fields do.
     decoder = TrainConfig(DecoderConfig(), "")
     file = _config_file(*_split_words(argv, _field_types(decoder), extra, alone))
-    config = load(file or default)
+    config, layout_of_config = load_apart(file or default)
     options, strays = _split_words(argv, _field_types(config), extra, alone)
     # First of all, because the fields below it are those of the rule.
     config = _with_rule(config, options)
     layouts = [option.text or "" for option in options if _names_layout(option)]
+    layouts = layouts or list(filter(None, [layout_of_config]))
     options = [option for option in options if not _names_layout(option)]
     known_options = _KnownOptions(_field_types(config), extra)
     if (HELP | HELP_ALL) & {option.name for option in options}:

@@ -124,7 +124,7 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
         require_whole_nodes(TARGETS[plan.target], n_devices)
         found = best.search(
             *(config, n_devices, plan.target, compiled),
-            compiles=plan.compiles,
+            compiles=plan.compiles or best.COMPILES,
             kept=kept,
             most_tensor=plan.max_tensor,
             say=_log,
@@ -133,13 +133,20 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
             write(plan.save, _layout(found.best, config, n_devices, plan.target))
     except LabError as error:
         raise ConfigError(str(error)) from error
-    Console().print(found_table(found, f"mesh-lm train {Path(config.output).name}"))
+    console = Console()
+    console.print(found_table(found, f"mesh-lm train {Path(config.output).name}"))
+    if found.best:
+        facts = run_cost.report_facts(config, found.best.report, plan.tokens, plan.gpu_hour)
+        for label, text in facts:
+            console.print(f"{label}: {text}", highlight=False)
     if plan.save and found.best:
         print(f"wrote {plan.save}; --mesh={plan.save} reads it")
     if not found.best:
         tried = [*found.trials, *([found.committed] if found.committed else [])]
         smallest = min((trial.report for trial in tried), key=lambda report: report.peak_bytes)
-        fewest = best.fewest_devices(config, n_devices + 1, plan.target)
+        fewest = best.fewest_devices(
+            *(config, n_devices, plan.target), kept=kept, most_tensor=plan.max_tensor
+        )
         advice = f"\n  - on paper it fits from {fewest:,} devices on" if fewest else ""
         raise ConfigError(refusal(smallest, ()) + advice)
     return 0

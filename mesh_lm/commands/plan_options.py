@@ -48,8 +48,8 @@ class Plan:
     best: bool = False
     """Search for the fastest layout on these devices: mesh, rules, microbatches, chunks and
     rematerialisation. The model, its batch and its optimizer stay."""
-    compiles: int = 6
-    """Programs that --best compiles at most, besides the config as it is."""
+    compiles: int = 0
+    """Programs that --best compiles at most, besides the config as it is; 0: 6."""
     keep: str = ""
     """What --best leaves alone: mesh.tensor=8,train.microbatches=4."""
     max_tensor: int = 0
@@ -76,13 +76,16 @@ class Plan:
             if not 0 <= value < math.inf:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option}={value:g}: expected a number of at least 0")
-        if self.compiles < 1:
+        if self.compiles < 0:
             raise ConfigError(f"--compiles={self.compiles}: a search compiles at least 1 program")
         if self.max_tensor < 0:
             raise ConfigError(f"--max-tensor={self.max_tensor}: expected a number of devices")
-        for name in ("keep", "save", "max_tensor"):
+        for name in ("compiles", "keep", "save", "max_tensor"):
             if getattr(self, name) and not self.best:
-                raise ConfigError(f"--{name.replace('_', '-')} goes with --best")
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option} is an option of a search: add --best")
+        if self.best:
+            self._require_search()
         if self.save and not self.save.endswith(".json"):
             raise ConfigError(f"--save={self.save}: the layout is a file that ends in .json")
         if self.devices < 0:
@@ -92,6 +95,20 @@ class Plan:
                 f"{self.plan}: the report is a file that ends in .html or .json; without a file it "
                 "goes to the screen"
             )
+
+    def _require_search(self) -> None:
+        """Raises ConfigError for options of a plan that a search has no use for."""
+        others = {
+            "--output": self.plan != SCREEN,
+            "--against": bool(self.against),
+            "--max-microbatch": self.max_microbatch,
+            "--flags": self.flags != "auto",
+        }
+        for option, is_given in others.items():
+            if is_given:
+                raise ConfigError(
+                    f"{option} does not go with --best: plan the layout that it finds"
+                )
 
 
 def parse(argv: Sequence[str], prog: str) -> tuple[Plan, TrainConfig]:

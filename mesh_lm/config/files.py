@@ -5,6 +5,7 @@ run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import re
 import traceback
@@ -33,12 +34,20 @@ def load(file: str) -> TrainConfig:
     installed package has its configs.
 
     Raises ConfigError for a file that is missing, cannot run, or has no get_config() that returns a
-    TrainConfig.
+    TrainConfig; and for a saved layout (`mesh="plan.json"`) that is not of this config.
+    """
+    config, layout = load_apart(file)
+    return with_layout(config, layout) if layout else config
+
+
+def load_apart(file: str) -> tuple[TrainConfig, str]:
+    """Returns the config of a file, and the file of a saved layout that it names, which is not a
+    part of the config yet; empty if it names none. Raises as `load`.
     """
     _require_config(file)
     path = _find(file)
     if path.suffix == ".json":
-        return resolved.read(path, file)
+        return resolved.read(path, file), ""
     with _user_code(file, path):
         module = executed(path)
     if not hasattr(module, "get_config"):
@@ -50,9 +59,12 @@ def load(file: str) -> TrainConfig:
             f"{file}: get_config() returned a value of type {type(config).__name__}; "
             "expected TrainConfig"
         )
-    if isinstance(config.mesh, str):
-        return with_layout(config, config.mesh, path.parent)
-    return config
+    if not isinstance(config.mesh, str):
+        return config, ""
+    layout = Path(config.mesh).expanduser()
+    beside = path.parent / layout
+    found_layout = beside if beside.is_file() and not layout.is_file() else layout
+    return dataclasses.replace(config, mesh=type(config).mesh), str(found_layout)
 
 
 def _require_config(file: str) -> None:

@@ -54,25 +54,23 @@ def saved_layout(
     return json.dumps(data, indent=1) + "\n"
 
 
-def with_layout(config: TrainConfig, file: str, folder: Path | None = None) -> TrainConfig:
+def with_layout(config: TrainConfig, file: str) -> TrainConfig:
     """Returns the config with a layout that `saved_layout` has made of the same run.
-
-    folder: where else a relative path is looked for, besides the working directory.
 
     Raises ConfigError for a file that is missing or no layout, that was made for another model or
     batch, or under another version of jax.
     """
-    data = _read(file, folder)
+    data = _read(file)
     again = "make it again: mesh-lm plan FILE --best --save=" + file
     if data.get("model") != _digest(config):
         raise ConfigError(
-            f"mesh={file}: made for another model, batch or rules.reduction than this run's; "
-            f"{again}"
+            f"mesh={file}: the layout is for another model, batch, optimizer.rule or "
+            f"rules.reduction than this run's; {again}"
         )
     if data.get("jax") != version("jax"):
         raise ConfigError(
-            f"mesh={file}: made with jax {data.get('jax')}, whose compiler needs other memory than "
-            f"jax {version('jax')}; {again}"
+            f"mesh={file}: the layout was found with jax {data.get('jax')}, whose programs need "
+            f"other memory than those of jax {version('jax')}; {again}"
         )
     fields = {
         name: tuple(value) if isinstance(value, list) else value
@@ -82,29 +80,28 @@ def with_layout(config: TrainConfig, file: str, folder: Path | None = None) -> T
     try:
         return with_fields(default, fields)
     except (AttributeError, TypeError, ShardingRuleError) as error:
-        raise ConfigError(f"mesh={file}: {error}; {again}") from error
+        raise ConfigError(
+            f"mesh={file}: a field of the layout is wrong: {error}; {again}"
+        ) from error
 
 
-def _read(file: str, folder: Path | None) -> dict[str, Any]:
-    path = Path(file).expanduser()
-    if not path.is_file() and folder is not None:
-        path = folder / path
+def _read(file: str) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(
             f"mesh={file}: no such file; mesh-lm plan FILE --best --save={file} writes one"
         ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"mesh={file}: {error}") from error
+        raise ConfigError(f"mesh={file}: the file of the layout cannot be read: {error}") from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ConfigError(f"mesh={file}: not a layout that mesh-lm plan --best has saved")
     return data
 
 
 def _digest(config: TrainConfig) -> str:
-    """Returns what a layout is made for: the model, its batch, and the type in which gradients are
-    summed.
+    """Returns what a layout is made for: the model, its batch, its optimizer's rule, and the type
+    in which gradients are summed.
     """
     model = {
         field.name: repr(getattr(config.model, field.name))
@@ -115,6 +112,8 @@ def _digest(config: TrainConfig) -> str:
         type(config.model).__qualname__,
         sorted(model.items()),
         config.train.global_batch,
+        # Its state is a part of the memory.
+        type(config.optimizer.rule).__qualname__,
         config.rules.reduction,
     ]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]

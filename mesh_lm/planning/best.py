@@ -8,6 +8,7 @@ that were compiled, not the best there is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import statistics
@@ -22,6 +23,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.planning.changes import with_reduction
 from mesh_lm.planning.paper.layouts import (
     DDP,
+    PRESETS,
     REMAT,
     REPLICAS,
     ZERO3,
@@ -30,9 +32,9 @@ from mesh_lm.planning.paper.layouts import (
     layout_of,
 )
 from mesh_lm.planning.paper.price import Price, price
-from mesh_lm.planning.paper.sizes import Hardware, ModelSizes
+from mesh_lm.planning.paper.sizes import AXES, Hardware, ModelSizes, why_no_formulas
 from mesh_lm.training.check import check
-from sharding_rules import ShardingRuleError, did_you_mean
+from sharding_rules import REDUCTIONS, ShardingRuleError, did_you_mean, preset
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.rates import OPTIMISTIC
 from sharding_rules.lab.report import MARGIN
@@ -72,7 +74,7 @@ class Trial:
     """A layout that was compiled."""
 
     fields: Fields
-    """All fields of the layout; empty for the config as it is."""
+    """All fields of the layout."""
     changes: Fields
     """Those that the config has otherwise."""
     report: Report
@@ -98,26 +100,46 @@ class Found:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest that fits."""
-        return next((trial for trial in self.trials if trial.report.fits), None)
+        """The fastest that fits; of equal ones the config as it is."""
+        return _fastest([*([self.committed] if self.committed else []), *self.trials])
 
 
-def fewest_devices(config: TrainConfig, n_devices: int, target: str) -> int | None:
-    """Returns the fewest whole nodes, in devices and at least n_devices, on which a layout fits on
-    paper; None if that is more than 64 times as many.
+def _fastest(trials: Sequence[Trial]) -> Trial | None:
+    fitting = [trial for trial in trials if trial.report.fits]
+    return min(fitting, key=lambda trial: trial.seconds, default=None)
+
+
+def fewest_devices(
+    config: TrainConfig,
+    n_devices: int,
+    target: str,
+    kept: Mapping[str, float] | None = None,
+    most_tensor: int = 0,
+) -> int | None:
+    """Returns the fewest whole nodes, in devices and more than n_devices, on which a layout fits on
+    paper; None if that is more than 64 times as many. Other arguments are those of `search`.
     """
     sizes = ModelSizes.of(config)
     if sizes is None:
         return None
     hardware = hardware_of(target)
     node = hardware.node
-    for n in range(-(-n_devices // node) * node, 64 * n_devices + 1, node):
-        if n % sizes.context:
-            continue
-        layouts = enumerated(sizes, n // sizes.context, node)
+    for n in range((n_devices // node + 1) * node, 64 * n_devices + 1, node):
+        layouts = _with_kept(enumerated(sizes, n, node, most_tensor), kept or {})
         if len(layouts) and price(sizes, layouts, hardware).peak.min() <= hardware.memory:
             return n
     return None
+
+
+def _agrees(row: Mapping[str, float] | None, kept: Mapping[str, float]) -> bool:
+    """Whether a layout has what is kept; one without formulas only if that is nothing."""
+    return all(row is not None and row[column] == value for column, value in kept.items())
+
+
+def _with_kept(layouts: Layouts, kept: Mapping[str, float]) -> Layouts:
+    for column, value in kept.items():
+        layouts = layouts.take(getattr(layouts, column) == value)
+    return layouts
 
 
 def hardware_of(target: str) -> Hardware:
@@ -151,16 +173,18 @@ def parse_kept(text: str) -> dict[str, float]:
         field, _, value = word.partition("=")
         if field not in KEPT:
             raise ConfigError(
-                f"--keep={word}: a search can keep {', '.join(KEPT)}{did_you_mean(field, KEPT)}"
+                f"--keep={word}: the fields that a search can keep are {', '.join(KEPT)}"
+                f"{did_you_mean(field, KEPT)}"
             )
         if field == "model.remat" and value in REMAT:
-            kept[KEPT[field]] = float(REMAT.index(value))
+            # In all layers: a share of them with another policy would not be kept.
+            kept |= {KEPT[field]: float(REMAT.index(value)), "remat_share": 1.0}
         elif field == "model.unroll" and value in ("true", "false"):
             kept[KEPT[field]] = float(value == "true")
         elif value.isdecimal() and field not in ("model.remat", "model.unroll"):
             kept[KEPT[field]] = float(value)
         else:
-            raise ConfigError(f"--keep={word}: {value!r} is no value of {field}")
+            raise ConfigError(f"--keep={word}: {value!r} is not among the values of {field}")
     return kept
 
 
@@ -208,40 +232,40 @@ class _Search:
         say: Callable[[str], None],
     ) -> None:
         self.config = config
+        with contextlib.suppress(ConfigError, ShardingRuleError):
+            # With the sizes of its mesh, if it can run on these devices.
+            self.config = check(config, n_devices)
         self.n_devices = n_devices
         self.compiled = compiled
         self.compiles = compiles
         self.say = say
-        self.sizes = ModelSizes.of(config)
         self.hardware = hardware_of(target)
         self.committed: Trial | None = None
         self.trials: list[Trial] = []
-        self.refused: set[str] = set()
-        """Names of layouts that cannot run, or do not compile."""
+        self.refused: dict[str, str] = {}
+        """Layouts that cannot run, or do not compile, by name, and why."""
+        self.n_attempts = 0
+        """Programs whose compilation was begun, besides the config as it is."""
 
     def enumerate(self, kept: Mapping[str, float], most_tensor: int) -> None:
         """Prices all layouts. Raises ConfigError if there are none."""
-        if self.sizes is None:
+        sizes = ModelSizes.of(self.config)
+        reason = why_no_formulas(self.config) or _why_no_rules(self.config)
+        if sizes is None or reason:
             raise ConfigError(
-                "--best needs formulas, which there are for decoders of dense layers without "
-                "segments; compare layouts of this model with --against, or change one field at a "
-                "time"
+                f"--best has no formulas for this run: {reason}; compare layouts with --against"
             )
-        context = self.sizes.context
-        if self.n_devices % context:
-            raise ConfigError(
-                f"--devices={self.n_devices} is not divisible by mesh.sequence={context}, which a "
-                "search keeps"
-            )
-        n_devices = self.n_devices // context
-        layouts = enumerated(self.sizes, n_devices, self.hardware.node, most_tensor)
+        self.sizes = sizes
+        self.kept = kept
+        layouts = enumerated(sizes, self.n_devices, self.hardware.node, most_tensor)
         if not len(layouts):
-            raise ConfigError(_why_none(self.sizes, n_devices))
-        for column, value in kept.items():
-            layouts = layouts.take(getattr(layouts, column) == value)
+            raise ConfigError(_why_none(sizes, self.n_devices))
+        layouts = _with_kept(layouts, kept)
         if not len(layouts):
             words = ", ".join(f"{column} {value:g}" for column, value in kept.items())
-            raise ConfigError(f"no layout on {self.n_devices} devices has {words}")
+            raise ConfigError(
+                f"none of the layouts on {self.n_devices} devices has what --keep asks: {words}"
+            )
         self.layouts = layouts
         self.is_corrected = np.zeros(len(layouts), bool)
         self.price = price(self.sizes, layouts, self.hardware)
@@ -251,15 +275,16 @@ class _Search:
         self.compile_committed()
         self.compile(self.promising(min(_FIRST, self.compiles)))
         workers = parallel()
-        while len(self.trials) < self.compiles:
-            most = min(workers, self.compiles - len(self.trials))
+        # A program that does not compile counts, so that a compiler that is not there ends this.
+        while self.n_attempts < self.compiles:
+            most = min(workers, self.compiles - self.n_attempts)
             rows = self.promising(most)
             if rows:
                 self.compile(rows)
                 continue
             neighbours = self.neighbours(most)
             if not neighbours:
-                self.say("no other layout is expected to be faster")
+                self.say("no other layout is expected to be faster, and to fit")
                 return
             self.compile_fields([(None, fields) for fields in neighbours])
 
@@ -270,9 +295,15 @@ class _Search:
             return  # a config for another number of devices
         row = layout_of(config, self.n_devices)
         programs = {"the config as it is": functools.partial(self.compiled, config)}
-        for _, result in compiled_side_by_side(programs, 1, self.say):
-            if isinstance(result, Report):
-                self.committed = Trial({}, {}, result, row)
+        for name, result in compiled_side_by_side(programs, 1, self.say):
+            if isinstance(result, LabError):
+                self.refuse(name, result)
+            else:
+                self.committed = Trial(_fields_as_they_are(config), {}, result, row)
+
+    def refuse(self, name: str, error: Exception) -> None:
+        self.refused[name] = str(error)
+        self.say(f"{name} does not compile: {error}")
 
     def compile(self, rows: Sequence[dict[str, float]]) -> None:
         self.compile_fields([(row, fields_of(row, self.config)) for row in rows])
@@ -285,11 +316,11 @@ class _Search:
             name = self.name(fields)
             by_name[name] = (row, fields)
             programs[name] = functools.partial(self.compiled, with_fields(self.config, fields))
+        self.n_attempts += len(programs)
         for name, result in compiled_side_by_side(programs, parallel(), self.say):
             row, fields = by_name[name]
             if isinstance(result, LabError):
-                self.refused.add(name)
-                self.say(f"{name} does not compile: {result}")
+                self.refuse(name, result)
             else:
                 changes = changes_of(fields, self.config)
                 self.trials.append(Trial(fields, changes, result, row))
@@ -297,7 +328,9 @@ class _Search:
     def result(self) -> Found:
         """Returns what was compiled. Raises LabError if that is nothing."""
         if not self.trials and not self.committed:
-            raise LabError("no layout was compiled")
+            raise LabError(
+                next(iter(self.refused.values()), "interrupted before a layout was compiled")
+            )
         trials = sorted(self.trials, key=lambda trial: (not trial.report.fits, trial.seconds))
         return Found(tuple(trials), self.committed, len(self.layouts))
 
@@ -314,21 +347,17 @@ class _Search:
         expected = self.corrected()
         fits = expected.peak <= self.hardware.memory * np.where(self.is_corrected, _CLOSE, _LOOSE)
         seconds = np.where(fits, expected.seconds, np.inf)
-        limit = _WORTH * min(
-            (trial.seconds for trial in self.trials if trial.report.fits), default=np.inf
-        )
+        # The first round has no limit: the formulas may have all of them wrong.
+        best = self.fastest() if self.trials else None
+        limit = _WORTH * best.seconds if best else np.inf
         chosen: list[dict[str, float]] = []
         kinds: set[tuple[float, ...]] = set()
-        tried = {self.name(trial.fields) for trial in self.trials} | self.refused
-        if self.committed:
-            tried.add("")  # a layout that changes nothing
+        tried = self.tried()
         # One of each kind, which then corrects the prices of its kind for the next round.
         for i in np.argsort(seconds, kind="stable"):
             if len(chosen) == most or seconds[i] >= limit:
                 break
             row = self.layouts.row(int(i))
-            if self.committed and row == self.committed.row:
-                continue
             kind = _kind(row)
             if kind in kinds:
                 continue
@@ -339,17 +368,34 @@ class _Search:
             kinds.add(kind)
         if not self.trials and not np.isfinite(seconds).any():
             # Nothing fits: what needs least says by how much.
-            chosen.append(self.layouts.row(int(np.argmin(expected.peak))))
+            smallest = self.layouts.row(int(np.argmin(expected.peak)))
+            fields = fields_of(smallest, self.config)
+            if self.name(fields) not in tried and self.can_run(fields):
+                chosen.append(smallest)
         return chosen
+
+    def fastest(self) -> Trial | None:
+        """Returns the fastest that fits of those that were compiled and have what is kept."""
+        trials = list(self.trials)
+        if self.committed and _agrees(self.committed.row, self.kept):
+            trials.append(self.committed)
+        return _fastest(trials)
+
+    def tried(self) -> set[str]:
+        """Returns the names of layouts that were compiled, or cannot be."""
+        names = {self.name(trial.fields) for trial in self.trials} | self.refused.keys()
+        if self.committed:
+            names.add("")  # a layout that changes nothing
+        return names
 
     def neighbours(self, most: int) -> list[Fields]:
         """Returns layouts that differ from the best in one decision of which the formulas know
         nothing, and that were not compiled yet.
         """
-        best = self.result().best
-        if best is None or not best.fields:
+        best = self.fastest()
+        if best is None:
             return []
-        tried = {self.name(trial.fields) for trial in self.trials} | self.refused
+        tried = self.tried()
         changed = ({**best.fields, name: value} for name, value in _unpriced(best.fields))
         new = [f for f in changed if self.name(f) not in tried and self.can_run(f)]
         return new[:most]
@@ -357,16 +403,15 @@ class _Search:
     def can_run(self, fields: Fields) -> bool:
         try:
             check(with_fields(self.config, fields), self.n_devices)
-        except (ConfigError, ShardingRuleError):
-            self.refused.add(self.name(fields))
+        except (ConfigError, ShardingRuleError) as error:
+            self.refused[self.name(fields)] = str(error)
             return False
         return True
 
     def corrected(self) -> Price:
-        """Returns the prices, multiplied by what compiled layouts of the same kind came out at; of
-        other kinds by the median of all.
+        """Returns the prices, multiplied by what compiled layouts of the same kind came out at, in
+        the median; those of other kinds by the median of all.
         """
-        assert self.sizes is not None
         trials = [*self.trials, *([self.committed] if self.committed else [])]
         compiled = [trial for trial in trials if trial.row and trial.report.timeline]
         if not compiled:
@@ -377,10 +422,14 @@ class _Search:
         peak_ratios = [t.report.peak_bytes / p for t, p in zip(compiled, paper.peak, strict=True)]
         seconds = self.price.seconds * statistics.median(time_ratios)
         peak = self.price.peak * statistics.median(peak_ratios)
-        for row, time_ratio, peak_ratio in zip(rows, time_ratios, peak_ratios, strict=True):
+        kinds = [_kind(row) for row in rows]
+        for kind in set(kinds):
+            of_kind = [i for i, other in enumerate(kinds) if other == kind]
             alike = np.ones(len(self.layouts), bool)
-            for column, value in zip(_KIND, _kind(row), strict=True):
+            for column, value in zip(_KIND, kind, strict=True):
                 alike &= getattr(self.layouts, column) == value
+            time_ratio = statistics.median(time_ratios[i] for i in of_kind)
+            peak_ratio = statistics.median(peak_ratios[i] for i in of_kind)
             seconds = np.where(alike, self.price.seconds * time_ratio, seconds)
             peak = np.where(alike, self.price.peak * peak_ratio, peak)
             self.is_corrected = self.is_corrected | alike
@@ -400,8 +449,8 @@ def fields_of(row: Mapping[str, float], config: TrainConfig) -> Fields:
     n_layers = config.model.n_layers  # pyright: ignore[reportAttributeAccessIssue]
     has_stages = row["pipeline"] > 1
     is_zero3 = row["replicas"] == ZERO3
-    fields: Fields = {"rules": with_reduction(config, _rules_of(row, config))}
-    for axis in ("pipeline", "data", "fsdp", "tensor"):
+    fields: Fields = {"rules": with_reduction(config, _rules_of(row))}
+    for axis in AXES:
         fields[f"mesh.{axis}"] = int(row[axis])
     fields["train.microbatches"] = int(row["microbatches"])
     fields["model.remat"] = REMAT[int(row["remat"])]
@@ -414,8 +463,16 @@ def fields_of(row: Mapping[str, float], config: TrainConfig) -> Fields:
     fields["pipeline.stash"] = "residuals" if has_stages and row["keeps_residuals"] else "input"
     fields["pipeline.pair_layers"] = False
     fields["pipeline.layers"] = ()
+    fields["pipeline.balance"] = "equal"
+    fields["pipeline.schedule"] = "1f1b"
     fields["launch.xla_flags"] = "layers" if is_zero3 and not has_stages else "auto"
     return fields
+
+
+def _fields_as_they_are(config: TrainConfig) -> Fields:
+    """Returns the fields of a layout as a config has them, its mesh resolved."""
+    row = dict.fromkeys(Layouts.names(), 1.0)
+    return {name: _value(config, name) for name in fields_of(row, config)}
 
 
 def changes_of(fields: Fields, config: TrainConfig) -> Fields:
@@ -435,7 +492,7 @@ def _unpriced(fields: Fields) -> Iterator[tuple[str, Any]]:
         yield "launch.xla_flags", "overlap_two"
 
 
-def _rules_of(row: Mapping[str, float], config: TrainConfig) -> str:
+def _rules_of(row: Mapping[str, float]) -> str:
     words = []
     if row["fsdp"] > 1:
         words.append("hsdp" if row["data"] > 1 else "fsdp")
@@ -443,8 +500,18 @@ def _rules_of(row: Mapping[str, float], config: TrainConfig) -> str:
         words.append(REPLICAS[int(row["replicas"])])
     if row["tensor"] > 1:
         words.append("megatron_sp" if row["sequence_parallel"] else "megatron")
-    words += [word for word in config.rules.name.split("+") if word in ("ring", "ulysses")]
     return "+".join(words) or "ddp"
+
+
+def _why_no_rules(config: TrainConfig) -> str:
+    """Returns why a search cannot change these rules; empty if it can."""
+    name = config.rules.name
+    for word in name.split("+"):
+        if word not in PRESETS | REDUCTIONS.keys() | {"zero2"}:
+            return f"rules {name!r}"
+    if preset(name) != config.rules:
+        return "its rules are changed presets"
+    return ""
 
 
 def _value(config: TrainConfig, name: str) -> Any:
@@ -457,7 +524,11 @@ def _value(config: TrainConfig, name: str) -> Any:
 def options(fields: Mapping[str, Any]) -> Iterator[str]:
     """Yields the words of a command line that set these fields."""
     for name, value in fields.items():
-        text = str(value).lower() if isinstance(value, bool | None) else str(value)
+        text = str(value)
+        if isinstance(value, bool):
+            text = text.lower()
+        elif isinstance(value, tuple):
+            text = ",".join(map(str, value))
         yield f"--{name}={text}"
 
 

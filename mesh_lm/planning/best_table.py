@@ -73,8 +73,10 @@ def payments(report: Report) -> Iterator[str]:
     if flops and mean_flops:
         # The timeline is that of the slowest stage in each tick, the FLOPs are of the mean stage.
         busy = min(1.0, mean_flops / flops)
+        # A fused backward pass of attention has five matmuls, and the model's FLOPs count four.
+        needed = report.model_flops + report.attention_flops / 6
         shares = {
-            "recompute": (1 - report.model_flops / mean_flops) * busy,
+            "recompute": max(0.0, 1 - needed / mean_flops) * busy,
             "idle stages": 1 - busy,
         }
         for name, share in shares.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_lm.planning.paper.sizes import ModelSizes
+from mesh_lm.planning.paper.sizes import AXES, ModelSizes, why_no_formulas
 
 NONE, SAVE_NAMES, FULL = 0, 1, 2
 REMAT = ("none", "save_names", "full")
@@ -16,6 +16,8 @@ REMAT = ("none", "save_names", "full")
 DDP, ZERO1, DISTRIBUTED, ZERO3 = 0, 1, 2, 3
 REPLICAS = ("ddp", "zero1", "distributed", "zero3")
 """The presets that say what is sharded over `data`, by number."""
+PRESETS = {*REPLICAS, "fsdp", "hsdp", "megatron", "megatron_sp"}
+"""The presets of the formulas."""
 _MOST_STAGES = 32
 _MOST_UNROLLED = 48
 """Layers up to which unrolling is tried: XLA needs more time for each, at every start of a run."""
@@ -58,6 +60,11 @@ class Layouts:
     def take(self, at: np.ndarray) -> Layouts:
         """Returns some of the layouts, by numbers or by a mask."""
         return Layouts(*(getattr(self, field.name)[at] for field in _FIELDS))
+
+    @staticmethod
+    def names() -> list[str]:
+        """Returns the names of the fields."""
+        return [field.name for field in _FIELDS]
 
     @staticmethod
     def of(rows: list[dict[str, float]]) -> Layouts:
@@ -152,18 +159,14 @@ def layout_of(config: Any, n_devices: int) -> dict[str, float] | None:
     for size in sizes.values():
         fixed *= 1 if size == -1 else size
     sizes = {axis: n_devices // fixed if size == -1 else size for axis, size in sizes.items()}
-    others = set(sizes) - {"pipeline", "data", "fsdp", "tensor", "sequence"}
-    presets = set(config.rules.name.split("+"))
-    known = {*REPLICAS, "zero2", "fsdp", "hsdp", "megatron", "megatron_sp"}
+    presets = {word for word in config.rules.name.split("+") if not word.startswith("reduce_")}
     model = config.model
-    if any(sizes[axis] > 1 for axis in others) or not presets <= known:
-        return None
-    if model.remat not in REMAT:
+    if why_no_formulas(config) or not presets <= PRESETS or model.remat not in REMAT:
         return None
     replicas = DDP
     if "zero3" in presets:
         replicas = ZERO3
-    elif presets & {"distributed", "zero2"}:
+    elif "distributed" in presets:
         replicas = DISTRIBUTED
     elif "zero1" in presets:
         replicas = ZERO1
@@ -171,7 +174,7 @@ def layout_of(config: Any, n_devices: int) -> dict[str, float] | None:
     with_policy = n_layers if model.remat_layers is None else model.remat_layers
     has_stages = sizes["pipeline"] > 1
     return {
-        **{axis: float(sizes[axis]) for axis in ("pipeline", "data", "fsdp", "tensor")},
+        **{axis: float(sizes[axis]) for axis in AXES},
         "microbatches": float(config.train.microbatches),
         "chunks": float(config.pipeline.chunks if has_stages else 1),
         "replicas": float(replicas),

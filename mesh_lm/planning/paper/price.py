@@ -102,7 +102,7 @@ class _Step:
         """T, the tokens of a microbatch on a device."""
         layouts = self.layouts
         sequences = self.sizes.global_batch / layouts.microbatches / layouts.sequences
-        return sequences * self.sizes.seq_len / self.sizes.context
+        return sequences * self.sizes.seq_len
 
     @property
     def _layers(self) -> Array:
@@ -213,7 +213,7 @@ class _Step:
         """Seconds of a send from one stage to the next."""
         layouts = self.layouts
         hardware = self.hardware
-        stride = layouts.data * layouts.fsdp * layouts.tensor * self.sizes.context
+        stride = layouts.data * layouts.fsdp * layouts.tensor
         is_far = stride >= hardware.node
         bandwidth = np.where(is_far, min(hardware.network, hardware.nvlink), hardware.nvlink)
         far_latency = _START_BETWEEN_NODES + _NETWORK_STEP
@@ -262,7 +262,7 @@ class _Step:
         moved = moved * np.where(self.layouts.unroll > 0, constants.unrolled_traffic, 1)
         gathers, scatters, _ = self._tensor_collectives()
         whole = _BF16 * tokens * self.sizes.d_model
-        has_several = tokens > self.sizes.seq_len / self.sizes.context
+        has_several = tokens > self.sizes.seq_len
         transposed = constants.gathered_traffic * (gathers + scatters) * whole
         return moved + np.where((self.layouts.tensor > 1) & has_several, transposed, 0)
 
@@ -304,7 +304,11 @@ class _Step:
         n_matrices = 4 if sizes.heads == sizes.kv_heads else 5
         gather = n_matrices * self._collective(weights / n_matrices, ways, t)
         gather = gather * (2 + again - layouts.kept_share)
-        scatter = self._collective(weights, ways, t)
+        # Layers that make their own sums make them in float32, XLA in the type of the matmul.
+        sum_bytes = np.where(is_zero3, _F32, _BF16)
+        if self.sizes.reduction != "auto":
+            sum_bytes = _F32 if self.sizes.reduction == "float32" else _BF16
+        scatter = self._collective(weights / _BF16 * sum_bytes, ways, t)
         is_far = self._group(ways, t)[1] > 1
         gather_share = np.where(
             is_far, constants.hidden_gather_network, constants.hidden_gather_nvlink
@@ -315,9 +319,11 @@ class _Step:
         gather_hidden = gather * np.where(is_zero3, constants.hidden_zero3, gather_share)
         scatter_hidden = scatter * np.where(is_zero3, constants.hidden_zero3, scatter_share)
 
-        hidden = tensor_hidden + gather_hidden + scatter_hidden
-        window = np.where(is_zero3, 1.0, constants.window) * compute
-        return tensor + gather + scatter - np.minimum(hidden, window)
+        weights_hidden = gather_hidden + scatter_hidden
+        together = np.minimum(tensor_hidden + weights_hidden, constants.window * compute)
+        # The flags for zero3 let collectives of both kinds run at once.
+        apart = np.minimum(tensor_hidden, compute) + np.minimum(weights_hidden, compute)
+        return tensor + gather + scatter - np.where(is_zero3, apart, together)
 
     def _ends(self) -> _Once:
         """Returns the costs of embedding, head and loss in a microbatch."""
@@ -393,10 +399,12 @@ class _Step:
         layouts = self.layouts
         constants = self.constants
         stride = layouts.fsdp * layouts.tensor
-        gradients = _F32 * (self._layer_params + np.where(self._has_stages, 0, self._end_params))
+        sum_bytes = _BF16 if self.sizes.reduction == "bfloat16" else _F32
+        summed = self._layer_params + np.where(self._has_stages, 0, self._end_params)
+        gradients = sum_bytes * summed
         data = layouts.data
         scatter = self._collective(gradients, data, stride)
-        gather_weights = self._collective(gradients / 2, data, stride)
+        gather_weights = self._collective(_BF16 * summed, data, stride)
         all_reduce = self._collective(gradients, data, stride, rounds=2)
         is_sharded = layouts.replicas > ZERO1
         sums = np.where(is_sharded, scatter + gather_weights, all_reduce)
@@ -439,11 +447,13 @@ class _Step:
         stream = self._residual_bytes
         has_stages = self._has_stages
         is_zero3 = self._is_zero3
-        stored_ways = np.where(layouts.replicas == ZERO3, layouts.data, 1)
         moment_ways = np.where(layouts.replicas >= ZERO1, layouts.data, 1)
 
         params = self._layer_params + self._end_params
-        stored = _F32 * params / np.where(is_zero3, stored_ways, 1)
+        # The layers of distributed, and of zero3 in stages, use a copy in bf16 of sharded weights.
+        has_copy = (layouts.replicas > ZERO1) & ~is_zero3
+        sharded_ways = np.where(layouts.replicas > ZERO1, layouts.data, 1)
+        stored = _F32 * params / sharded_ways + np.where(has_copy, _BF16 * params, 0)
         moments = 2 * _F32 * params / moment_ways
         gradient_ways = np.where(is_zero3, layouts.data, 1)
         layer_gradients = _F32 * self._layer_params / gradient_ways

@@ -27,16 +27,14 @@ class ModelSizes:
     has_biases: bool
     has_positions: bool
     """Whether a table of positions is learned."""
-    context: int = 1
-    """Devices that share a sequence (mesh.sequence), which a search keeps as they are."""
+    reduction: str = "auto"
+    """The type in which gradients are summed (`Rules.reduction`)."""
 
     @classmethod
     def of(cls, config: Any) -> ModelSizes | None:
-        """Returns the sizes of a run's model (a `TrainConfig`); None for one without formulas: of
-        the user's own class, with experts, or with segments.
-        """
+        """Returns the sizes of a run (a `TrainConfig`); None for one without formulas."""
         model = config.model
-        if not hasattr(model, "segment_configs") or model.segments or model.block != "dense":
+        if why_no_formulas(config):
             return None
         return cls(
             layers=model.n_layers,
@@ -53,7 +51,7 @@ class ModelSizes:
             is_tied=model.tied,
             has_biases=model.biases,
             has_positions=model.positions == "learned",
-            context=config.mesh.sequence,
+            reduction=config.rules.reduction,
         )
 
     @property
@@ -85,6 +83,27 @@ class ModelSizes:
     def vectors(self) -> int:
         """Elements of a layer's norms and of its biases of width d_model."""
         return self.d_model * (6 if self.has_biases else 2)
+
+
+def why_no_formulas(config: Any) -> str:
+    """Returns why there are no formulas for a run (a `TrainConfig`); empty if there are."""
+    model = config.model
+    if not hasattr(model, "segment_configs"):
+        return "its model is of a class of its own"
+    if model.segments or model.block != "dense":
+        return "its layers are not all dense and alike (model.segments, model.block)"
+    if model.dtype != "bfloat16":
+        return f"model.dtype={model.dtype}"
+    if any(model.windows()):
+        return "model.window limits its attention"
+    for axis, size in config.mesh.sizes().items():
+        if size not in (1, -1) and axis not in AXES:
+            return f"mesh.{axis}={size}"
+    return ""
+
+
+AXES = ("pipeline", "data", "fsdp", "tensor")
+"""The mesh axes of the formulas."""
 
 
 @dataclasses.dataclass(frozen=True)

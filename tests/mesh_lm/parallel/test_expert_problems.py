@@ -24,7 +24,8 @@ def problems(
     model: dict[str, Any] | None = None,
     **experts: Any,
 ) -> list[str]:
-    """The sentences about gpt_tiny_moe with these changes, on eight devices."""
+    """The sentences about gpt_tiny_moe with experts in all layers and with these changes, on eight
+    devices."""
     config = load("gpt_tiny_moe")
     assert isinstance(config.model, DecoderConfig)
     changed = dataclasses.replace(config.model.experts, **experts)
@@ -32,7 +33,10 @@ def problems(
         config,
         rules=preset(rules) if isinstance(rules, str) else rules,
         mesh=MeshConfig(**(mesh or EXPERT)),
-        model=dataclasses.replace(config.model, **{"experts": changed, **(model or {})}),
+        model=dataclasses.replace(
+            config.model,
+            **{"segments": (), "block": "moe", "experts": changed, **(model or {})},
+        ),
     )
     try:
         check(config, 8)

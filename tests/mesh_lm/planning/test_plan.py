@@ -183,6 +183,7 @@ def test_the_best_of_two_layouts_is_saved_and_read(plan, tmp_path: Path, capsys)
     printed = " ".join(capsys.readouterr().out.split())
     assert "0 " in printed and "the config as it is" in printed and "recompute" in printed
     assert "2 compiled: the best of these, not the best there is" in printed
+    assert "tokens/s" in printed
     assert re.search(r"against the config as it is: -\d", printed)
     assert f"wrote {saved}; --mesh={saved} reads it" in printed
     layout = read_json(saved)
@@ -198,8 +199,11 @@ def test_the_best_of_two_layouts_is_saved_and_read(plan, tmp_path: Path, capsys)
 
 
 def test_options_of_a_search_go_with_it(plan) -> None:
-    for word in ("--save=a.json", "--keep=mesh.tensor=2", "--max-tensor=2"):
-        with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} goes with --best"):
+    for word in ("--save=a.json", "--keep=mesh.tensor=2", "--max-tensor=2", "--compiles=2"):
+        with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} is an option of a search"):
             plan("gpt_175b", "--plan", word)
-    with pytest.raises(ConfigError, match=r"--compiles=0: a search compiles at least 1"):
-        plan("gpt_175b", "--plan", "--best", "--compiles=0")
+    for word in ("--against=gpt_175b", "--max-microbatch", "--flags=default"):
+        with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} does not go with --best"):
+            plan("gpt_175b", "--plan", "--best", word)
+    with pytest.raises(ConfigError, match=r"--compiles=-1: a search compiles at least 1"):
+        plan("gpt_175b", "--plan", "--best", "--compiles=-1")

@@ -12,7 +12,7 @@ import lab_report
 import pytest
 from lab_report import GIB
 
-from sharding_rules.lab import fixes as lab
+from sharding_rules.lab import side_by_side as lab
 from sharding_rules.lab.fixes import Candidate, rank
 from sharding_rules.lab.report import LabError, Report
 
