@@ -66,7 +66,7 @@ KEPT = {
     "model.remat": "remat",
     "model.unroll": "unroll",
 }
-"""The fields that a search can be told to keep, and their columns."""
+"""The fields that a search can keep, and their columns."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Price(NamedTuple):
     """The cost of each layout on paper."""
 
     seconds: Array
-    """Of a step."""
+    """The time of a step."""
     exposed: Array
     """Seconds of it during which compute waits for the network."""
     peak: Array
@@ -388,9 +388,9 @@ class _Step:
         )
         chunk_params = self._layer_params / layouts.chunks
         in_tick = chunk_params * constants.accumulated_bytes + 24 * self._end_params + stash
-        # Weights and gradients of a chunk with several layers are cut out of the stack.
-        is_cut = (layouts.chunks > 1) & (per_tick > 1)
-        in_tick = in_tick + np.where(is_cut, 24 * chunk_params, 0)
+        # Weights and gradients of a chunk with several layers are slices of the stack.
+        is_sliced = (layouts.chunks > 1) & (per_tick > 1)
+        in_tick = in_tick + np.where(is_sliced, 24 * chunk_params, 0)
         in_ticks = constants.tick_share * every_tick * in_tick
         return self._moving(np.where(self._has_stages, in_ticks, added))
 
