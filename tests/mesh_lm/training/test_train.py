@@ -26,7 +26,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.inference.trained import TrainedModel
 from mesh_lm.training import monitor, post_step, session
 
-COMPILE_BUDGET = 480
+COMPILE_BUDGET = 700
 ROOT = Path(__file__).parents[3]
 SHRUNK = {
     "model.n_layers": 2, "model.d_model": 32, "model.n_heads": 4, "model.seq_len": 32,
