@@ -98,6 +98,9 @@ def _conclusion(found: Found, command: str) -> Iterator[str]:
     )
     best = found.best
     committed = found.committed
+    if not found.trials:
+        yield "no other layout was compiled"
+        return
     if best is None:
         yield "none of them fits"
         return

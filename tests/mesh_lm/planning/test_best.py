@@ -244,6 +244,9 @@ def test_a_config_that_is_the_best_is_said_to_be(tmp_path: Path) -> None:
         is_base = layout_of(check(config, 384), 384) == own
         return report if is_base else dataclasses.replace(report, hbm=1)
 
+    alone, _ = run("megatron_32b", 384)
+    alone = dataclasses.replace(alone, trials=())
+    assert shown(alone).rstrip().endswith("no other layout was compiled")
     for compiled in (slow, large):
         found, _ = run("megatron_32b", 384, compiled)
         assert found.best is found.committed is not None and found.trials
