@@ -1,7 +1,7 @@
 """Searches for the fastest layout of the shipped configs from scratch, as `mesh-lm plan --best`
 does, and compares it with the layout that each config has.
 
-The search does not see the config's own layout, which is compiled beside it. Step times are the
+The config's own layout is compiled, too, as in every search. Step times are the
 lab's, at its optimistic rates. Rows that the newest results have already are kept, so that an
 interrupted run can be continued. Needs the compiler for CUDA: pip install -e '.[aot]'.
 """

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -221,6 +221,17 @@ def search(
     return found.result()
 
 
+class _Ratios(NamedTuple):
+    """What layouts compiled to, over their prices."""
+
+    seconds: list[float]
+    peak: list[float]
+
+    def of_seconds(self, default: float) -> float:
+        """Returns the median of the steps; `default` if there is none."""
+        return statistics.median(self.seconds) if self.seconds else default
+
+
 class _Search:
     def __init__(
         self,
@@ -418,20 +429,25 @@ class _Search:
             return self.price
         rows = [trial.row for trial in compiled if trial.row]
         paper = price(self.sizes, Layouts.of(rows), self.hardware)
-        time_ratios = [t.seconds / s for t, s in zip(compiled, paper.seconds, strict=True)]
-        peak_ratios = [t.report.peak_bytes / p for t, p in zip(compiled, paper.peak, strict=True)]
-        seconds = self.price.seconds * statistics.median(time_ratios)
-        peak = self.price.peak * statistics.median(peak_ratios)
-        kinds = [_kind(row) for row in rows]
-        for kind in set(kinds):
-            of_kind = [i for i, other in enumerate(kinds) if other == kind]
+        by_kind: dict[tuple[float, ...], _Ratios] = {}
+        everything = _Ratios([], [])
+        for trial, row, step, peak in zip(compiled, rows, paper.seconds, paper.peak, strict=True):
+            for ratios in (by_kind.setdefault(_kind(row), _Ratios([], [])), everything):
+                ratios.peak.append(trial.report.peak_bytes / peak)
+                # Where memory is short, XLA computes matmuls again, and the step says nothing
+                # about layouts that fit.
+                if trial.report.fits:
+                    ratios.seconds.append(trial.seconds / step)
+
+        seconds = self.price.seconds * everything.of_seconds(1.0)
+        peak = self.price.peak * statistics.median(everything.peak)
+        for kind, ratios in by_kind.items():
             alike = np.ones(len(self.layouts), bool)
             for column, value in zip(_KIND, kind, strict=True):
                 alike &= getattr(self.layouts, column) == value
-            time_ratio = statistics.median(time_ratios[i] for i in of_kind)
-            peak_ratio = statistics.median(peak_ratios[i] for i in of_kind)
+            time_ratio = ratios.of_seconds(everything.of_seconds(1.0))
             seconds = np.where(alike, self.price.seconds * time_ratio, seconds)
-            peak = np.where(alike, self.price.peak * peak_ratio, peak)
+            peak = np.where(alike, self.price.peak * statistics.median(ratios.peak), peak)
             self.is_corrected = self.is_corrected | alike
         return Price(seconds, self.price.exposed, peak)
 
