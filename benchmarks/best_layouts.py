@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 from plan_table import PUBLISHED, TARGET
@@ -19,7 +18,7 @@ from record import RESULTS, Record, Row, options
 TITLE = "The best layout found, and the config's own"
 NOTE = (
     "compiles: programs of the search, besides the config's own. ratio: the best step found over "
-    "that of the config's own layout. search_s: seconds here, beside other jobs."
+    "that of the config's own layout."
 )
 
 
@@ -71,7 +70,6 @@ def searched(name: str, compiles: int) -> Row | None:
     def compiled(changed: Any) -> Any:
         return compile_config(changed, TARGET, n_devices, flags(flags_of(changed, TARGET)))
 
-    begin = time.monotonic()
     found = search(config, n_devices, TARGET, compiled, compiles=compiles, say=print)
     best, own = found.best, found.committed
     row: Row = {
@@ -81,7 +79,6 @@ def searched(name: str, compiles: int) -> Row | None:
         "ratio": best.seconds / own.seconds if best and own else None,
         "best_peak_gib": best.report.peak_bytes / 2**30 if best else None,
         "best": " ".join(words(best.changes)) if best else "",
-        "search_s": time.monotonic() - begin,
     }  # fmt: skip
     print(row, flush=True)
     return row

@@ -31,6 +31,7 @@ PAGES = (
     "docs/errors.md",
     "docs/experts.md",
     "docs/lab.md",
+    "docs/planner.md",
     "docs/tours/from_megatron.md",
 )
 ANSWERED = "docs/errors.md"
@@ -59,7 +60,13 @@ def made(page: str) -> str:
 def tables() -> dict[str, Any]:
     """Name -> function that returns the table."""
     from mesh_lm.commands import meanings, other_names
-    from tests.docs import closed_form_tables, expert_tables, preset_tables, rate_tables
+    from tests.docs import (
+        closed_form_tables,
+        expert_tables,
+        planner_tables,
+        preset_tables,
+        rate_tables,
+    )
 
     argument_tables = {
         "arguments of Megatron": functools.partial(meanings.table, other_names.MEGATRON),
@@ -75,6 +82,7 @@ def tables() -> dict[str, Any]:
         **preset_tables.TABLES,
         **expert_tables.TABLES,
         **rate_tables.TABLES,
+        **planner_tables.TABLES,
         **argument_tables,
     }
 
