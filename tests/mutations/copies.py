@@ -222,6 +222,9 @@ class Copies:
                 changed = path.read_text(encoding="utf-8").replace(mutation.old, mutation.new)
                 path.unlink()
                 path.write_text(changed, encoding="utf-8")
+                # Python takes old bytecode for that of a file with the same size and second.
+                for bytecode in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+                    bytecode.unlink()
             [expression] = {tiers.ci_selects(test.partition("::")[0]) for test in tests}
             outcome = running.run(copy, expression, tests, seconds=seconds, first_only=first_only)
             if not mutation:
