@@ -25,7 +25,13 @@ from mesh_lm.planning import attention, best, diloco, experts, run_cost, stages,
 from mesh_lm.planning.best_table import found_table
 from mesh_lm.planning.changes import candidates
 from mesh_lm.planning.microbatch import largest_microbatch
-from mesh_lm.planning.program import Program, compile_config, devices_for, flags_of
+from mesh_lm.planning.program import (
+    Program,
+    compile_config,
+    devices_for,
+    flags_of,
+    mesh_for,
+)
 from sharding_rules import Rules, ShardingRuleError
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Fix, rank
@@ -122,6 +128,7 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
         if plan.save:
             require_writable(plan.save)
         require_whole_nodes(TARGETS[plan.target], n_devices)
+        mesh_for(plan.target, n_devices)  # first, as without a compiler nothing is worth a try
         found = best.search(
             *(config, n_devices, plan.target, compiled),
             compiles=plan.compiles or best.COMPILES,

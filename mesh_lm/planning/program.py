@@ -44,6 +44,16 @@ def devices_for(config: TrainConfig, devices: int | None) -> int:
     return math.lcm(n_fixed, NODE) if -1 in sizes else n_fixed
 
 
+def mesh_for(target: str, n_devices: int, **axes: Any) -> Mesh:
+    """Returns a mesh of GPUs that are not here. Raises LabError as `lower_for`, with what to install
+    where the compiler for them is missing.
+    """
+    try:
+        return lower_for(target, n_devices, **axes)
+    except CompilerMissing as error:
+        raise LabError(f"{error.subject}; {INSTALL}") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A training step, before it is compiled."""
@@ -64,10 +74,7 @@ class Program:
         if target in TARGETS:
             require_whole_nodes(TARGETS[target], n_devices)
         config = check(config, n_devices)
-        try:
-            mesh = lower_for(target, n_devices, **dataclasses.asdict(config.mesh))
-        except CompilerMissing as error:
-            raise LabError(f"{error.subject}; {INSTALL}") from error
+        mesh = mesh_for(target, n_devices, **dataclasses.asdict(config.mesh))
         config = with_compilable_attention(config, target)
         layout = ModelLayout.of(config.model, Shard(config.rules, mesh), config.pipeline)
         return cls(config, mesh, layout)
