@@ -45,8 +45,9 @@ def devices_for(config: TrainConfig, devices: int | None) -> int:
 
 
 def mesh_for(target: str, n_devices: int, **axes: Any) -> Mesh:
-    """Returns a mesh of GPUs that are not here. Raises LabError as `lower_for`, with what to install
-    where the compiler for them is missing.
+    """Returns a mesh of GPUs that are not here.
+
+    Raises LabError as `lower_for`, with what to install where the compiler is missing.
     """
     try:
         return lower_for(target, n_devices, **axes)
