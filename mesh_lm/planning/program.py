@@ -45,7 +45,7 @@ def devices_for(config: TrainConfig, devices: int | None) -> int:
 
 
 def mesh_for(target: str, n_devices: int, **axes: Any) -> Mesh:
-    """Returns a mesh of GPUs that are not here.
+    """Returns a mesh of absent GPUs.
 
     Raises LabError as `lower_for`, with what to install where the compiler is missing.
     """
