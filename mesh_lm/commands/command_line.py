@@ -154,7 +154,8 @@ def parse_with(
     refuse(problems)
     try:
         config = _replace(config, changes)
-        for layout in layouts:
+        # A search replaces the layout that a config names, which may be stale.
+        for layout in layouts if not extra_values.get("best") else ():
             # What is typed beside a layout changes a part of it.
             config = _replace(with_layout(config, layout), changes)
         return config, extra_values

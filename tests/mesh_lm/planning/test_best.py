@@ -8,7 +8,6 @@ import glob
 import io
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mesh_lm.commands import command_line
+from mesh_lm.commands import command_line, plan_options
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.config.layout import saved_layout, with_fields, with_layout
 from mesh_lm.errors import ConfigError
@@ -93,15 +92,6 @@ def test_enumerated_layouts_run(name: str, n_devices: int) -> None:
         assert {k: round(v, 1) for k, v in found.items()} == {
             k: round(v, 1) for k, v in row.items()
         }
-
-
-def test_the_paper_is_fast_and_knows_no_jax() -> None:
-    sizes = sizes_of("gpt_175b")
-    start = time.perf_counter()
-    layouts = enumerated(sizes, 1024, 8)
-    price(sizes, layouts, HARDWARE)
-    assert time.perf_counter() - start < 5, "0.1 s on a quiet machine"
-    assert len(layouts) > 10_000
 
 
 def one(sizes: ModelSizes, **changes: float) -> Any:
@@ -399,6 +389,8 @@ def test_a_saved_layout_is_read_by_the_same_run_alone(tmp_path: Path) -> None:
             command_line.parse(words)
     stale = json.loads(path.read_text(encoding="utf-8")) | {"jax": "0.1"}
     path.write_text(json.dumps(stale), encoding="utf-8")
+    # A search, which makes it again, does not need it.
+    assert plan_options.parse([str(file), "--best"], "mesh-lm plan")[1].mesh == MeshConfig(data=-1)
     with pytest.raises(ConfigError, match=r"the layout was found with jax 0.1"):
         with_layout(config, str(path))
     for text in ("{", "{}", "[]"):
