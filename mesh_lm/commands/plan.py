@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from mesh_lm.planning.program import (
 )
 from sharding_rules import Rules, ShardingRuleError
 from sharding_rules.lab import LabError, Report
-from sharding_rules.lab.fixes import Fix, rank
+from sharding_rules.lab.fixes import Candidate, Fix, rank
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
@@ -66,7 +66,8 @@ def show(plan: Plan, config: TrainConfig) -> int:
 
     def compile_changed(changed: TrainConfig) -> Report:
         try:
-            return compile_config(changed, plan.target, n_devices, options(flags))
+            changed_flags = options(_flag_set(plan, changed))
+            return compile_config(changed, plan.target, n_devices, changed_flags)
         except ShardingRuleError as error:
             # Rules that lack a row for an axis of the user's own model.
             raise LabError(str(error)) from error
@@ -86,7 +87,7 @@ def show(plan: Plan, config: TrainConfig) -> int:
         findings = lint(report, config.rules, program.layout.axes)
         fixes: Sequence[Fix] = ()
         if not report.fits:
-            fixes = rank(report, candidates(config, n_devices, compile_changed), say=_log)
+            fixes = rank(report, _candidates(config, report, n_devices, compile_changed), say=_log)
         facts = [
             *_facts(config, report),
             *run_cost.report_facts(config, report, plan.tokens, plan.gpu_hour),
@@ -95,7 +96,11 @@ def show(plan: Plan, config: TrainConfig) -> int:
             *diloco.report_facts(config, report, outer_report),
         ]
         if plan.max_microbatch:
-            facts += largest_microbatch(config, n_devices, compile_changed, say=_log)
+            facts += largest_microbatch(
+                *(config, n_devices, compile_changed),
+                say=_log,
+                on_paper=lambda changed: best.peak_on_paper(changed, n_devices, plan.target),
+            )
         comparison = why(report, against) if against else ""
     except LabError as error:
         raise ConfigError(str(error)) from error
@@ -106,6 +111,21 @@ def show(plan: Plan, config: TrainConfig) -> int:
     if not report.fits:
         raise ConfigError(refusal(report, fixes))
     return 0
+
+
+def _candidates(
+    config: TrainConfig,
+    report: Report,
+    n_devices: int,
+    compiled: Callable[[TrainConfig], Report],
+) -> Iterator[Candidate]:
+    """Yields what may make a run fit: the layout that is expected to be the fastest that fits, and
+    then single changes and pairs.
+    """
+    layout = best.fitting_candidate(config, report, compiled)
+    if layout:
+        yield layout
+    yield from candidates(config, n_devices, compiled)
 
 
 def show_best(plan: Plan, config: TrainConfig) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from mesh_lm.planning.paper.sizes import AXES, Hardware, ModelSizes, why_no_form
 from mesh_lm.training.check import check
 from sharding_rules import REDUCTIONS, ShardingRuleError, did_you_mean, preset
 from sharding_rules.lab import LabError, Report
+from sharding_rules.lab.fixes import Candidate
 from sharding_rules.lab.rates import OPTIMISTIC
 from sharding_rules.lab.report import MARGIN
 from sharding_rules.lab.side_by_side import compiled_side_by_side, parallel
@@ -48,11 +50,13 @@ COMPILES = 6
 
 _FIRST = 3
 """Layouts that are compiled before the formulas are corrected."""
-_LOOSE = 1.15
-"""How much more than the memory a layout may need on paper to be compiled: formulas of the peak
-are wrong by as much."""
-_CLOSE = 1.03
-"""The same for a layout of a kind that was compiled, by which its peak was corrected."""
+_FULL = 0.97
+"""Share of the memory from which on a program may be slow because XLA had to save memory: it then
+schedules collectives where they hide less, and computes some results twice."""
+_SMALLER = 0.95
+"""Share of such a program's memory that others of its kind may need."""
+_SLOW = 1.05
+"""How much longer than on paper the step of such a program takes."""
 _WORTH = 0.99
 """A layout must be expected to take less than this share of the best step to be compiled."""
 
@@ -131,6 +135,44 @@ def fewest_devices(
     return None
 
 
+def peak_on_paper(config: TrainConfig, n_devices: int, target: str) -> float | None:
+    """Returns the bytes that a run needs at its peak, on paper; None without formulas."""
+    sizes = ModelSizes.of(config)
+    row = layout_of(config, n_devices)
+    if sizes is None or row is None:
+        return None
+    return float(price(sizes, Layouts.of([row]), hardware_of(target)).peak[0])
+
+
+def fitting_candidate(
+    config: TrainConfig, report: Report, compiled: Callable[[TrainConfig], Report]
+) -> Candidate | None:
+    """Returns the layout that is expected to be the fastest of those that fit, for a run that does
+    not; None if there is none on paper, or are no formulas.
+
+    Args:
+      report: of the run as it is, by which the formulas are corrected.
+      compiled: compiles a config for the same devices.
+    """
+    n_devices = math.prod(report.mesh.values())
+    found = _Search(config, n_devices, report.target, compiled, 1, lambda text: None)
+    try:
+        found.enumerate({}, 0)
+    except ConfigError:
+        return None
+    fields = _fields_as_they_are(found.config)
+    found.committed = Trial(fields, {}, report, layout_of(found.config, n_devices))
+    rows = found.promising(1)
+    if not rows:
+        return None
+    changed = changes_of(fields_of(rows[0], found.config), found.config)
+    return Candidate(
+        "layout",
+        " ".join(f"--config.{name}={value}" for name, value in changed.items()),
+        functools.partial(compiled, with_fields(found.config, changed)),
+    )
+
+
 def _agrees(row: Mapping[str, float] | None, kept: Mapping[str, float]) -> bool:
     """Whether a layout has what is kept; one without formulas only if that is nothing."""
     return all(row is not None and row[column] == value for column, value in kept.items())
@@ -197,6 +239,7 @@ def search(
     compiles: int = COMPILES,
     kept: Mapping[str, float] | None = None,
     most_tensor: int = 0,
+    from_scratch: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Found:
     """Returns the layouts that were compiled, the fastest first.
@@ -207,6 +250,7 @@ def search(
       compiles: programs besides the config as it is.
       kept: columns of `Layouts` that stay, and their values.
       most_tensor: the most tensor parallelism; 0: a node's.
+      from_scratch: the layout that the config has is not compiled, and corrects no formula.
       say: told what is compiled, and why the search ends.
 
     Raises ConfigError if no layout divides the model and the batch as `kept` demands, and LabError
@@ -215,6 +259,8 @@ def search(
     found = _Search(config, n_devices, target, compiled, compiles, say)
     found.enumerate(kept or {}, most_tensor)
     try:
+        if not from_scratch:
+            found.compile_committed()
         found.run()
     except KeyboardInterrupt:
         say("interrupted: the layouts compiled so far are compared")
@@ -278,12 +324,12 @@ class _Search:
                 f"none of the layouts on {self.n_devices} devices has what --keep asks: {words}"
             )
         self.layouts = layouts
-        self.is_corrected = np.zeros(len(layouts), bool)
+        self.is_too_large = np.zeros(len(layouts), bool)
+        """Layouts of the kind of a program that lacked memory, and hardly smaller."""
         self.price = price(self.sizes, layouts, self.hardware)
 
     def run(self) -> None:
-        """Compiles the config as it is and the most promising layouts, until none is worth it."""
-        self.compile_committed()
+        """Compiles the most promising layouts, until none is worth it."""
         self.compile(self.promising(min(_FIRST, self.compiles)))
         workers = parallel()
         # A program that does not compile counts, so that a compiler that is not there ends this.
@@ -356,7 +402,7 @@ class _Search:
         best that was compiled.
         """
         expected = self.corrected()
-        fits = expected.peak <= self.hardware.memory * np.where(self.is_corrected, _CLOSE, _LOOSE)
+        fits = (expected.peak <= self.hardware.memory) & ~self.is_too_large
         seconds = np.where(fits, expected.seconds, np.inf)
         # The first round has no limit: the formulas may have all of them wrong.
         best = self.fastest() if self.trials else None
@@ -421,7 +467,7 @@ class _Search:
 
     def corrected(self) -> Price:
         """Returns the prices, multiplied by what compiled layouts of the same kind came out at, in
-        the median; those of other kinds by the median of all.
+        the median; those of other kinds by the mean of all and of the paper itself.
         """
         trials = [*self.trials, *([self.committed] if self.committed else [])]
         compiled = [trial for trial in trials if trial.row and trial.report.timeline]
@@ -430,26 +476,42 @@ class _Search:
         rows = [trial.row for trial in compiled if trial.row]
         paper = price(self.sizes, Layouts.of(rows), self.hardware)
         by_kind: dict[tuple[float, ...], _Ratios] = {}
-        everything = _Ratios([], [])
+        # Paper is an observation, too, so that a kind is not given up for what one program of
+        # another kind came out at.
+        everything = _Ratios([1.0], [])
+        self.is_too_large[:] = False
         for trial, row, step, peak in zip(compiled, rows, paper.seconds, paper.peak, strict=True):
-            for ratios in (by_kind.setdefault(_kind(row), _Ratios([], [])), everything):
+            of_kind = by_kind.setdefault(_kind(row), _Ratios([], []))
+            time_ratio = trial.seconds / step
+            for ratios in (of_kind, everything):
                 ratios.peak.append(trial.report.peak_bytes / peak)
-                # Where memory is short, XLA computes matmuls again, and the step says nothing
-                # about layouts that fit.
-                if trial.report.fits:
-                    ratios.seconds.append(trial.seconds / step)
+            if self.lacks_memory(trial, time_ratio):
+                # The step says nothing about layouts that need less.
+                self.is_too_large |= self.alike(row) & (self.price.peak > _SMALLER * peak)
+                continue
+            for ratios in (of_kind, everything):
+                ratios.seconds.append(time_ratio)
 
-        seconds = self.price.seconds * everything.of_seconds(1.0)
+        otherwise = statistics.geometric_mean(everything.seconds)
+        seconds = self.price.seconds * otherwise
         peak = self.price.peak * statistics.median(everything.peak)
         for kind, ratios in by_kind.items():
-            alike = np.ones(len(self.layouts), bool)
-            for column, value in zip(_KIND, kind, strict=True):
-                alike &= getattr(self.layouts, column) == value
-            time_ratio = ratios.of_seconds(everything.of_seconds(1.0))
-            seconds = np.where(alike, self.price.seconds * time_ratio, seconds)
+            alike = self.alike(dict(zip(_KIND, kind, strict=True)))
+            seconds = np.where(alike, self.price.seconds * ratios.of_seconds(otherwise), seconds)
             peak = np.where(alike, self.price.peak * statistics.median(ratios.peak), peak)
-            self.is_corrected = self.is_corrected | alike
         return Price(seconds, self.price.exposed, peak)
+
+    def lacks_memory(self, trial: Trial, time_ratio: float) -> bool:
+        """Whether a program does not fit, or probably is slow because it hardly does."""
+        is_full = trial.report.peak_bytes > _FULL * self.hardware.memory
+        return not trial.report.fits or (is_full and time_ratio > _SLOW)
+
+    def alike(self, row: Mapping[str, float]) -> np.ndarray:
+        """Returns which layouts are of the kind of this one."""
+        alike = np.ones(len(self.layouts), bool)
+        for column in _KIND:
+            alike &= getattr(self.layouts, column) == row[column]
+        return alike
 
 
 _KIND = ("pipeline", "data", "fsdp", "tensor", "replicas", "sequence_parallel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable
@@ -23,6 +24,7 @@ def largest_microbatch(
     compiled: Callable[[TrainConfig], Report],
     *,
     say: Callable[[str], None],
+    on_paper: Callable[[TrainConfig], float | None] = lambda config: None,
     most: int = 4096,
 ) -> tuple[tuple[str, str], ...]:
     """Returns facts for the report: b sequences of a microbatch fit on each device, b + 1 do not.
@@ -33,6 +35,7 @@ def largest_microbatch(
     Args:
       compiled: compiles a config.
       say: reports an attempt.
+      on_paper: estimates the peak of a config, in bytes; None where it cannot.
       most: the largest microbatch that is tried.
     """
     config = check(config, n_devices)
@@ -41,13 +44,16 @@ def largest_microbatch(
     n_microbatches = config.train.microbatches
     if sizes["pipeline"] == 1:
         n_microbatches = min(2, n_microbatches)
-    attempts = _Attempts()
-
-    def fits(b: int) -> bool:
+    def with_sequences(b: int) -> TrainConfig:
         train = dataclasses.replace(
             config.train, global_batch=b * n_shards * n_microbatches, microbatches=n_microbatches
         )
-        report = compiled(dataclasses.replace(config, train=train))
+        return dataclasses.replace(config, train=train)
+
+    attempts = _Attempts(lambda b: on_paper(with_sequences(b)))
+
+    def fits(b: int) -> bool:
+        report = compiled(with_sequences(b))
         attempts.peak_bytes[b] = report.peak_bytes
         attempts.limit = report.limit
         say(
@@ -87,6 +93,8 @@ def largest_microbatch(
 class _Attempts:
     """The microbatches that were compiled."""
 
+    on_paper: Callable[[int], float | None]
+    """Sequences of a microbatch -> bytes at the peak, on paper; None without formulas."""
     limit: int = 0
     """The highest peak that fits, in bytes."""
     peak_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -100,10 +108,11 @@ class _Attempts:
         """Returns the next size to try, inside (low, high).
 
         It is where a line through two measured peaks reaches that limit: those of low and
-        high, or of the largest two that fit if high has not been measured.
+        high, or of the largest two that fit if high has not been measured. After the first
+        attempt, which it corrects, it is what fits on paper.
         """
         if len(self.peak_bytes) == 1:
-            return low + 1
+            return min(max(low + 1, self._fitting_on_paper(low, high)), high - 1)
         if len(self.peak_bytes) > _STRAIGHT_ATTEMPTS:
             b = (low + high) // 2
         else:
@@ -113,6 +122,16 @@ class _Attempts:
             if slope > 0:
                 b = low + int((self.limit - self.peak_bytes[low]) / slope)
         return min(max(low + 1, b), high - 1)
+
+    def _fitting_on_paper(self, low: int, high: int) -> int:
+        """Returns the most sequences below `high` that fit on paper; low without formulas."""
+        paper = self.on_paper(low)
+        if not paper:
+            return low
+        limit = self.limit * paper / self.peak_bytes[low]
+        fitting = range(low, high)
+        # The peak grows with the sequences, so that those that fit come first.
+        return low + bisect.bisect_right(fitting, limit, key=lambda b: self.on_paper(b) or 0) - 1
 
 
 def _can_run(config: TrainConfig, microbatches: int, n_devices: int) -> bool:

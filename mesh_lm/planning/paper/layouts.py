@@ -124,7 +124,7 @@ def _of_mesh(sizes: ModelSizes, axes: Mapping[str, int]) -> Iterator[np.ndarray]
         choices["replicas"] = (ZERO3,) if has_stages else (DDP, ZERO1, DISTRIBUTED, ZERO3)
     choices["sequence_parallel"] = (0, 1) if axes["tensor"] > 1 else (0,)
     choices["remat"] = (NONE, SAVE_NAMES, FULL)
-    choices["remat_share"] = (1.0,) if has_stages else (0.25, 0.5, 0.75, 1.0)
+    choices["remat_share"] = (1.0,) if has_stages else (0.125, 0.25, 0.5, 0.75, 1.0)
     choices["kept_share"] = (0.0,) if has_stages else (0.0, 0.5, 1.0)
     choices["keeps_residuals"] = (0, 1) if has_stages else (1,)
     can_unroll = not has_stages and sizes.layers <= _MOST_UNROLLED
