@@ -81,6 +81,7 @@ def searched(name: str, compiles: int) -> tuple[Row, list[Row]] | None:
         "config": name, "devices": n_devices, "considered": found.considered,
         "compiles": len(found.trials), "search_s": seconds,
         "own_step_s": own_seconds, "best_step_s": best.seconds if best else None,
+        "own_slow_s": slow_end(own), "best_slow_s": slow_end(best.report) if best else None,
         "ratio": best.seconds / own_seconds if best and own_seconds else None,
         "best_peak_gib": best.report.peak_bytes / 2**30 if best else None,
         "best": " ".join(words(best.changes)) if best else "",
@@ -95,6 +96,12 @@ def searched(name: str, compiles: int) -> tuple[Row, list[Row]] | None:
     if own_layout:
         programs.append(program_row(name, n_devices, sizes, own_layout, own))
     return row, programs
+
+
+def slow_end(report: Any) -> float | None:
+    """Returns the slow end of a predicted step, in seconds."""
+    band = report.step_band
+    return band.slow / 1e6 if band else None
 
 
 if __name__ == "__main__":

@@ -87,7 +87,9 @@ def show(plan: Plan, config: TrainConfig) -> int:
         findings = lint(report, config.rules, program.layout.axes)
         fixes: Sequence[Fix] = ()
         if not report.fits:
-            fixes = rank(report, _candidates(config, report, n_devices, compile_changed), say=_log)
+            fixes = rank(
+                report, fix_candidates(config, report, n_devices, compile_changed), say=_log
+            )
         facts = [
             *_facts(config, report),
             *run_cost.report_facts(config, report, plan.tokens, plan.gpu_hour),
@@ -113,7 +115,7 @@ def show(plan: Plan, config: TrainConfig) -> int:
     return 0
 
 
-def _candidates(
+def fix_candidates(
     config: TrainConfig,
     report: Report,
     n_devices: int,

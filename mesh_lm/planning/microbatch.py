@@ -44,6 +44,7 @@ def largest_microbatch(
     n_microbatches = config.train.microbatches
     if sizes["pipeline"] == 1:
         n_microbatches = min(2, n_microbatches)
+
     def with_sequences(b: int) -> TrainConfig:
         train = dataclasses.replace(
             config.train, global_batch=b * n_shards * n_microbatches, microbatches=n_microbatches

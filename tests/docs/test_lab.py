@@ -249,11 +249,14 @@ def test_the_refusal(
     """Of all changes that are tried, the page's first, which fits, and its last, which is not
     enough, are compiled."""
     (line,) = [line for line in ANSWERS if "microbatches=1" in line]
-    shown, every = ANSWERS[line].splitlines(), command.candidates
+    shown = ANSWERS[line].replace(" \\\n    ", " ").splitlines()
+    every = command.fix_candidates
     first, *between, last = [row for row in shown if row.startswith("  - --config.")]
     texts = [row.removeprefix("  - ").split(": ")[0] for row in (first, last)]
     monkeypatch.setattr(
-        command, "candidates", lambda *about: (one for one in every(*about) if one.text in texts)
+        command,
+        "fix_candidates",
+        lambda *about: (one for one in every(*about) if one.text in texts),
     )
     with pytest.raises(ConfigError) as caught:
         command.show(*plan_options.parse([*shlex.split(line)[2:], here], "mesh-lm plan"))
