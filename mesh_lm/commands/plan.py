@@ -6,6 +6,7 @@ Nothing is trained, and no data is read. `python train.py --config=FILE --plan` 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.planning import attention, best, diloco, experts, run_cost, stages, state_bytes
 from mesh_lm.planning.best_table import found_table
 from mesh_lm.planning.changes import candidates
+from mesh_lm.planning.climb import climb
 from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.program import (
     Program,
@@ -151,7 +153,9 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
             require_writable(plan.save)
         require_whole_nodes(TARGETS[plan.target], n_devices)
         mesh_for(plan.target, n_devices)  # first, as without a compiler nothing is worth a try
-        found = best.search(
+        no_formulas = best.why_only_compiled(config)
+        find = functools.partial(climb, reason=no_formulas) if no_formulas else best.search
+        found = find(
             *(config, n_devices, plan.target, compiled),
             compiles=plan.compiles or best.COMPILES,
             kept=kept,

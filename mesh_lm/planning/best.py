@@ -101,6 +101,8 @@ class Found:
     """The config as it is, where it can run on these devices."""
     considered: int
     """Layouts that were priced on paper."""
+    no_formulas: str = ""
+    """Why none was; empty if there are formulas."""
 
     @property
     def best(self) -> Trial | None:
@@ -230,6 +232,22 @@ def parse_kept(text: str) -> dict[str, float]:
     return kept
 
 
+def kept_fields(kept: Mapping[str, float]) -> Fields:
+    """Returns the fields of a config that `parse_kept` has read."""
+    names = {column: name for name, column in KEPT.items()}
+    fields: Fields = {}
+    for column, value in kept.items():
+        if column == "remat_share":
+            fields["model.remat_layers"] = None
+        elif column == "remat":
+            fields[names[column]] = REMAT[int(value)]
+        elif column == "unroll":
+            fields[names[column]] = bool(value)
+        else:
+            fields[names[column]] = int(value)
+    return fields
+
+
 def search(
     config: TrainConfig,
     n_devices: int,
@@ -307,11 +325,9 @@ class _Search:
     def enumerate(self, kept: Mapping[str, float], most_tensor: int) -> None:
         """Prices all layouts. Raises ConfigError if there are none."""
         sizes = ModelSizes.of(self.config)
-        reason = why_no_formulas(self.config) or _why_no_rules(self.config)
+        reason = why_only_compiled(self.config)
         if sizes is None or reason:
-            raise ConfigError(
-                f"--best has no formulas for this run: {reason}; compare layouts with --against"
-            )
+            raise ConfigError(f"there are no formulas for this run: {reason}")
         self.sizes = sizes
         self.kept = kept
         layouts = enumerated(sizes, self.n_devices, self.hardware.node, most_tensor)
@@ -550,12 +566,12 @@ def fields_of(row: Mapping[str, float], config: TrainConfig) -> Fields:
 def _fields_as_they_are(config: TrainConfig) -> Fields:
     """Returns the fields of a layout as a config has them, its mesh resolved."""
     row = dict.fromkeys(Layouts.names(), 1.0)
-    return {name: _value(config, name) for name in fields_of(row, config)}
+    return {name: value_of(config, name) for name in fields_of(row, config)}
 
 
 def changes_of(fields: Fields, config: TrainConfig) -> Fields:
     """Returns those of the fields that the config has otherwise."""
-    return {name: value for name, value in fields.items() if value != _value(config, name)}
+    return {name: value for name, value in fields.items() if value != value_of(config, name)}
 
 
 def _unpriced(fields: Fields) -> Iterator[tuple[str, Any]]:
@@ -581,8 +597,13 @@ def _rules_of(row: Mapping[str, float]) -> str:
     return "+".join(words) or "ddp"
 
 
+def why_only_compiled(config: TrainConfig) -> str:
+    """Returns why layouts of a run cannot be priced on paper; empty if they can."""
+    return why_no_formulas(config) or _why_no_rules(config)
+
+
 def _why_no_rules(config: TrainConfig) -> str:
-    """Returns why a search cannot change these rules; empty if it can."""
+    """Returns why there are no formulas for these rules; empty if there are."""
     name = config.rules.name
     for word in name.split("+"):
         if word not in PRESETS | REDUCTIONS.keys() | {"zero2"}:
@@ -592,7 +613,8 @@ def _why_no_rules(config: TrainConfig) -> str:
     return ""
 
 
-def _value(config: TrainConfig, name: str) -> Any:
+def value_of(config: TrainConfig, name: str) -> Any:
+    """Returns a field of a config by the name that it has in `Fields`."""
     if name == "rules":
         return config.rules.name
     section, _, field = name.partition(".")

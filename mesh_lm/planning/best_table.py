@@ -92,10 +92,12 @@ def payments(report: Report) -> Iterator[str]:
 
 def _conclusion(found: Found, command: str) -> Iterator[str]:
     n_compiled = len(found.trials) + bool(found.committed)
-    yield (
-        f"{found.considered:,} layouts priced on paper, {n_compiled} compiled: the best of these, "
-        "not the best there is"
-    )
+    if found.no_formulas:
+        yield f"no layout was priced on paper: {found.no_formulas}"
+        priced = ""
+    else:
+        priced = f"{found.considered:,} layouts priced on paper, "
+    yield f"{priced}{n_compiled} compiled: the best of these, not the best there is"
     best = found.best
     committed = found.committed
     if not found.trials:

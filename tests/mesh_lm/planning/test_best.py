@@ -32,8 +32,10 @@ from mesh_lm.planning.best import (
     parse_kept,
     peak_on_paper,
     search,
+    why_only_compiled,
 )
 from mesh_lm.planning.best_table import found_table
+from mesh_lm.planning.climb import climb
 from mesh_lm.planning.microbatch import largest_microbatch
 from mesh_lm.planning.paper.layouts import Layouts, enumerated, layout_of
 from mesh_lm.planning.paper.price import price
@@ -44,6 +46,7 @@ from sharding_rules.lab import LabError, Report
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 HARDWARE = hardware_of("h100")
+GIB = 2**30
 
 
 def sizes_of(name: str) -> ModelSizes:
@@ -333,26 +336,101 @@ def test_what_cannot_be_kept(text: str, problem: str) -> None:
 def test_what_a_search_refuses() -> None:
     with pytest.raises(ConfigError, match=r"none of the layouts on 64 devices has .*: tensor 3"):
         run("llama3_8b", 64, kept={"tensor": 3.0})
-    for name, reason in (
-        ("mixtral_8x7b", "its layers are not all dense"),
-        ("llama3_8b_128k", "mesh.sequence=8"),
-        ("gpt_tiny", "model.dtype=float32"),
-    ):
-        with pytest.raises(ConfigError, match=f"no formulas for this run: {reason}"):
-            run(name, 64)
-    config = load("llama3_8b")
-    for rules, reason in (
-        (preset("hsdp").replace(params={"mlp": None}), r"rules 'hsdp \(changed\)'"),
-        (preset("megatron_2d"), "rules 'megatron_2d"),
-    ):
-        changed = dataclasses.replace(config, rules=rules, mesh=MeshConfig(data=-1))
-        with pytest.raises(ConfigError, match=reason):
-            search(changed, 64, "h100", lambda config: fake_report(config, 64))
+    with pytest.raises(ConfigError, match="no formulas for this run: its layers are not all dense"):
+        run("mixtral_8x7b", 64)
     message = (
         r"no layout divides train.global_batch=512 over 56 devices; .*--train.global_batch=511"
     )
     with pytest.raises(ConfigError, match=message):
         run("llama3_8b", 56)
+
+
+# Without formulas.
+
+
+def test_what_has_no_formulas() -> None:
+    for name, reason in (
+        ("mixtral_8x7b", "its layers are not all dense"),
+        ("llama3_8b_128k", "mesh.sequence=8"),
+        ("gpt_tiny", "model.dtype=float32"),
+    ):
+        assert why_only_compiled(load(name)).startswith(reason)
+    config = load("llama3_8b")
+    changed = preset("hsdp").replace(params={"mlp": None})
+    assert why_only_compiled(dataclasses.replace(config, rules=changed)).startswith("rules 'hsdp (")
+    reason = why_only_compiled(dataclasses.replace(config, rules=preset("megatron_2d")))
+    assert reason == "rules 'megatron_2d'"
+    assert not why_only_compiled(config)
+
+
+def climbed_report(config: TrainConfig) -> Report:
+    """A step that a lighter policy, fewer microbatches and less tensor parallelism make shorter,
+    and a peak that they raise."""
+    model: Any = config.model
+    lighter = 2 - ("none", "save_names", "full").index(model.remat)
+    microbatches = config.train.microbatches
+    step = 0.85**lighter * (1 + 0.05 * math.log2(microbatches))
+    step *= 1 + 0.1 * math.log2(config.mesh.tensor)
+    peak = (
+        20 + 15 * lighter - 3 * math.log2(microbatches) - 4 * math.log2(config.mesh.tensor)
+    ) * GIB
+    report = lab_report.report()
+    assert report.timeline is not None
+    return dataclasses.replace(
+        report,
+        memory=dataclasses.replace(report.memory, peak=int(peak)),
+        timeline=dataclasses.replace(report.timeline, step=step * 1e6),
+        sustained=None,
+        hbm=int(1.05 * 50 * GIB),
+    )
+
+
+def climb_of(name: str, n_devices: int, **options: Any) -> Found:
+    return climb(load(name), n_devices, "h100", climbed_report, reason="none", **options)
+
+
+def test_a_climb_goes_on_from_the_fastest_that_fits() -> None:
+    config = check(load("llama3_8b_128k"), 64)
+    own = climbed_report(config)
+    found = climb_of("llama3_8b_128k", 64, compiles=10)
+    assert found.committed is not None and found.best is not None
+    assert found.best.report.fits and found.best.seconds < 0.9 * found.committed.seconds
+    assert found.committed.seconds == own.timeline.step / 1e6  # pyright: ignore
+    assert len(found.trials) <= 10
+    # The layout can be typed, saved and read.
+    typed = command_line.parse(["llama3_8b_128k", *options(found.best.changes)])
+    assert check(typed, 64) == check(with_fields(config, found.best.changes), 64)
+    assert "no layout was priced on paper: none" in shown(found)
+
+
+def test_a_climb_from_what_does_not_fit_saves_memory_first() -> None:
+    def compiled(config: TrainConfig) -> Report:
+        report = climbed_report(config)
+        return dataclasses.replace(report, hbm=int(1.05 * 22 * GIB))
+
+    found = climb(load("llama3_8b_128k"), 64, "h100", compiled, compiles=6)
+    assert found.committed is not None and not found.committed.report.fits
+    assert found.best is not None and found.best.report.fits
+
+
+def test_a_climb_keeps_what_is_kept() -> None:
+    kept = parse_kept("model.remat=full,train.microbatches=1")
+    found = climb_of("llama3_8b_128k", 64, kept=kept)
+    for trial in found.trials:
+        changed = with_fields(load("llama3_8b_128k"), trial.changes)
+        assert changed.model.remat == "full"  # pyright: ignore[reportAttributeAccessIssue]
+        assert changed.train.microbatches == 1
+
+
+def test_a_climb_that_cannot_start() -> None:
+    with pytest.raises(ConfigError, match="cannot run"):
+        climb_of("llama3_8b_128k", 56)
+
+    def refuses(config: TrainConfig) -> Report:
+        raise LabError("no compiler")
+
+    with pytest.raises(LabError, match="no compiler"):
+        climb(load("llama3_8b_128k"), 64, "h100", refuses)
 
 
 # What is shown and saved.
