@@ -34,6 +34,7 @@ def load(name: str) -> ModuleType:
 change = load("change")
 report = load("report")
 yardstick = load("yardstick")
+crashed_tests = load("crashed").crashed
 
 PAGE = """# Title
 
@@ -468,6 +469,19 @@ def test_a_run_that_ended_early() -> None:
     assert report.measurement(parts, [], 2, "") is None
     assert report.report(parts, 30, None, None)[-1].endswith("30 s  the installation")
     assert report.report([], 0, None, None)
+
+
+def test_crashed_workers() -> None:
+    """Their tests run again, unless something else has failed, too."""
+    crash = "worker 'gw2' crashed while running 'tests/a.py::test_b[c d-1]'\n"
+    end = "{} in 1119.30s (0:18:39)\n"
+    name = "tests/a.py::test_b[c d-1]"
+    assert crashed_tests(crash + end.format("1 failed, 644 passed, 5 skipped")) == [name]
+    assert crashed_tests(2 * crash + end.format("2 failed, 1 passed")) == [name, name]
+    assert not crashed_tests(crash + end.format("2 failed, 644 passed"))
+    assert not crashed_tests(crash + end.format("1 failed, 644 passed, 1 error"))
+    assert not crashed_tests(end.format("1 failed, 644 passed"))
+    assert not crashed_tests(end.format("644 passed"))
 
 
 def test_the_yardstick_is_the_mean_of_all_cores() -> None:

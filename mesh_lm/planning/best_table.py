@@ -90,6 +90,16 @@ def payments(report: Report) -> Iterator[str]:
             yield f"waits for {axes} {percent(us, line.step)}"
 
 
+def _at_slow_end(best: Trial, committed: Trial) -> str:
+    """Returns words for a best that is slower than the config at the sustained rates."""
+    band = best.report.step_band
+    other = committed.report.step_band
+    if not band or not other or band.slow <= other.slow:
+        return ""
+    change = band.slow / other.slow - 1
+    return f"; but {change:+.1%} at the slow ends of the bands, so measure both"
+
+
 def _conclusion(found: Found, command: str) -> Iterator[str]:
     n_compiled = len(found.trials) + bool(found.committed)
     if found.no_formulas:
@@ -115,5 +125,5 @@ def _conclusion(found: Found, command: str) -> Iterator[str]:
     if committed and fits:
         change = f"{best.seconds / committed.seconds - 1:+.1%}"
         tie = ", a tie" if best.seconds > (1 - TIE) * committed.seconds else ""
-        yield f"step of the best, against the config as it is: {change}{tie}"
+        yield f"step of the best, against the config as it is: {change}{tie}{_at_slow_end(best, committed)}"
     yield f"{command} {' '.join(options(best.changes))}"

@@ -8,6 +8,7 @@ import glob
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +457,18 @@ def test_the_table_has_the_config_as_it_is_ties_and_the_command() -> None:
     words = text[text.rindex("mesh-lm train megatron_16b") :].split()
     typed = command_line.parse(words[2:])
     assert typed == with_fields(load("megatron_16b"), best.changes)
+
+
+def test_a_best_that_is_slower_at_the_slow_end_says_so() -> None:
+    found, _ = run("megatron_16b", 192)
+    best = found.best
+    assert best is not None and best.report.timeline is not None
+    assert "at the slow ends" not in shown(found)
+    slow = dataclasses.replace(best.report.timeline, step=10 * best.report.timeline.step)
+    other = dataclasses.replace(best, report=dataclasses.replace(best.report, sustained=slow))
+    trials = tuple(other if trial is best else trial for trial in found.trials)
+    text = " ".join(shown(dataclasses.replace(found, trials=trials)).split())
+    assert re.search(r"; but \+\d+\.\d% at the slow ends of the bands, so measure both", text)
 
 
 def test_a_saved_layout_is_read_by_the_same_run_alone(tmp_path: Path) -> None:
