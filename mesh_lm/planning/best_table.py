@@ -125,5 +125,6 @@ def _conclusion(found: Found, command: str) -> Iterator[str]:
     if committed and fits:
         change = f"{best.seconds / committed.seconds - 1:+.1%}"
         tie = ", a tie" if best.seconds > (1 - TIE) * committed.seconds else ""
-        yield f"step of the best, against the config as it is: {change}{tie}{_at_slow_end(best, committed)}"
+        slow_end = _at_slow_end(best, committed)
+        yield f"step of the best, against the config as it is: {change}{tie}{slow_end}"
     yield f"{command} {' '.join(options(best.changes))}"

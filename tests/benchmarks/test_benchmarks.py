@@ -176,3 +176,22 @@ def test_diloco(tmp_path: Path) -> None:
     assert [*rows] == ["ddp", "diloco, momentum 0.9", "diloco, momentum 0.5", "one island alone"]
     sent = [row["sent_bytes_per_token"] for row in rows.values()]
     assert sent[0] == 2 * sent[1] == 2 * sent[2] > 0 == sent[3]
+
+
+def test_fit_formulas(tmp_path: Path) -> None:
+    """Of two models: fitted constants are no worse than those that the project has."""
+    tables = run("fit_formulas", tmp_path)
+    rows = tables["Errors by model"]
+    assert len(rows) == 2 and all(row["programs"] >= 2 for row in rows)
+    mean = sum(row["fitted_mean"] for row in rows)
+    assert mean <= sum(row["predicted_mean"] for row in rows) + 0.01
+    assert all(row["constant"] and row["fitted"] >= 0 for row in tables["Constants"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.deviceless
+def test_random_layouts(tmp_path: Path) -> None:
+    tables = run("random_layouts", tmp_path)
+    (row,) = tables["The layout chosen, and the best of those drawn"]
+    assert row["chosen_step_s"] > 0 and row["considered"] > 1000
+    assert len(tables["The programs"]) == row["compiles"] + 1

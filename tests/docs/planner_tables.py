@@ -1,22 +1,28 @@
-"""The table of docs/planner.md, from the results of benchmarks/best_layouts.py: tests/docs/made.py
-writes it into the page."""
+"""The tables of docs/planner.md, from the results of benchmarks/best_layouts.py, random_layouts.py
+and fit_formulas.py: tests/docs/made.py writes them into the page."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tests.docs.markdown import table
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = max((ROOT / "benchmarks" / "results").glob("best_layouts_2*.json"))
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def tables_of(benchmark: str) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of the newest results by the titles of their tables."""
+    newest = max(RESULTS.glob(f"{benchmark}_2*.json"))
+    tables = json.loads(newest.read_text(encoding="utf-8"))["tables"]
+    return {title: table["rows"] for title, table in tables.items()}
 
 
 def found_layouts() -> str:
     """Returns a row for each config: its own step, the best found, and its layout."""
-    tables = json.loads(RESULTS.read_text(encoding="utf-8"))["tables"]
     rows = []
-    for row in tables["The best layout found, and the config's own"]["rows"]:
+    for row in tables_of("best_layouts")["The best layout found, and the config's own"]:
         options = [word.removeprefix("--") for word in row["best"].split()]
         words = [word if word.startswith("rules=") else word.partition(".")[2] for word in options]
         rows.append([
@@ -30,8 +36,37 @@ def found_layouts() -> str:
     return table(head, rows)
 
 
+def random_models() -> str:
+    """Returns a row for each random model: the layout chosen, and the best of those drawn."""
+    rows = []
+    for row in tables_of("random_layouts")["The layout chosen, and the best of those drawn"]:
+        rows.append([
+            row["config"].partition("/")[2], f"{row['parameters'] / 1e9:.1f}",
+            str(row["devices"]), str(row["compiles"]), f"{row['chosen_step_s']:.3f}",
+            str(row["drawn"]), f"{row['best_drawn_step_s']:.3f}", f"{row['ratio'] - 1:+.1%}",
+        ])  # fmt: skip
+    head = ["seed", "parameters, 10^9", "GPUs", "compiled", "chosen, s", "drawn", "best drawn, s"]
+    return table([*head, "change"], rows)
+
+
+def formula_errors() -> str:
+    """Returns the errors of formulas, priced before anything was compiled."""
+    rows = []
+    for row in tables_of("fit_formulas")["Errors"]:
+        rows.append([
+            row["programs"], str(row["number"]), f"{row['step_mean']:.0%}",
+            f"{row['step_max']:.0%}", f"{row['peak_mean']:.0%}", f"{row['peak_max']:.0%}",
+        ])  # fmt: skip
+    head = ["programs", "number", "step, mean", "step, most", "peak, mean", "peak, most"]
+    return table(head, rows)
+
+
 def _band(fast: float, slow: float) -> str:
     return f"{fast:.3f} to {slow:.3f}"
 
 
-TABLES = {"found layouts": found_layouts}
+TABLES = {
+    "found layouts": found_layouts,
+    "random models": random_models,
+    "formula errors": formula_errors,
+}
