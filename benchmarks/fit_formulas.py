@@ -270,14 +270,15 @@ def _max(errors: Any) -> float | None:
 
 
 def _constants_table(constants: Any, before: Any) -> list[Row]:
+    from mesh_lm.planning.paper.layouts import REMAT
+
     rows: list[Row] = []
     for field in dataclasses.fields(constants):
         new, old = getattr(constants, field.name), getattr(before, field.name)
         if isinstance(new, tuple):
-            words = ("none", "save_names", "full")
             rows += [
                 {"constant": f"{field.name}, {word}", "now": b, "fitted": a}
-                for word, a, b in zip(words, new, old, strict=True)
+                for word, a, b in zip(REMAT, new, old, strict=True)
             ]
         else:
             rows.append({"constant": field.name, "now": old, "fitted": new})

@@ -557,7 +557,8 @@ def fields_of(row: Mapping[str, float], config: TrainConfig) -> Fields:
     fields["pipeline.stash"] = "residuals" if has_stages and row["keeps_residuals"] else "input"
     fields["pipeline.pair_layers"] = False
     fields["pipeline.layers"] = ()
-    fields["pipeline.balance"] = "equal"
+    n_chunks = int(row["pipeline"] * row["chunks"])
+    fields["pipeline.balance"] = "flops" if n_layers % n_chunks else "equal"
     fields["pipeline.schedule"] = "1f1b"
     fields["launch.xla_flags"] = "layers" if is_zero3 and not has_stages else "auto"
     return fields

@@ -22,7 +22,7 @@ from sharding_rules.lab.fixes import Candidate
 from sharding_rules.lab.targets import NODE
 from sharding_rules.rules import Kind
 
-_POLICIES = ("none", "save_names", "save_attention", "full")
+POLICIES = ("none", "save_names", "save_attention", "full")
 """Rematerialisation, from the one that recomputes the least."""
 _REPLICA_RULES = ("zero1", "zero2", "distributed", "hsdp", "fsdp")
 _TENSOR_RULES = ("megatron", "megatron_sp", "megatron_2d")
@@ -134,9 +134,9 @@ def _remat(config: TrainConfig) -> Iterator[Change]:
     policy = getattr(config.model, "remat", None)
     if any(segment.remat != policy for segment in config.model.stack().segments):
         return  # model.remat does not apply to a segment with its own policy
-    if policy not in _POLICIES:
+    if policy not in POLICIES:
         return
-    for stronger in _POLICIES[_POLICIES.index(policy) + 1 :]:
+    for stronger in POLICIES[POLICIES.index(policy) + 1 :]:
         yield Change("remat", {"model.remat": stronger})
     if policy != "full":
         yield Change("offload", {"model.remat": "offload"})

@@ -24,8 +24,7 @@ from mesh_lm.planning.best import (
     options,
     value_of,
 )
-from mesh_lm.planning.changes import with_reduction
-from mesh_lm.planning.paper.layouts import REMAT
+from mesh_lm.planning.changes import POLICIES, with_reduction
 from mesh_lm.training.check import check
 from sharding_rules import ShardingRuleError
 from sharding_rules.lab import LabError, Report
@@ -207,11 +206,11 @@ def _levers(config: TrainConfig, most_tensor: int) -> Iterator[Lever]:
 def _of_model(config: TrainConfig) -> Iterator[Lever]:
     model: Any = config.model
     policy = getattr(model, "remat", None)
-    if policy in REMAT:
-        i = REMAT.index(policy)
+    if policy in POLICIES:
+        i = POLICIES.index(policy)
         for other, needs_memory in ((i - 1, True), (i + 1, False)):
-            if 0 <= other < len(REMAT):
-                fields = {"model.remat": REMAT[other], "model.remat_layers": None}
+            if 0 <= other < len(POLICIES):
+                fields = {"model.remat": POLICIES[other], "model.remat_layers": None}
                 yield Lever(f"remat {'less' if needs_memory else 'more'}", fields, needs_memory)
     if getattr(model, "batch_halves", None) is False:
         yield Lever("halves", {"model.batch_halves": True})

@@ -10,15 +10,20 @@ import numpy as np
 
 from mesh_lm.planning.paper.sizes import AXES, ModelSizes, why_no_formulas
 
-NONE, SAVE_NAMES, FULL = 0, 1, 2
-REMAT = ("none", "save_names", "full")
+NONE, SAVE_NAMES, FULL, SAVE_ATTENTION = 0, 1, 2, 3
+REMAT = ("none", "save_names", "full", "save_attention")
 """The words of model.remat, by number."""
+LIGHTER = np.array([NONE, NONE, SAVE_NAMES, SAVE_NAMES])
+"""For each policy the one of the layers that remat_layers leaves out, as
+`mesh_lm.schedules.segments.LIGHTER` has it."""
 DDP, ZERO1, DISTRIBUTED, ZERO3 = 0, 1, 2, 3
 REPLICAS = ("ddp", "zero1", "distributed", "zero3")
 """The presets that say what is sharded over `data`, by number."""
 PRESETS = {*REPLICAS, "fsdp", "hsdp", "megatron", "megatron_sp"}
 """The presets of the formulas."""
 _MOST_STAGES = 32
+_MOST_PADDED = 1.1
+"""Layers that stages would run if all chunks were as long as the longest, over the model's."""
 _MOST_UNROLLED = 48
 """Layers up to which unrolling is tried: XLA needs more time for each, at every start of a run."""
 
@@ -41,7 +46,7 @@ class Layouts:
     sequence_parallel: np.ndarray
     """Whether the residual stream is sharded over `tensor` (megatron_sp)."""
     remat: np.ndarray
-    """NONE, SAVE_NAMES or FULL."""
+    """NONE, SAVE_NAMES, FULL or SAVE_ATTENTION."""
     remat_share: np.ndarray
     """Share of the layers with this policy; the others have the next lighter one."""
     kept_share: np.ndarray
@@ -94,7 +99,7 @@ def enumerated(sizes: ModelSizes, n_devices: int, node: int, most_tensor: int = 
         if tensor > min(node, most_tensor or node) or not _divides_heads(sizes, tensor):
             continue
         for pipeline in _divisors(n_devices // tensor):
-            if pipeline > _MOST_STAGES or sizes.layers % pipeline:
+            if pipeline > min(_MOST_STAGES, sizes.layers):
                 continue
             n_shards = n_devices // tensor // pipeline
             if sizes.global_batch % n_shards:
@@ -117,13 +122,13 @@ def _of_mesh(sizes: ModelSizes, axes: Mapping[str, int]) -> Iterator[np.ndarray]
     choices["microbatches"] = [
         m for m in _divisors(n_sequences) if not has_stages or m >= axes["pipeline"]
     ]
-    choices["chunks"] = _divisors(sizes.layers // axes["pipeline"]) if has_stages else (1,)
+    choices["chunks"] = _chunks(sizes.layers, axes["pipeline"]) if has_stages else (1,)
     choices["replicas"] = (DDP,)
     if axes["data"] > 1 and axes["fsdp"] == 1:
         # In stages zero3 sends no more than the others, and needs less memory.
         choices["replicas"] = (ZERO3,) if has_stages else (DDP, ZERO1, DISTRIBUTED, ZERO3)
     choices["sequence_parallel"] = (0, 1) if axes["tensor"] > 1 else (0,)
-    choices["remat"] = (NONE, SAVE_NAMES, FULL)
+    choices["remat"] = (NONE, SAVE_NAMES, FULL, SAVE_ATTENTION)
     choices["remat_share"] = (1.0,) if has_stages else (0.125, 0.25, 0.5, 0.75, 1.0)
     choices["kept_share"] = (0.0,) if has_stages else (0.0, 0.5, 1.0)
     choices["keeps_residuals"] = (0, 1) if has_stages else (1,)
@@ -139,6 +144,18 @@ def _of_mesh(sizes: ModelSizes, axes: Mapping[str, int]) -> Iterator[np.ndarray]
     allowed &= (column["kept_share"] == 0) | (column["replicas"] == ZERO3)
     allowed &= (column["remat_share"] == 1) | (column["remat"] != NONE)
     yield block[:, allowed]
+
+
+def _chunks(n_layers: int, pipeline: int) -> list[int]:
+    """Returns the numbers of chunks on a stage that divide the layers, or waste little where all
+    chunks run as long as the longest.
+    """
+    chunks = []
+    for n in range(1, n_layers // pipeline + 1):
+        longest = -(-n_layers // (pipeline * n))
+        if longest * pipeline * n <= _MOST_PADDED * n_layers:
+            chunks.append(n)
+    return chunks
 
 
 def _divides_heads(sizes: ModelSizes, tensor: int) -> bool:

@@ -13,7 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from mesh_lm.planning.paper.constants import FITTED, ByRemat, Constants
-from mesh_lm.planning.paper.layouts import FULL, NONE, SAVE_NAMES, ZERO1, ZERO3, Layouts
+from mesh_lm.planning.paper.layouts import (
+    FULL,
+    LIGHTER,
+    NONE,
+    SAVE_ATTENTION,
+    SAVE_NAMES,
+    ZERO1,
+    ZERO3,
+    Layouts,
+)
 from mesh_lm.planning.paper.sizes import Hardware, ModelSizes
 
 Array = np.ndarray
@@ -50,7 +59,7 @@ def price(
     heavy = _Step(sizes, layouts, hardware, constants).price()
     if not len(layouts) or np.all(layouts.remat_share == 1):
         return heavy
-    lighter = dataclasses.replace(layouts, remat=np.maximum(layouts.remat - 1, 0))
+    lighter = dataclasses.replace(layouts, remat=LIGHTER[layouts.remat.astype(int)])
     light = _Step(sizes, lighter, hardware, constants).price()
     share = layouts.remat_share
     return Price(*(share * a + (1 - share) * b for a, b in zip(heavy, light, strict=True)))
@@ -84,7 +93,7 @@ class _Step:
         layer = self._layer()
         ends = self._ends()
         ticks, all_ticks = self._ticks()
-        layers_of_tick = self._layers / layouts.chunks
+        layers_of_tick = self._layers_of_chunk
         compute = ticks * layers_of_tick * (layer.forward + layer.backward)
         exposed = ticks * layers_of_tick * layer.exposed
         compute = compute + layouts.microbatches * ends.compute + self._accumulation(all_ticks)
@@ -106,8 +115,14 @@ class _Step:
 
     @property
     def _layers(self) -> Array:
-        """Layers of a stage."""
-        return self.sizes.layers / self.layouts.pipeline
+        """Layers of the stage that has most."""
+        return np.ceil(self.sizes.layers / self.layouts.pipeline)
+
+    @property
+    def _layers_of_chunk(self) -> Array:
+        """Layers of the longest chunk, for which all stages wait."""
+        layouts = self.layouts
+        return np.ceil(self.sizes.layers / (layouts.pipeline * layouts.chunks))
 
     @property
     def _has_stages(self) -> Array:
@@ -245,6 +260,7 @@ class _Step:
         again = self._recomputes_stage
         elementwise = self._moving(self._elementwise_bytes())
         recomputed = np.where(is_full, forward - second[0] + attention, 0)
+        recomputed = np.where(layouts.remat == SAVE_ATTENTION, first[0], recomputed)
         recomputed = recomputed + again * (forward + attention)
         forward = forward + attention + 0.35 * elementwise
         backward = backward + attention_backward + recomputed + 0.65 * elementwise
@@ -380,7 +396,7 @@ class _Step:
         params = self._layer_params + self._end_params
         added = np.where(layouts.microbatches > 1, layouts.microbatches * params, 0)
         added = added * constants.accumulated_bytes / np.where(self._is_zero3, layouts.data, 1)
-        per_tick = self._layers / layouts.chunks
+        per_tick = self._layers_of_chunk
         stash = np.where(
             layouts.keeps_residuals > 0,
             4 * per_tick * self._kept_bytes(),
@@ -433,6 +449,7 @@ class _Step:
         names = 2 * stream + _BF16 * tokens * (2 * q + 2 * kv + up) + statistics
         everything = names + 4 * tokens * sizes.d_model + _BF16 * tokens * mlp
         kept = np.where(layouts.remat == FULL, stream, everything)
+        kept = np.where(layouts.remat == SAVE_ATTENTION, names - _BF16 * tokens * up, kept)
         return np.where(layouts.remat == SAVE_NAMES, names, kept)
 
     def _peak(self) -> Array:
@@ -460,7 +477,7 @@ class _Step:
         accumulated = np.where(layouts.microbatches > 1, _F32 * params / gradient_ways, 0)
 
         kept = self._kept_bytes()
-        per_chunk = self._layers / layouts.chunks
+        per_chunk = self._layers_of_chunk
         p, v, m = layouts.pipeline, layouts.chunks, layouts.microbatches
         interleaved = np.minimum(m * v, 2 * (p - 1) + (v - 1) * p + 1)
         in_flight = 1 + np.where(v > 1, interleaved, np.minimum(m, 2 * p - 1))
