@@ -374,7 +374,7 @@ def climbed_report(config: TrainConfig) -> Report:
     step = 0.85**lighter * (1 + 0.05 * math.log2(microbatches))
     step *= 1 + 0.1 * math.log2(config.mesh.tensor)
     peak = (
-        20 + 15 * lighter - 3 * math.log2(microbatches) - 4 * math.log2(config.mesh.tensor)
+        20 + 9 * lighter - 3 * math.log2(microbatches) - 4 * math.log2(config.mesh.tensor)
     ) * GIB
     report = lab_report.report()
     assert report.timeline is not None
