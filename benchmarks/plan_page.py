@@ -351,10 +351,11 @@ def _costs_said(
 ) -> str:
     """Returns what a plan costs, and that neither devices nor layers make it much dearer."""
     cpu, memory = [r["cpu_s"] for r in rows], max(rows, key=lambda r: r["rss_gib"])
+    kinds = " or ".join(sorted({row.get("cpu", machine["cpu"]) for row in rows}))
     few, many = devices[0], devices[-1]
     sizes = [r["text_bytes"] for r in depth]
     return textwrap.fill(
-        f"On {machine['cores']} cores ({machine['cpu']}) a plan takes {seconds(min(cpu))} to "
+        f"On {machine['cores']} cores ({kinds}) a plan takes {seconds(min(cpu))} to "
         f"{seconds(max(cpu))} s of CPU time, over all threads, and at most {memory['rss_gib']:.2f} "
         f"GiB of memory (`{memory['name']}`). `{many['name'].split(',')[0]}` on "
         f"{many['devices']:,} devices takes {many['cpu_s'] / few['cpu_s']:.2f} times the CPU time "

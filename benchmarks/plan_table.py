@@ -139,13 +139,14 @@ def collect(args: Any) -> None:
     earlier_file = record.directory / f"{record.stem}.json"
     if args.only and not args.quick and not earlier_file.is_file():
         earlier_file = plan_page.newest()
-    earlier_tables = (
-        json.loads(earlier_file.read_text(encoding="utf-8"))["tables"]
-        if earlier_file.is_file()
-        else {}
-    )
+    earlier = json.loads(earlier_file.read_text(encoding="utf-8")) if earlier_file.is_file() else {}
+    earlier_tables = earlier.get("tables", {})
+    machine_kind = record.data["machine"]["cpu"]
+    earlier_kind = earlier["machine"]["cpu"] if earlier else machine_kind
     done: dict[str, Row] = {
-        row["name"]: row for table in earlier_tables.values() for row in table["rows"]
+        row["name"]: {"cpu": earlier_kind} | row
+        for table in earlier_tables.values()
+        for row in table["rows"]
     }
     subjects = [s for s in SUBJECTS if any(word in s.name for word in args.only.split(","))]
     if args.quick:
@@ -168,7 +169,7 @@ def collect(args: Any) -> None:
                 or TIMES[subject.table] <= time_
             ):
                 continue
-            row = in_a_process(subject, args.quick)
+            row = {"cpu": machine_kind} | in_a_process(subject, args.quick)
             best = min((row, old_row), key=lambda r: r["total_s"]) if old_row else row
             done[subject.name] = best | {"times": 1 + (old_row["times"] if old_row else 0)}
             for title, note in plan_page.NOTES.items():

@@ -22,9 +22,10 @@ def report_of(
 ) -> Report:
     """Of LAYERS layers of megatron_16b, a sequence on each GPU."""
     config: TrainConfig = load("configs/megatron_16b.py")
+    fields = {"n_layers": LAYERS, "remat": "save_names", "unroll": False}
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, n_layers=LAYERS, **model),
+        model=dataclasses.replace(config.model, **(fields | model)),
         mesh=mesh,
         rules=preset(rules),
         train=dataclasses.replace(config.train, global_batch=16),
