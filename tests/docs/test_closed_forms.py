@@ -7,9 +7,11 @@ import math
 
 import pytest
 
+from mesh_lm.planning.closed_forms import tensor_2d
+from mesh_lm.planning.closed_forms.step import expected
+from mesh_lm.planning.closed_forms.subjects import Strategy
+from mesh_lm.planning.closed_forms.terms import AR, total
 from tests.docs.closed_form_tables import FACTORS, REMATS, dimensions, gpt, sent_over, terms
-from tests.sharding_rules import closed_forms_tensor_2d as tensor_2d
-from tests.sharding_rules.closed_forms import AR, Strategy, expected, total
 
 PRODUCTS = (
     "zero1+megatron", "zero1+megatron_sp", "zero2+megatron_sp", "distributed+megatron_sp",

@@ -18,8 +18,9 @@ from PIL import Image
 from benchmarks import plan_page
 from benchmarks.plan_chart import digest
 from mesh_lm.config import load
+from mesh_lm.planning.closed_forms.step import expected_of
+from mesh_lm.planning.closed_forms.terms import by_axes, total
 from mesh_lm.training.check import check
-from tests.sharding_rules.closed_forms import by_axes, expected_of, total
 
 ROOT = Path(__file__).parents[2]
 SOURCE = plan_page.newest()
