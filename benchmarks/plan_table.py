@@ -450,7 +450,7 @@ def model_seconds(config: Any, devices: int) -> float:
 def least_bytes(config: Any) -> float | None:
     """Returns the minimum by docs/closed_forms.md; None if no collective is needed or no form
     covers the rules."""
-    from mesh_lm.planning.closed_forms.step import expected_of
+    from mesh_lm.planning.closed_forms.config import expected_of
     from mesh_lm.planning.closed_forms.terms import total
 
     try:

@@ -6,6 +6,6 @@ forms follow `mesh_lm/parallel/engine.py` (manual over data, one fp32 sum a step
 `TableSharding` (tables). Pure arithmetic: no JAX, and nothing of the compiler. Compiled programs
 are held to them, and docs/closed_forms.md is made from here.
 
-`step.expected` returns the terms of a decoder and a strategy, and `step.expected_of` those of a
+`step.expected` returns the terms of a decoder and a strategy, and `config.expected_of` those of a
 config. A module has the forms of one kind of parallelism.
 """

@@ -1,22 +1,20 @@
-"""The collectives of one train step: of a decoder under a strategy, or of a config.
+"""The collectives of one train step of a decoder under a strategy.
 
-Not here, because below 1 KiB or absent from the presets: scalars (loss sums, label weight, gradient
-norm), attention sinks and q/k norms, documents kept separate (positions are then looked up), stages
-of unequal layers, the expert axis, windows that end a ring early.
+Not here, because below 1 KiB or nearly so: scalars (loss sums, label weight, gradient norm),
+attention sinks and q/k norms.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from mesh_lm.planning.closed_forms.context import context_forms
 from mesh_lm.planning.closed_forms.fsdp import fsdp_forms
 from mesh_lm.planning.closed_forms.replicas import replica_forms
 from mesh_lm.planning.closed_forms.sizes import dtype_of, sizes
 from mesh_lm.planning.closed_forms.stages import stage_forms
-from mesh_lm.planning.closed_forms.subjects import Decoder, NoFormError, Step, Strategy
+from mesh_lm.planning.closed_forms.subjects import Decoder, Step, Strategy
 from mesh_lm.planning.closed_forms.tensor import tensor_forms
 from mesh_lm.planning.closed_forms.tensor_2d import tensor_2d_forms
 from mesh_lm.planning.closed_forms.terms import Form, Per, Term
@@ -38,48 +36,6 @@ def expected(model: Decoder, strategy: Strategy, sequences: int, microbatches: i
         if axes and form.count and payload:
             terms.append(_term(form, axes, strategy, payload, runs[form.per]))
     return terms
-
-
-def expected_of(config: Any) -> list[Term]:
-    """Returns the collectives of one step of a `mesh_lm.config.TrainConfig`, whose mesh has no axis
-    of -1. Raises NoFormError for what has no form.
-    """
-    mesh = config.mesh
-    loop = config.train
-    batch_shards = mesh.data * mesh.fsdp
-    sequences = loop.global_batch // (loop.microbatches * batch_shards)
-    return expected(Decoder.of(config.model), _strategy_of(config), sequences, loop.microbatches)
-
-
-def _strategy_of(config: Any) -> Strategy:
-    mesh = config.mesh
-    rules = config.rules
-    pipeline = config.pipeline
-    is_equal = not pipeline.layers and pipeline.balance == "equal"
-    if mesh.pipeline > 1 and (pipeline.schedule != "1f1b" or not is_equal):
-        raise NoFormError(
-            f"no closed form for pipeline schedule {pipeline.schedule} with layers "
-            f"{pipeline.layers or pipeline.balance}"
-        )
-    if rules.reduction == "int8" or rules.node_axis:
-        raise NoFormError(f"no closed form here for {rules.name}; see closed_forms/reductions.py")
-    words = rules.name.replace(" by layers", "").split("+")
-    axes = mesh.sizes()
-    by_layers = rules.column("optimizer").get("layers") == "data"
-    return Strategy(
-        preset="+".join(word for word in words if not word.startswith("reduce_")),
-        data=mesh.data,
-        fsdp=mesh.fsdp,
-        tensor=mesh.tensor,
-        zero_by="layers" if by_layers else "embed",
-        pipeline=mesh.pipeline,
-        virtual=pipeline.chunks,
-        stash=pipeline.stash,
-        reduction=rules.reduction,
-        sequence=mesh.sequence,
-        ulysses=axes.get("ulysses", 1),
-        tensor_y=axes.get("tensor_y", 1),
-    )
 
 
 def _forms(step: Step) -> Iterator[Form]:

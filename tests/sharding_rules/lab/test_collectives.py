@@ -20,7 +20,7 @@ import pytest
 
 from mesh_lm.config import PipelineConfig, TrainConfig, TrainLoop, load
 from mesh_lm.model import DecoderConfig
-from mesh_lm.planning.closed_forms.step import expected_of
+from mesh_lm.planning.closed_forms.config import expected_of
 from mesh_lm.planning.closed_forms.terms import BYTES, Term, by_axes, total
 from mesh_lm.planning.program import compile_config
 from mesh_lm.training.check import check

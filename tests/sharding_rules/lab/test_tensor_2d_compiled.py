@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mesh_lm.planning.closed_forms.step import expected_of
+from mesh_lm.planning.closed_forms.config import expected_of
 from sharding_rules.lab.lint import lint
 from sharding_rules.lab.report import Report
 from tests.sharding_rules.lab.test_collectives import (

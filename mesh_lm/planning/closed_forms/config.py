@@ -1,0 +1,99 @@
+"""The collectives of one train step of a config, or what in it has no closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mesh_lm.planning.closed_forms.step import expected
+from mesh_lm.planning.closed_forms.subjects import Decoder, NoFormError, Strategy
+from mesh_lm.planning.closed_forms.terms import Term
+
+_ELEMENTWISE_RULES = ("AdamW", "Lion")
+"""Classes of optimizer rules that update each element by itself, and so send nothing."""
+
+
+def expected_of(config: Any) -> list[Term]:
+    """Returns the collectives of one step of a `mesh_lm.config.TrainConfig`, whose mesh has no axis
+    of -1.
+
+    Raises NoFormError for what has no form.
+    """
+    for problem in _without_form(config):
+        raise NoFormError(f"no closed form for {problem}")
+    loop = config.train
+    batch_shards = config.mesh.data * config.mesh.fsdp
+    sequences = loop.global_batch // (loop.microbatches * batch_shards)
+    return expected(Decoder.of(config.model), _strategy(config), sequences, loop.microbatches)
+
+
+def _without_form(config: Any) -> Iterator[str]:
+    """Yields what of a config has no closed form."""
+    yield from _models_without_form(config)
+    yield from _rules_without_form(config)
+    yield from _stages_without_form(config)
+
+
+def _models_without_form(config: Any) -> Iterator[str]:
+    model = config.model
+    if not hasattr(model, "segment_configs"):
+        yield f"a model of the class {type(model).__name__}"
+        return
+    if len(model.segment_configs()) > 1:
+        yield f"{len(model.segments)} segments of layers"
+    for segment in model.segment_configs():
+        if segment.kind != "dense":
+            yield f"layers of the kind {segment.kind}"
+    if model.dtype != "bfloat16":
+        yield f"model.dtype={model.dtype}"
+    if model.remat == "save_attention":
+        yield "model.remat=save_attention"
+    if model.batch_halves:
+        yield "model.batch_halves"
+    if config.mesh.sequence > 1 and any(model.windows()):
+        yield "windows of attention over shards of sequences"
+    if config.data.documents != "joined" and model.positions == "learned":
+        yield f"data.documents={config.data.documents} with learned positions, which are looked up"
+
+
+def _rules_without_form(config: Any) -> Iterator[str]:
+    rules = config.rules
+    if rules.reduction == "int8":
+        yield "rules.reduction=int8"
+    if rules.node_axis:
+        yield f"sums in two levels over {rules.node_axis}"
+    rule = type(config.optimizer.rule).__name__
+    if rule not in _ELEMENTWISE_RULES:
+        yield f"optimizer.rule={rule}"
+
+
+def _stages_without_form(config: Any) -> Iterator[str]:
+    if config.mesh.pipeline == 1:
+        return
+    pipeline = config.pipeline
+    if pipeline.schedule != "1f1b":
+        yield f"pipeline.schedule={pipeline.schedule}"
+    if pipeline.layers or pipeline.balance != "equal":
+        yield "stages of unequal layers"
+
+
+def _strategy(config: Any) -> Strategy:
+    """Returns the strategy of a config whose rules are a product of presets."""
+    mesh = config.mesh
+    axes = mesh.sizes()
+    words = config.rules.name.replace(" by layers", "").split("+")
+    by_layers = config.rules.column("optimizer").get("layers") == "data"
+    return Strategy(
+        preset="+".join(word for word in words if not word.startswith("reduce_")),
+        data=mesh.data,
+        fsdp=mesh.fsdp,
+        tensor=mesh.tensor,
+        zero_by="layers" if by_layers else "embed",
+        pipeline=mesh.pipeline,
+        virtual=config.pipeline.chunks,
+        stash=config.pipeline.stash,
+        reduction=config.rules.reduction,
+        sequence=mesh.sequence,
+        ulysses=axes.get("ulysses", 1),
+        tensor_y=axes.get("tensor_y", 1),
+    )
