@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mesh_lm.planning.closed_forms.step import expected
+from mesh_lm.planning.closed_forms.step import expected, expected_outer
 from mesh_lm.planning.closed_forms.subjects import Decoder, NoFormError, Strategy
 from mesh_lm.planning.closed_forms.terms import Term
 
+_SCHEDULES = ("1f1b", "gpipe", "classic_1f1b")
 _ELEMENTWISE_RULES = ("AdamW", "Lion")
 """Classes of optimizer rules that update each element by itself, and so send nothing."""
 
@@ -22,9 +23,20 @@ def expected_of(config: Any) -> list[Term]:
     for problem in _without_form(config):
         raise NoFormError(f"no closed form for {problem}")
     loop = config.train
-    batch_shards = config.mesh.data * config.mesh.fsdp
+    strategy = _strategy(config)
+    batch_shards = strategy.data * strategy.fsdp * strategy.node * strategy.island
     sequences = loop.global_batch // (loop.microbatches * batch_shards)
-    return expected(Decoder.of(config.model), _strategy(config), sequences, loop.microbatches)
+    return expected(Decoder.of(config.model), strategy, sequences, loop.microbatches)
+
+
+def expected_outer_of(config: Any) -> list[Term]:
+    """Returns the collectives of an outer step, which comes once in `diloco.outer_steps` steps.
+
+    There are none without islands. Raises as `expected_of`.
+    """
+    for problem in _without_form(config):
+        raise NoFormError(f"no closed form for {problem}")
+    return expected_outer(Decoder.of(config.model), _strategy(config))
 
 
 def _without_form(config: Any) -> Iterator[str]:
@@ -46,22 +58,13 @@ def _models_without_form(config: Any) -> Iterator[str]:
             yield f"layers of the kind {segment.kind}"
     if model.dtype != "bfloat16":
         yield f"model.dtype={model.dtype}"
-    if model.remat == "save_attention":
-        yield "model.remat=save_attention"
     if model.batch_halves:
         yield "model.batch_halves"
-    if config.mesh.sequence > 1 and any(model.windows()):
-        yield "windows of attention over shards of sequences"
     if config.data.documents != "joined" and model.positions == "learned":
         yield f"data.documents={config.data.documents} with learned positions, which are looked up"
 
 
 def _rules_without_form(config: Any) -> Iterator[str]:
-    rules = config.rules
-    if rules.reduction == "int8":
-        yield "rules.reduction=int8"
-    if rules.node_axis:
-        yield f"sums in two levels over {rules.node_axis}"
     rule = type(config.optimizer.rule).__name__
     if rule not in _ELEMENTWISE_RULES:
         yield f"optimizer.rule={rule}"
@@ -71,7 +74,7 @@ def _stages_without_form(config: Any) -> Iterator[str]:
     if config.mesh.pipeline == 1:
         return
     pipeline = config.pipeline
-    if pipeline.schedule != "1f1b":
+    if pipeline.schedule not in _SCHEDULES:
         yield f"pipeline.schedule={pipeline.schedule}"
     if pipeline.layers or pipeline.balance != "equal":
         yield "stages of unequal layers"
@@ -96,4 +99,7 @@ def _strategy(config: Any) -> Strategy:
         sequence=mesh.sequence,
         ulysses=axes.get("ulysses", 1),
         tensor_y=axes.get("tensor_y", 1),
+        schedule=config.pipeline.schedule,
+        node=axes.get("node", 1),
+        island=axes.get("island", 1),
     )

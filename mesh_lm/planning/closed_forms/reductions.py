@@ -22,8 +22,13 @@ def int8_half(arrays: Iterable[int], n: int) -> dict[str, float]:
     """Returns type -> bytes of a reduce-scatter in int8, or of an all-gather: an n-th of each array
     is padded to whole blocks.
     """
-    blocks = sum(n * math.ceil(math.ceil(elements / n) / INT8_BLOCK) for elements in arrays)
+    blocks = sum(int8_blocks(elements, n) for elements in arrays)
     return {"s8": (n - 1) / n * INT8_BLOCK * blocks, "f32": (n - 1) / n * 4 * blocks}
+
+
+def int8_blocks(elements: float, n: int) -> int:
+    """Returns the blocks of an array whose n parts are padded to whole ones."""
+    return n * math.ceil(math.ceil(elements / n) / INT8_BLOCK)
 
 
 def by_node(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from mesh_lm.planning.closed_forms.reductions import INT8_BLOCK, int8_blocks
 from mesh_lm.planning.closed_forms.subjects import Step
 
 ALIGNED = 128
@@ -92,6 +93,17 @@ SYMBOLS = {
     "J": Symbol(
         "4 x tables and positions / (T F), padded", "f32", "one flat vector each; J/2 in bf16"
     ),
+    "I": Symbol(
+        "1 x matrices and tables of one device, padded",
+        "s8",
+        "their gradients in int8; i: the fp32 scales; It, it: of tables in stages; Ir, Ij: of R, J",
+    ),
+    "M": Symbol(
+        "4 x matrices and tables of one device, padded",
+        "f32",
+        "their gradients in two levels; Mt: of tables in stages; M/N: a device's part in its node",
+    ),
+    "O": Symbol("4 x parameters of one device", "f32", "what islands average in an outer step"),
     "X/y": Symbol("X / y", "bf16", "a device's columns of the residual stream"),
     "U": Symbol("2 b s x columns of up (and gate) / T", "bf16", "what up returns, with full rows"),
     "d": Symbol("2 b s x rows of down / T", "bf16", "the gradient of what down reads"),
@@ -112,6 +124,12 @@ def dtype_of(size: str) -> str:
         return SYMBOLS[size].dtype
     if size.endswith("/2"):
         return "bf16"
+    if size.startswith(("I", "i")):
+        return "s8" if size.startswith("I") else "f32"
+    if size.endswith("/N"):
+        return "f32"
+    if size == "Mt":
+        return "f32"
     if size.startswith("2"):
         return "f32"
     return SYMBOLS[size.partition("-")[0]].dtype
@@ -125,10 +143,16 @@ def sizes(step: Step) -> dict[str, float]:
         **_weights(step),
         **_stored(step),
         **_flat_vectors(step),
+        **_int8(step),
+        **_two_levels(step),
     }
+    symbols["O"] = symbols["G"] + symbols["S"]
     for symbol in ("W", "E", "P", "K"):
         symbols[f"2{symbol}"] = 2 * symbols[symbol]
-    for symbol in ("Z", "Y", "R", "J"):
+    for symbol in ("R", "J", "M", "Mt"):
+        symbols[f"{symbol}/N"] = symbols[symbol] / step.strategy.node
+        symbols[f"{symbol}/N/2"] = symbols[symbol] / step.strategy.node / 2
+    for symbol in ("Z", "Y", "R", "J", "M", "Mt"):
         symbols[f"{symbol}/2"] = symbols[symbol] / 2
     return symbols
 
@@ -250,3 +274,59 @@ def _flat_vectors(step: Step) -> dict[str, float]:
     table_shards = strategy.replicas * strategy.pipeline
     tables = sum(padded(elements, table_shards) for elements in _tables(step))
     return {"R": 4.0 * padded(matrices, strategy.replicas), "J": 4.0 * tables}
+
+
+def _layer_matrices(step: Step) -> list[float]:
+    """Returns the elements of each stacked array of the layers' matrices on one device."""
+    model = step.model
+    strategy = step.strategy
+    head_width = model.d_model * model.head_dim
+    queries = head_width * model.heads
+    keys_values = 2 * head_width * model.kv_heads
+    is_fused = model.heads == model.kv_heads
+    attention = [queries + keys_values] if is_fused else [queries, keys_values]
+    mlp = [model.d_model * model.d_ff * (1 + model.gated), model.d_model * model.d_ff]
+    shards = strategy.matrix_shards * strategy.fsdp
+    return [step.stage_layers * elements / shards for elements in (*attention, queries, *mlp)]
+
+
+def _array_families(step: Step) -> dict[str, list[float]]:
+    """Returns the arrays that are summed over the replicas, "", and those that are summed over
+    stages and replicas, "t".
+    """
+    tables = [elements for elements in _tables(step) if elements]
+    if step.strategy.staged:
+        return {"": _layer_matrices(step), "t": tables}
+    return {"": [*_layer_matrices(step), *tables], "t": []}
+
+
+def _int8(step: Step) -> dict[str, float]:
+    """Returns the sizes of int8 sums: a replica's part of each array is padded to whole blocks."""
+    strategy = step.strategy
+    n_replicas = {"": strategy.replicas, "t": strategy.replicas * strategy.pipeline}
+    symbols = {}
+    for family, arrays in _array_families(step).items():
+        n = n_replicas[family]
+        blocks = sum(int8_blocks(elements, n) for elements in arrays)
+        symbols[f"I{family}"] = 1.0 * INT8_BLOCK * blocks
+        symbols[f"i{family}"] = 4.0 * blocks
+
+    matrices = step.model.matrices / (strategy.matrix_shards * strategy.fsdp)
+    row = padded(matrices, strategy.replicas)
+    row_blocks = int8_blocks(row, strategy.replicas)
+    table_shards = strategy.replicas * strategy.pipeline
+    table_blocks = 0
+    for elements in _tables(step):
+        table_blocks += int8_blocks(padded(elements, table_shards), table_shards)
+    vectors = {"Ir": 1.0 * INT8_BLOCK * row_blocks, "ir": 4.0 * row_blocks}
+    tables = {"Ij": 1.0 * INT8_BLOCK * table_blocks, "ij": 4.0 * table_blocks}
+    return {**symbols, **vectors, **tables}
+
+
+def _two_levels(step: Step) -> dict[str, float]:
+    """Returns the sizes of sums in two levels: each array is padded to the devices of a node."""
+    node = step.strategy.node
+    symbols = {}
+    for family, arrays in _array_families(step).items():
+        symbols[f"M{family}"] = 4.0 * sum(node * math.ceil(elements / node) for elements in arrays)
+    return symbols

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mesh_lm.planning.closed_forms.replicas import FP32_WEIGHTS, FULL_SUM, flat_forms
+from mesh_lm.planning.closed_forms.replicas import (
+    FP32_WEIGHTS,
+    FULL_SUM,
+    ZERO_WEIGHTS,
+    flat_forms,
+    needed_of_zero,
+    stepwise_sums,
+)
 from mesh_lm.planning.closed_forms.subjects import Step
-from mesh_lm.planning.closed_forms.terms import Form, Group
+from mesh_lm.planning.closed_forms.terms import REPLICAS, Form, Group
 
 HOP = Group("hop", ("pipeline",))
-SHARED = ("pipeline", "data")
+SHARED = ("pipeline", *REPLICAS)
 """The axes over which what every stage has is summed."""
 GRADIENTS = Group("gradients", SHARED)
-WEIGHTS = Group("weights", ("data",))
 
 _IDLE = "idle stages send, too"
 _SUMMED = "gradients of what every stage has, summed once after the last microbatch"
@@ -57,15 +63,25 @@ def _whole_tables(step: Step) -> Iterator[Form]:
     and if ZeRO has cut it, in vain.
     """
     strategy = step.strategy
-    n_replicas = strategy.pipeline * strategy.data
+    yield from _table_sums(step)
+    if strategy.zero and strategy.zero_by == "embed" and strategy.data > 1:
+        needed = needed_of_zero(strategy, strategy.pipeline * strategy.replicas)
+        why = "new tables and positions, on every stage"
+        yield ZERO_WEIGHTS.all_gather("Y", 1, "step", why, needed, FP32_WEIGHTS)
+
+
+def _table_sums(step: Step) -> Iterator[Form]:
+    strategy = step.strategy
     in_bf16 = strategy.reduction == "bfloat16"
     cuts_tables = bool(strategy.zero) and strategy.zero_by == "embed"
-    if not in_bf16 and not cuts_tables:
+    if not in_bf16 and not cuts_tables and not strategy.sums_in_steps:
         yield GRADIENTS.all_reduce("S", 1, "step", _SUMMED, 0.75, FULL_SUM)
         return
 
     tables = "Y/2" if in_bf16 else "Y"
-    if cuts_tables and strategy.data > 1:
+    if strategy.sums_in_steps:
+        yield from stepwise_sums(strategy, SHARED, "t", _TABLES)
+    elif cuts_tables and strategy.data > 1:
         excess = "reduce-scattered over stages and replicas, it would be half"
         yield GRADIENTS.all_reduce(tables, 1, "step", _TABLES, 0.5, excess)
     elif in_bf16:
@@ -73,9 +89,3 @@ def _whole_tables(step: Step) -> Iterator[Form]:
     else:
         yield GRADIENTS.all_reduce(tables, 1, "step", _TABLES, 0.75, FULL_SUM)
     yield GRADIENTS.all_reduce("S-Y", 1, "step", _LAST_NORM)
-
-    if cuts_tables and strategy.data > 1:
-        # The least is half of the all-gather over stages and replicas.
-        needed = 0.5 * (1 - 1 / n_replicas) / (1 - 1 / strategy.data)
-        why = "new tables and positions, on every stage"
-        yield WEIGHTS.all_gather("Y", 1, "step", why, needed, FP32_WEIGHTS)

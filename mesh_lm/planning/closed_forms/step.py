@@ -7,11 +7,11 @@ attention sinks and q/k norms.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mesh_lm.planning.closed_forms.context import context_forms
 from mesh_lm.planning.closed_forms.fsdp import fsdp_forms
-from mesh_lm.planning.closed_forms.replicas import replica_forms
+from mesh_lm.planning.closed_forms.replicas import outer_forms, replica_forms
 from mesh_lm.planning.closed_forms.sizes import dtype_of, sizes
 from mesh_lm.planning.closed_forms.stages import stage_forms
 from mesh_lm.planning.closed_forms.subjects import Decoder, Step, Strategy
@@ -26,10 +26,21 @@ def expected(model: Decoder, strategy: Strategy, sequences: int, microbatches: i
     sequences: of one microbatch on one batch shard. Raises NoFormError.
     """
     step = Step(model, strategy, sequences, microbatches)
+    return _terms(step, _forms(step))
+
+
+def expected_outer(model: Decoder, strategy: Strategy) -> list[Term]:
+    """Returns the collectives of an outer step of islands."""
+    return _terms(Step(model, strategy, 1, 1), outer_forms())
+
+
+def _terms(step: Step, forms: Iterable[Form]) -> list[Term]:
+    """Returns the terms of forms over more than one device."""
+    strategy = step.strategy
     runs = _runs(step)
     bytes_of = sizes(step)
     terms = []
-    for form in _forms(step):
+    for form in forms:
         form = _with_idle_slots(step, runs, form)
         axes = strategy.used(form.axes)
         payload = bytes_of[form.size]
@@ -88,6 +99,7 @@ def _with_idle_slots(step: Step, runs: dict[Per, int], form: Form) -> Form:
 
 
 def _term(form: Form, axes: tuple[str, ...], strategy: Strategy, payload: float, runs: int) -> Term:
+    times = form.count * runs * form.share
     return Term(
         part=form.part,
         kind=form.kind,
@@ -98,7 +110,7 @@ def _term(form: Form, axes: tuple[str, ...], strategy: Strategy, payload: float,
         payload=payload,
         count=form.count,
         per=form.per,
-        times=form.count * runs,
+        times=round(times),
         why=form.why,
         needed=form.needed,
         excess=form.excess,

@@ -8,9 +8,14 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from mesh_lm.planning.closed_forms.terms import Per
+from mesh_lm.schedules.schedule import make_schedule
+from mesh_lm.schedules.table import compile_table
+
 CONTEXT = {"context_gather", "ulysses", "ring", "usp"}
 TENSOR = {"megatron", "megatron_sp", "megatron_2d"}
-PARTS = {"ddp", "zero1", "zero2", "distributed", "zero3", "fsdp", "hsdp"} | TENSOR | CONTEXT
+REPLICATED = {"ddp", "zero1", "zero2", "distributed", "zero3", "by_node", "diloco"}
+PARTS = REPLICATED | {"fsdp", "hsdp"} | TENSOR | CONTEXT
 """The presets that have forms, alone and in products."""
 
 
@@ -39,18 +44,15 @@ class Decoder:
     """SwiGLU: two matrices into the MLP."""
     tied: bool
     remat: str
-    """none, save_names (offload counts as that) or full."""
+    """none, save_names (offload counts as that), save_attention or full."""
     loss_chunk: int
     recomputed: int | None = None
-    """The number of layers with this remat, full; the others have save_names. None: all."""
+    """The number of layers with this remat; the others have the next lighter one: save_names, or
+    none instead of save_names. None: all."""
     kept: int = 0
     """The number of layers that keep the matrices they gather until their backward passes."""
-
-    def __post_init__(self) -> None:
-        if self.recomputed is not None and self.remat != "full":
-            raise NoFormError(
-                f"no closed form for layers of which {self.recomputed} have remat={self.remat}"
-            )
+    windows: tuple[int | None, ...] = (None,)
+    """The widths of attention's windows in tokens, of one period of layers; None: all tokens."""
 
     @classmethod
     def of(cls, model: Any) -> Decoder:
@@ -74,7 +76,19 @@ class Decoder:
             loss_chunk=model.loss_chunk,
             recomputed=model.remat_layers,
             kept=model.kept_layers,
+            windows=model.windows(),
         )
+
+    @property
+    def recompute_per(self) -> Per:
+        """What the repetitions of remat=full and of save_attention are counted by."""
+        return "backward" if self.recomputed is None else "recompute"
+
+    @property
+    def again_per(self) -> Per:
+        """What the repetitions that every remat but none has are counted by."""
+        others_have_none = self.remat == "save_names" and self.recomputed is not None
+        return "recompute" if others_have_none else "backward"
 
     @property
     def matrices(self) -> int:
@@ -115,11 +129,11 @@ class Strategy:
     """The logical axis along which ZeRO shards moments (and gradients) over data."""
     pipeline: int = 1
     virtual: int = 1
-    """Virtual stages on each stage, by 1F1B (interleaved if more than 1)."""
+    """Virtual stages on each stage, interleaved if more than 1."""
     stash: Literal["input", "residuals"] = "input"
     """What a stage saves of a microbatch: its input, from which the backward slot recomputes the
     layers, or the layers' residuals."""
-    reduction: Literal["auto", "float32", "bfloat16"] = "auto"
+    reduction: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """The type in which gradients of matrices are summed (`Rules.reduction`)."""
     sequence: int = 1
     """Shards of each sequence (context parallelism)."""
@@ -127,26 +141,31 @@ class Strategy:
     """The inner axis of preset usp."""
     tensor_y: int = 1
     """The second axis of preset megatron_2d."""
+    schedule: str = "1f1b"
+    """The schedule of the stages: 1f1b, gpipe or classic_1f1b."""
+    node: int = 1
+    """The axis of preset by_node: replicas inside of a node."""
+    island: int = 1
+    """The axis of preset diloco, over which only the outer step sends."""
 
     def __post_init__(self) -> None:
         unknown = self.parts - PARTS
         if unknown:
             raise NoFormError(f"no closed form for preset {' or '.join(sorted(unknown))}")
-        if self.token_shards > 1 and (self.zero or self.pipeline > 1):
-            raise NoFormError(
-                f"no closed form for shards of sequences with {self.preset} in {self.pipeline} "
-                "stages"
-            )
         used = self._used_axes()
         unused = [axis for axis in used if not used[axis] and self.ways(axis) > 1]
         if unused:
             raise NoFormError(f"{self.preset} cuts nothing over {' or '.join(unused)}")
         if self.distributed and self.zero:
             raise NoFormError(f"{self.preset} cuts the moments twice over data")
-        if self.reduction == "bfloat16" and self.zero_by == "layers":
+        if self.zero_by == "layers" and (self.reduction in ("bfloat16", "int8") or self.node > 1):
             raise NoFormError(
-                "no closed form for reduction bfloat16 by layers, whose vectors are cut as "
-                "matrices are"
+                f"no closed form for reduction {self.reduction} by layers, whose vectors are cut "
+                "as matrices are"
+            )
+        if self.gathered and (self.reduction == "int8" or self.node > 1):
+            raise NoFormError(
+                "no closed form for zero3 with sums in int8 or by node, in each microbatch"
             )
 
     def _used_axes(self) -> dict[str, bool]:
@@ -158,6 +177,8 @@ class Strategy:
             "tensor_y": self.square,
             "fsdp": bool(self.parts & {"fsdp", "hsdp"}),
             "tensor": self.is_tensor,
+            "node": "by_node" in self.parts,
+            "island": "diloco" in self.parts,
         }
 
     def ways(self, axis: str) -> int:
@@ -181,7 +202,12 @@ class Strategy:
     @property
     def replicas(self) -> int:
         """The shards of a flat vector, without stages."""
-        return self.data * self.token_shards
+        return self.data * self.token_shards * self.node
+
+    @property
+    def sums_in_steps(self) -> bool:
+        """Whether matrices' gradients are summed in int8 or in two levels."""
+        return self.reduction == "int8" or self.node > 1
 
     @property
     def is_tensor(self) -> bool:
@@ -235,15 +261,27 @@ class Strategy:
         return int("zero1" in self.parts)
 
     def ticks(self, microbatches: int) -> tuple[int, int]:
-        """Returns the ticks of 1F1B with a forward slot, from the first to the last of any stage,
-        and those with a backward slot.
+        """Returns the ticks with a forward slot, from the first to the last of any stage, and those
+        with a backward slot.
 
-        That is one for each chunk of each microbatch, and one for each further stage. A stage that
-        recomputes has no forward slot for the last chunk of the model. Without stages,
+        By 1F1B that is one for each chunk of each microbatch, and one for each further stage. A
+        stage that recomputes has no forward slot for the last chunk of the model. Without stages,
         microbatches.
         """
+        if self.staged and self.schedule != "1f1b":
+            return self._counted_ticks(microbatches)
         slots = microbatches * self.virtual + self.pipeline - 1
         return slots - self.again, slots
+
+    def _counted_ticks(self, microbatches: int) -> tuple[int, int]:
+        """Returns the same, counted in the table of the schedule."""
+        schedule = make_schedule(self.schedule, self.pipeline, microbatches, self.virtual)
+        table = compile_table(schedule, drop_last_forward=self.again)
+        ticks = {"F": 0, "B": 0}
+        for slots, loop in table.loops():
+            for slot in slots:
+                ticks[slot] += loop.stop - loop.start
+        return ticks["F"], ticks["B"]
 
 
 @dataclasses.dataclass(frozen=True)

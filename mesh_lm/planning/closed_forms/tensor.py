@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mesh_lm.planning.closed_forms.subjects import Decoder, Step
-from mesh_lm.planning.closed_forms.terms import Form, Group, Per
+from mesh_lm.planning.closed_forms.subjects import Step
+from mesh_lm.planning.closed_forms.terms import Form, Group
 
 LAYER = Group("layer", ("tensor",))
 EMBEDDING = Group("embedding", ("tensor",))
@@ -16,11 +16,6 @@ LOSS = Group("loss", ("tensor",))
 SLOT = "backward slot: the forward pass again, from the stage's input"
 OUT_AGAIN = "recompute: out, for the residual between the halves"
 LOSS_NUMBERS = "of each token: the greatest logit, the sum of exponentials, the label's logit"
-
-
-def recompute_of(model: Decoder) -> Per:
-    """Returns what the repetitions of remat=full are counted by."""
-    return "backward" if model.recomputed is None else "recompute"
 
 
 def tensor_forms(step: Step) -> Iterator[Form]:
@@ -38,7 +33,7 @@ def _replicated_sequence(step: Step) -> Iterator[Form]:
     full = int(step.model.remat == "full")
     yield LAYER.all_reduce("X", 2, "forward", "forward: out and down sum over tensor")
     yield LAYER.all_reduce("X", 2 * again, "backward", SLOT)
-    yield LAYER.all_reduce("X", full, recompute_of(step.model), OUT_AGAIN)
+    yield LAYER.all_reduce("X", full, step.model.recompute_per, OUT_AGAIN)
     yield LAYER.all_reduce("X", 2, "backward", "backward: dx of qkv and of up")
     yield EMBEDDING.all_reduce("X", 1, "microbatch", "each device looks up its ids; summed")
     yield EMBEDDING.all_reduce("X", again, "microbatch", SLOT)
@@ -60,9 +55,9 @@ def _sharded_sequence(step: Step) -> Iterator[Form]:
     yield LAYER.all_gather("X", 2 * again, "backward", SLOT)
     yield LAYER.reduce_scatter("X", 2 * again, "backward", SLOT)
     why = "recompute: inputs of qkv and up, which their weight gradients need in full"
-    yield LAYER.all_gather("X", inputs, "backward", why)
+    yield LAYER.all_gather("X", inputs, step.model.again_per, why)
     why = f"{OUT_AGAIN}; down's result is not needed"
-    yield LAYER.reduce_scatter("X", full, recompute_of(step.model), why)
+    yield LAYER.reduce_scatter("X", full, step.model.recompute_per, why)
     why = "backward: dy of out and of down, once for both of their gradients"
     yield LAYER.all_gather("X", 2, "backward", why)
     yield LAYER.reduce_scatter("X", 2, "backward", "backward: dx of qkv and of up")

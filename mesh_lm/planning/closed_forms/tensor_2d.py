@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mesh_lm.planning.closed_forms.subjects import Step
-from mesh_lm.planning.closed_forms.tensor import LOSS_NUMBERS, OUT_AGAIN, SLOT, recompute_of
+from mesh_lm.planning.closed_forms.tensor import LOSS_NUMBERS, OUT_AGAIN, SLOT
 from mesh_lm.planning.closed_forms.terms import Form, Group
 
 X_AXIS = ("tensor",)
@@ -68,21 +68,23 @@ def _layer_forward(step: Step) -> Iterator[Form]:
 
 
 def _layer_recompute(step: Step) -> Iterator[Form]:
-    """Yields what remat=full repeats."""
+    """Yields what remat=full repeats, and remat=save_attention of the MLP."""
     full = int(step.model.remat == "full")
+    mlp = int(step.model.remat in ("full", "save_attention"))
     scattered = _scatters_all_heads(step)
     heads = "Q+K" if scattered else "Q"
-    per = recompute_of(step.model)
+    per = step.model.recompute_per
     yield LAYER_Y.reduce_scatter(heads, full, per, "recompute: q, k and v")
     yield LAYER_Y.all_reduce("K", full * (not scattered), per, "recompute: k and v")
-    yield LAYER_Y.all_reduce("U", full, per, "recompute: up")
+    yield LAYER_Y.all_reduce("U", mlp, per, "recompute: up")
     yield LAYER_X.all_reduce("X/y", full, per, OUT_AGAIN)
 
 
 def _layer_backward(step: Step) -> Iterator[Form]:
     scattered = _scatters_all_heads(step)
     heads = "Q+K" if scattered else "Q"
-    norms = 2 * step.model.norm_vectors * (2 + (step.model.remat != "none"))
+    norms = 2 * step.model.norm_vectors
+    norms_again = norms * (step.model.remat != "none")
     why = "backward: attention's output again, for the gradient of out"
     yield LAYER_Y.all_gather("Q", 1, "backward", why)
     yield LAYER_Y.all_gather(heads, 1, "backward", "backward: gradients of q, k and v")
@@ -92,7 +94,8 @@ def _layer_backward(step: Step) -> Iterator[Form]:
     yield LAYER_Y.reduce_scatter("Q", 1, "backward", why)
     yield LAYER_Y.all_reduce("d", 1, "backward", "backward: that of down's input, too")
     yield LAYER_X.all_reduce("X/y", 2, "backward", "backward: dx of qkv and of up")
-    yield LAYER_Y.all_reduce("t", norms, "backward", "backward: the same sums, and those of dx")
+    yield LAYER_Y.all_reduce("t", norms_again, step.model.again_per, "recompute: the same sums")
+    yield LAYER_Y.all_reduce("t", 2 * norms, "backward", "backward: the same sums, and those of dx")
     why = "gradients of norms and biases of the width h, after the last microbatch"
     yield LAYER_Y.all_gather("u", 1, "row", why)
     yield LAYER_Y.all_gather("w", 1, "row", "and of the biases of q, k and v")

@@ -12,9 +12,9 @@ AR = "all-reduce"
 CP = "collective-permute"
 A2A = "all-to-all"
 
-REPLICAS = ("data", "sequence", "ulysses")
+REPLICAS = ("data", "sequence", "ulysses", "node")
 """The axes along which weights are replicated, and over which the engine sums gradients."""
-BYTES = {"bf16": 2, "f32": 4}
+BYTES = {"bf16": 2, "f32": 4, "s8": 1}
 Per = Literal[
     "forward",
     "backward",
@@ -53,6 +53,8 @@ class Form(NamedTuple):
     """Part of the wire bytes that the strategy cannot do without."""
     excess: str = ""
     """Why the design sends more than that."""
+    share: float = 1.0
+    """Part of the layers that have it."""
 
 
 class Group(NamedTuple):
