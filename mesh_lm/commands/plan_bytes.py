@@ -65,7 +65,7 @@ def show(options: Bytes, config: TrainConfig) -> int:
     Raises ConfigError for a config that cannot run on these devices, or has no closed form.
     """
     # Imported here, so that a mistake in the arguments is answered first.
-    from mesh_lm.planning.closed_forms.config import expected_of
+    from mesh_lm.planning.closed_forms.config import expected_of, expected_outer_of
     from mesh_lm.planning.program import devices_for
     from mesh_lm.training.check import check
 
@@ -74,12 +74,17 @@ def show(options: Bytes, config: TrainConfig) -> int:
     name = Path(config.output).name
     try:
         terms = expected_of(config)
+        outer_terms = expected_outer_of(config)
     except NoFormError as error:
         raise ConfigError(f"{name}: {error}; `mesh-lm plan` compiles the step instead") from error
     if options.output:
-        _write(options.output, name, n_devices, terms)
+        _write(options.output, name, n_devices, terms, outer_terms)
     else:
         _print(name, n_devices, terms)
+    if outer_terms and not options.output:
+        outer_bytes = size(total(outer_terms))
+        n_steps = config.diloco.outer_steps
+        print(f"\nthe outer step, every {n_steps} steps, sends {outer_bytes} over island")
     return 0
 
 
@@ -169,16 +174,15 @@ def _table(*left: str, right: Sequence[str]) -> Table:
     return table
 
 
-def _write(file: str, name: str, n_devices: int, terms: Sequence[Term]) -> None:
-    """Writes every collective with its reason, and the totals by axes."""
-    collectives = []
-    for term in terms:
-        sent = {"wire_bytes": term.wire_bytes, "least_wire_bytes": term.least_wire_bytes}
-        collectives.append(dataclasses.asdict(term) | sent)
+def _write(
+    file: str, name: str, n_devices: int, terms: Sequence[Term], outer_terms: Sequence[Term]
+) -> None:
+    """Writes every collective with its reason, and the totals of a step by axes."""
     content = {
         "name": name,
         "devices": n_devices,
-        "collectives": collectives,
+        "collectives": [_as_dict(term) for term in terms],
+        "outer_step": [_as_dict(term) for term in outer_terms],
         "wire_bytes": {"+".join(axes): sent for axes, sent in by_axes(terms).items()},
         "least_wire_bytes": {
             "+".join(axes): sent for axes, sent in by_axes(terms, "least_wire_bytes").items()
@@ -189,3 +193,8 @@ def _write(file: str, name: str, n_devices: int, terms: Sequence[Term]) -> None:
     except LabError as error:
         raise ConfigError(str(error)) from error
     print(f"wrote {file}")
+
+
+def _as_dict(term: Term) -> dict[str, Any]:
+    sent = {"wire_bytes": term.wire_bytes, "least_wire_bytes": term.least_wire_bytes}
+    return dataclasses.asdict(term) | sent

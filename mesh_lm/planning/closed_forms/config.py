@@ -8,6 +8,7 @@ from typing import Any
 from mesh_lm.planning.closed_forms.step import expected, expected_outer
 from mesh_lm.planning.closed_forms.subjects import Decoder, NoFormError, Strategy
 from mesh_lm.planning.closed_forms.terms import Term
+from mesh_lm.schedules.stages import divide
 
 _SCHEDULES = ("1f1b", "gpipe", "classic_1f1b")
 _ELEMENTWISE_RULES = ("AdamW", "Lion")
@@ -76,8 +77,6 @@ def _stages_without_form(config: Any) -> Iterator[str]:
     pipeline = config.pipeline
     if pipeline.schedule not in _SCHEDULES:
         yield f"pipeline.schedule={pipeline.schedule}"
-    if pipeline.layers or pipeline.balance != "equal":
-        yield "stages of unequal layers"
 
 
 def _strategy(config: Any) -> Strategy:
@@ -100,6 +99,27 @@ def _strategy(config: Any) -> Strategy:
         ulysses=axes.get("ulysses", 1),
         tensor_y=axes.get("tensor_y", 1),
         schedule=config.pipeline.schedule,
+        layer_counts=_layer_counts(config),
         node=axes.get("node", 1),
         island=axes.get("island", 1),
     )
+
+
+def _layer_counts(config: Any) -> tuple[int, ...]:
+    """Returns the layers of each virtual stage; empty if they are the same."""
+    pipeline = config.pipeline
+    stages = config.mesh.pipeline
+    if stages == 1:
+        return ()
+    computed = config.model.stack().with_recomputation(
+        stages * pipeline.chunks, pipeline.stash == "input"
+    )
+    stacks = divide(
+        computed,
+        stages,
+        pipeline.chunks,
+        layers=pipeline.layers,
+        balance=pipeline.balance,
+    )
+    (stack,) = stacks.values()
+    return stack.layer_counts if len(set(stack.layer_counts)) > 1 else ()

@@ -173,7 +173,8 @@ def _gathered(step: Step) -> Iterator[Form]:
     why = "forward: the next layer's matrices; in the last layer, its own for the backward"
     yield LAYER.all_gather("R/2", 1, "forward", why)
     why = "backward: the matrices of the layer before; in the first layer, in vain"
-    yield LAYER.all_gather("R/2", 1, "regather" if step.model.kept else "backward", why)
+    is_each_layer = not step.model.kept and not step.model.unrolled
+    yield LAYER.all_gather("R/2", 1, "backward" if is_each_layer else "regather", why)
     why = "forward: the first layer's matrices, before the loop"
     yield LAYER.all_gather("R/2", 1, "microbatch", why, 0.0, _UNIFORM_LOOP)
     why = "backward: the gradients of the layer after, and at the end those of the first layer"

@@ -67,16 +67,12 @@ def _runs(step: Step) -> dict[Per, int]:
     strategy = step.strategy
     microbatches = step.microbatches
     forward, backward = strategy.ticks(microbatches)
-    chunk_layers = step.stage_layers // strategy.virtual
     recomputed = model.layers if model.recomputed is None else model.recomputed
-    regathered = model.layers - model.kept
-    if 0 < model.kept < model.layers:
-        regathered += 1
     return {
-        "forward": chunk_layers * forward,
-        "backward": chunk_layers * backward,
+        "forward": step.chunk_layers * forward,
+        "backward": step.chunk_layers * backward,
         "recompute": microbatches * recomputed,
-        "regather": microbatches * regathered,
+        "regather": microbatches * _regathers(model),
         "microbatch": microbatches,
         "chunk": step.loss_chunks * microbatches,
         "forward tick": forward,
@@ -84,6 +80,19 @@ def _runs(step: Step) -> dict[Per, int]:
         "row": step.stage_layers,
         "step": 1,
     }
+
+
+def _regathers(model: Decoder) -> int:
+    """Returns the gathers of a microbatch's backward pass: of layers that have not kept their
+    matrices, and one before the first of these.
+
+    In a loop the first layer gathers in vain.
+    """
+    if model.unrolled:
+        return model.layers - 1
+    if 0 < model.kept < model.layers:
+        return model.layers - model.kept + 1
+    return model.layers - model.kept
 
 
 def _with_idle_slots(step: Step, runs: dict[Per, int], form: Form) -> Form:

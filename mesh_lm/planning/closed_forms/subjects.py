@@ -51,6 +51,8 @@ class Decoder:
     none instead of save_names. None: all."""
     kept: int = 0
     """The number of layers that keep the matrices they gather until their backward passes."""
+    unrolled: bool = False
+    """Whether each layer is compiled by itself, and not in a loop."""
     windows: tuple[int | None, ...] = (None,)
     """The widths of attention's windows in tokens, of one period of layers; None: all tokens."""
 
@@ -76,6 +78,7 @@ class Decoder:
             loss_chunk=model.loss_chunk,
             recomputed=model.remat_layers,
             kept=model.kept_layers,
+            unrolled=model.unroll,
             windows=model.windows(),
         )
 
@@ -143,6 +146,8 @@ class Strategy:
     """The second axis of preset megatron_2d."""
     schedule: str = "1f1b"
     """The schedule of the stages: 1f1b, gpipe or classic_1f1b."""
+    layer_counts: tuple[int, ...] = ()
+    """The layers of each virtual stage in model order, where they differ; empty: they do not."""
     node: int = 1
     """The axis of preset by_node: replicas inside of a node."""
     island: int = 1
@@ -296,7 +301,7 @@ class Step:
 
     def __post_init__(self) -> None:
         n_chunks = self.strategy.pipeline * self.strategy.virtual
-        if self.model.layers % n_chunks:
+        if not self.strategy.layer_counts and self.model.layers % n_chunks:
             raise NoFormError(
                 f"no closed form for {self.model.layers} layers on {self.strategy.pipeline} x "
                 f"{self.strategy.virtual} virtual stages: they differ"
@@ -304,8 +309,18 @@ class Step:
 
     @property
     def stage_layers(self) -> int:
-        """The layers of one stage."""
-        return self.model.layers // self.strategy.pipeline
+        """The rows of stacked weights of a stage: the most layers of any stage."""
+        counts = self.strategy.layer_counts
+        stages = self.strategy.pipeline
+        if counts:
+            return max(sum(counts[stage::stages]) for stage in range(stages))
+        return self.model.layers // stages
+
+    @property
+    def chunk_layers(self) -> int:
+        """The rows that a pass through a virtual stage reads: the most layers of any of them."""
+        counts = self.strategy.layer_counts
+        return max(counts) if counts else self.stage_layers // self.strategy.virtual
 
     @property
     def local_seq(self) -> float:
