@@ -36,7 +36,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "stash": ("input", "residuals"),
     "model": ("gpt", "llama"),
     "remat": ("none", "save_names", "save_attention", "full"),
-    "remat_layers": (None, 3),
+    "remat_layers": ("all", "half"),
     "reduction": ("auto", "float32", "bfloat16", "int8"),
     "sequences": (1, 2),
     "microbatches": (1, 4),
@@ -46,8 +46,8 @@ _CONSTRAINTS: tuple[Constraint, ...] = (
     (("schedule", "chunks"), lambda schedule, chunks: schedule == "1f1b" or chunks == 1),
     (("schedule", "stash"), lambda schedule, stash: bool(schedule) or stash == "input"),
     (("schedule", "microbatches"), lambda schedule, n: not schedule or n == 4),
-    (("schedule", "remat_layers"), lambda schedule, layers: not schedule or layers is None),
-    (("remat", "remat_layers"), lambda remat, layers: remat != "none" or layers is None),
+    (("schedule", "remat_layers"), lambda schedule, layers: not schedule or layers == "all"),
+    (("remat", "remat_layers"), lambda remat, layers: remat != "none" or layers == "all"),
     (
         ("chunks", "window"),
         lambda chunks, window: chunks == 1 or not window,
@@ -90,10 +90,14 @@ def name(row: Row) -> str:
 
 def config_of(row: Row) -> TrainConfig:
     """Returns the config of a row. Raises ShardingRuleError for presets that contradict."""
+    # At least two passes through each loop over layers: XLA inlines a loop of one, and then finds
+    # some of what is recomputed equal to what is there.
+    n_layers = 8 if row["window"] or (row["schedule"] and row["chunks"] > 1) else 4
     model = dataclasses.replace(
         {"gpt": GPT, "llama": LLAMA}[row["model"]],
+        n_layers=n_layers,
         remat=row["remat"],
-        remat_layers=row["remat_layers"],
+        remat_layers=n_layers // 2 if row["remat_layers"] == "half" else None,
         window=row["window"],
     )
     words = [row["replicas"], row["tensor"], row["context"], f"reduce_{row['reduction']}"]

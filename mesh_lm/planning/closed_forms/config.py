@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,8 +62,24 @@ def _models_without_form(config: Any) -> Iterator[str]:
         yield f"model.dtype={model.dtype}"
     if model.batch_halves:
         yield "model.batch_halves"
+    if "zero3" in config.rules.name and config.mesh.pipeline == 1:
+        yield from _loops_without_form(model)
     if config.data.documents != "joined" and model.positions == "learned":
         yield f"data.documents={config.data.documents} with learned positions, which are looked up"
+
+
+def _loops_without_form(model: Any) -> Iterator[str]:
+    """Yields why layers that gather their own weights have no form."""
+    first_kept = model.n_layers - model.kept_layers
+    if model.unroll:
+        if model.kept_layers:
+            yield "model.kept_layers of unrolled layers"
+        return
+    bounds = {0, model.n_layers, first_kept}
+    if model.remat_layers is not None:
+        bounds.add(model.remat_layers)
+    if any(b - a == 1 for a, b in itertools.pairwise(sorted(bounds))):
+        yield "a single layer that gathers its weights, between model.remat_layers and kept_layers"
 
 
 def _rules_without_form(config: Any) -> Iterator[str]:

@@ -49,7 +49,8 @@ def _hops(step: Step) -> Iterator[Form]:
     work = step.microbatches * strategy.virtual
     # With two stages, the last one of the model sends to itself every other time.
     needed = work if strategy.pipeline > 2 else work - step.microbatches / 2
-    forward, backward = strategy.ticks(step.microbatches)
+    forward = strategy.forward_hops(step.microbatches)
+    _, backward = strategy.ticks(step.microbatches)
     why = "forward: a stage's output, to the next one"
     yield HOP.permute("H", 1, "forward tick", why, needed / forward, _IDLE)
     why = "backward: the gradient of a stage's input, to the one before"

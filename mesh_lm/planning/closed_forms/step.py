@@ -75,7 +75,7 @@ def _runs(step: Step) -> dict[Per, int]:
         "regather": microbatches * _regathers(model),
         "microbatch": microbatches,
         "chunk": step.loss_chunks * microbatches,
-        "forward tick": forward,
+        "forward tick": strategy.forward_hops(microbatches),
         "backward tick": backward,
         "row": step.stage_layers,
         "step": 1,

@@ -280,13 +280,27 @@ class Strategy:
 
     def _counted_ticks(self, microbatches: int) -> tuple[int, int]:
         """Returns the same, counted in the table of the schedule."""
-        schedule = make_schedule(self.schedule, self.pipeline, microbatches, self.virtual)
-        table = compile_table(schedule, drop_last_forward=self.again)
         ticks = {"F": 0, "B": 0}
-        for slots, loop in table.loops():
+        for slots, loop in self._loops(microbatches):
             for slot in slots:
                 ticks[slot] += loop.stop - loop.start
         return ticks["F"], ticks["B"]
+
+    def forward_hops(self, microbatches: int) -> int:
+        """Returns the ticks in which a stage sends its output to the next one.
+
+        That is every tick with a forward slot, but the last one of GPipe if it is in a loop of its
+        own: what it sends is not read, and XLA removes it.
+        """
+        forward, _ = self.ticks(microbatches)
+        if self.staged and self.schedule != "1f1b":
+            for slots, loop in self._loops(microbatches):
+                forward -= slots == "FB" and loop.stop - loop.start == 1
+        return forward
+
+    def _loops(self, microbatches: int) -> list[tuple[str, slice]]:
+        schedule = make_schedule(self.schedule, self.pipeline, microbatches, self.virtual)
+        return compile_table(schedule, drop_last_forward=self.again).loops()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "save_names in some layers": {
         "tensor": "megatron_sp",
         "remat": "save_names",
-        "remat_layers": 3,
+        "remat_layers": "half",
     },
 }
 ON_CI = ("a ring in stages", "int8", "by_node in bf16 in stages")
