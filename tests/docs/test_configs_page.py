@@ -105,7 +105,8 @@ def test_a_row_sends_what_the_closed_form_says(plan_table: ModuleType, name: str
     assert row["sent_gib"] == pytest.approx(total(terms) / gib, rel=0.01)
     if row["least_gib"] is not None:  # else its form is newer than the results
         assert row["sent_over_least"] == pytest.approx(row["sent_gib"] / row["least_gib"])
-        assert row["least_gib"] == pytest.approx(total(terms, field="least_wire_bytes") / gib)
+        least = total(terms, field="least_wire_bytes") / gib
+        assert row["least_gib"] == pytest.approx(least, rel=0.01)
     for axes, sent in by_axes(terms).items():
         over = "+".join(axes)
         assert row.get(f"sent over {over}, GiB", 0) == pytest.approx(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ def expected_of(config: Any) -> list[Term]:
         raise NoFormError(f"no closed form for {problem}")
     loop = config.train
     strategy = _strategy(config)
-    batch_shards = strategy.data * strategy.fsdp * strategy.node * strategy.island
+    batch_shards = strategy.data * strategy.fsdp * strategy.node * strategy.expert * strategy.island
     sequences = loop.global_batch // (loop.microbatches * batch_shards)
     return expected(Decoder.of(config.model), strategy, sequences, loop.microbatches)
 
@@ -56,30 +55,14 @@ def _models_without_form(config: Any) -> Iterator[str]:
     if len(model.segment_configs()) > 1:
         yield f"{len(model.segments)} segments of layers"
     for segment in model.segment_configs():
-        if segment.kind != "dense":
+        if segment.kind not in ("dense", "moe"):
             yield f"layers of the kind {segment.kind}"
     if model.dtype != "bfloat16":
         yield f"model.dtype={model.dtype}"
     if model.batch_halves:
         yield "model.batch_halves"
-    if "zero3" in config.rules.name and config.mesh.pipeline == 1:
-        yield from _loops_without_form(model)
     if config.data.documents != "joined" and model.positions == "learned":
         yield f"data.documents={config.data.documents} with learned positions, which are looked up"
-
-
-def _loops_without_form(model: Any) -> Iterator[str]:
-    """Yields why layers that gather their own weights have no form."""
-    first_kept = model.n_layers - model.kept_layers
-    if model.unroll:
-        if model.kept_layers:
-            yield "model.kept_layers of unrolled layers"
-        return
-    bounds = {0, model.n_layers, first_kept}
-    if model.remat_layers is not None:
-        bounds.add(model.remat_layers)
-    if any(b - a == 1 for a, b in itertools.pairwise(sorted(bounds))):
-        yield "a single layer that gathers its weights, between model.remat_layers and kept_layers"
 
 
 def _rules_without_form(config: Any) -> Iterator[str]:
@@ -118,6 +101,7 @@ def _strategy(config: Any) -> Strategy:
         schedule=config.pipeline.schedule,
         layer_counts=_layer_counts(config),
         node=axes.get("node", 1),
+        expert=axes.get("expert", 1),
         island=axes.get("island", 1),
     )
 

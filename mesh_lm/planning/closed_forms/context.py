@@ -16,6 +16,12 @@ ULYSSES = Group("layer", ("ulysses",))
 
 def context_forms(step: Step) -> Iterator[Form]:
     """Yields the collectives of attention over sequence and ulysses."""
+    for form in _of_attention(step):
+        # In two dimensions of tensor parallelism a device has a y-th of the heads.
+        yield form._replace(size=f"{form.size}/y") if step.strategy.square else form
+
+
+def _of_attention(step: Step) -> Iterator[Form]:
     parts = step.strategy.parts
     if "ulysses" in parts:
         yield from _heads_for_tokens(step, SEQUENCE)

@@ -15,7 +15,6 @@ from mesh_lm.planning.closed_forms.subjects import Step, Strategy
 from mesh_lm.planning.closed_forms.terms import REPLICAS, Form, Group, Per
 
 GRADIENTS = Group("gradients", REPLICAS)
-LAYER = Group("layer", REPLICAS)
 ZERO_WEIGHTS = Group("weights", ("data",))
 NODE = ("node",)
 ISLANDS = Group("weights", ("island",))
@@ -79,7 +78,7 @@ def stepwise_sums(
     yield inside.all_gather(f"M{family}{half}", 1, "step", f"{why}, the sums inside a node")
 
 
-def flat_forms(
+def vector_forms(
     strategy: Strategy, axes: tuple[str, ...], size: str, per: Per, why: str
 ) -> Iterator[Form]:
     """Yields the gradients of flat vectors to where they are kept, and the new weights from
@@ -155,29 +154,31 @@ def _distributed(step: Step) -> Iterator[Form]:
     """Yields those of flat vectors: layer by layer, then the tables."""
     strategy = step.strategy
     if strategy.gathered:
-        yield from _gathered(step)
+        yield from gathered_forms(step, REPLICAS, "R")
     else:
         why = f"{SUMMED}, layer by layer, each part where its moments are"
-        yield from flat_forms(strategy, REPLICAS, "R", "row", why)
+        yield from vector_forms(strategy, REPLICAS, "R", "row", why)
     if not strategy.staged:
         why = f"{SUMMED}: tables and positions, each part where its moments are"
-        yield from flat_forms(strategy, REPLICAS, "J", "step", why)
+        yield from vector_forms(strategy, REPLICAS, "J", "step", why)
     yield GRADIENTS.all_reduce("G-Z", 1, "step", VECTORS)
 
 
-def _gathered(step: Step) -> Iterator[Form]:
+def gathered_forms(step: Step, axes: tuple[str, ...], size: str) -> Iterator[Form]:
     """Yields what layers gather of their flat vectors, and the sums of their gradients, in each
     microbatch.
     """
-    gradient = "R/2" if step.strategy.reduction == "bfloat16" else "R"
+    layer = Group("layer", axes)
+    weights = f"{size}/2"
+    gradient = weights if step.strategy.reduction == "bfloat16" else size
     why = "forward: the next layer's matrices; in the last layer, its own for the backward"
-    yield LAYER.all_gather("R/2", 1, "forward", why)
-    why = "backward: the matrices of the layer before; in the first layer, in vain"
     is_each_layer = not step.model.kept and not step.model.unrolled
-    yield LAYER.all_gather("R/2", 1, "backward" if is_each_layer else "regather", why)
+    yield layer.all_gather(weights, 1, "forward" if is_each_layer else "gather", why)
+    why = "backward: the matrices of the layer before; in the first layer, in vain"
+    yield layer.all_gather(weights, 1, "backward" if is_each_layer else "regather", why)
     why = "forward: the first layer's matrices, before the loop"
-    yield LAYER.all_gather("R/2", 1, "microbatch", why, 0.0, _UNIFORM_LOOP)
+    yield layer.all_gather(weights, 1, "microbatch", why, 0.0, _UNIFORM_LOOP)
     why = "backward: the gradients of the layer after, and at the end those of the first layer"
-    yield LAYER.reduce_scatter(gradient, 1, "backward", why)
+    yield layer.reduce_scatter(gradient, 1, "backward", why)
     why = "backward: in the last layer, of zeros"
-    yield LAYER.reduce_scatter(gradient, 1, "microbatch", why, 0.0, _UNIFORM_LOOP)
+    yield layer.reduce_scatter(gradient, 1, "microbatch", why, 0.0, _UNIFORM_LOOP)

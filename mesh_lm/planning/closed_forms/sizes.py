@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from mesh_lm.planning.closed_forms.reductions import INT8_BLOCK, int8_blocks
-from mesh_lm.planning.closed_forms.subjects import Step
+from mesh_lm.planning.closed_forms.subjects import Experts, Step
 
 ALIGNED = 128
 """Elements: a replica's part of a flat vector is a multiple of so many."""
@@ -103,6 +103,18 @@ SYMBOLS = {
         "f32",
         "their gradients in two levels; Mt: of tables in stages; M/N: a device's part in its node",
     ),
+    "D": Symbol(
+        "2 G C h",
+        "bf16",
+        "rows of C tokens for each of the G devices of `expert`; b s where all are gathered",
+    ),
+    "e": Symbol("4 G C k", "s32", "the numbers of the k experts of each of them"),
+    "g": Symbol("4 G C k", "f32", "their weights"),
+    "l": Symbol("4 x experts of all layers", "f32", "tokens of each expert"),
+    "Ge": Symbol("4 x experts of one device", "f32", "their gradients"),
+    "Re": Symbol(
+        "4 x experts of a layer on one device, padded", "f32", "their flat vector; Re/2 in bf16"
+    ),
     "O": Symbol("4 x parameters of one device", "f32", "what islands average in an outer step"),
     "X/y": Symbol("X / y", "bf16", "a device's columns of the residual stream"),
     "U": Symbol("2 b s x columns of up (and gate) / T", "bf16", "what up returns, with full rows"),
@@ -122,6 +134,8 @@ def dtype_of(size: str) -> str:
     """
     if size in SYMBOLS:
         return SYMBOLS[size].dtype
+    if size.endswith("/y"):
+        return dtype_of(size.removesuffix("/y"))
     if size.endswith("/2"):
         return "bf16"
     if size.startswith(("I", "i")):
@@ -139,20 +153,23 @@ def sizes(step: Step) -> dict[str, float]:
     """Returns symbol -> bytes."""
     symbols = {
         **_activations(step),
-        **_heads(step),
+        **_heads(step, step.strategy.tensor, ""),
         **_weights(step),
         **_stored(step),
         **_flat_vectors(step),
         **_int8(step),
         **_two_levels(step),
+        **_experts(step),
     }
     symbols["O"] = symbols["G"] + symbols["S"]
-    for symbol in ("W", "E", "P", "K"):
+    if step.strategy.square:
+        symbols |= _heads(step, step.strategy.matrix_shards, "/y")
+    for symbol in ("W", "E", "P"):
         symbols[f"2{symbol}"] = 2 * symbols[symbol]
     for symbol in ("R", "J", "M", "Mt"):
         symbols[f"{symbol}/N"] = symbols[symbol] / step.strategy.node
         symbols[f"{symbol}/N/2"] = symbols[symbol] / step.strategy.node / 2
-    for symbol in ("Z", "Y", "R", "J", "M", "Mt"):
+    for symbol in ("Z", "Y", "R", "Re", "J", "M", "Mt"):
         symbols[f"{symbol}/2"] = symbols[symbol] / 2
     return symbols
 
@@ -179,14 +196,14 @@ def _activations(step: Step) -> dict[str, float]:
     }
 
 
-def _heads(step: Step) -> dict[str, float]:
-    """Returns the sizes of queries, keys and values."""
+def _heads(step: Step, shards: int, suffix: str) -> dict[str, float]:
+    """Returns the sizes of queries, keys and values whose heads have so many shards."""
     model = step.model
     strategy = step.strategy
     head = 2.0 * step.tokens * model.head_dim
     kv_heads: float = model.kv_heads
-    if model.kv_heads % strategy.tensor == 0:
-        kv_heads = model.kv_heads // strategy.tensor
+    if model.kv_heads % shards == 0:
+        kv_heads = model.kv_heads // shards
     # With the sequence first, attention sees the heads of all sequences as those of one, and
     # Ulysses divides them together.
     together = step.sequences if strategy.sp and strategy.tensor > 1 else 1
@@ -195,13 +212,14 @@ def _heads(step: Step) -> dict[str, float]:
     if "usp" in strategy.parts:
         # Its ring is around the exchange of Ulysses.
         kv_heads = exchanged_kv_heads
-    queries = head * model.heads / strategy.tensor
+    queries = head * model.heads / shards
     keys_values = 2 * head * kv_heads
     return {
-        "Q": queries,
-        "K": keys_values,
-        "CK": strategy.sequence * keys_values,
-        "Q+K": queries + 2 * head * exchanged_kv_heads,
+        f"Q{suffix}": queries,
+        f"K{suffix}": keys_values,
+        f"2K{suffix}": 2 * keys_values,
+        f"CK{suffix}": strategy.sequence * keys_values,
+        f"Q+K{suffix}": queries + 2 * head * exchanged_kv_heads,
     }
 
 
@@ -330,3 +348,35 @@ def _two_levels(step: Step) -> dict[str, float]:
     for family, arrays in _array_families(step).items():
         symbols[f"M{family}"] = 4.0 * sum(node * math.ceil(elements / node) for elements in arrays)
     return symbols
+
+
+def _experts(step: Step) -> dict[str, float]:
+    """Returns the sizes of the exchange of tokens, and of experts."""
+    experts = step.model.experts
+    if not experts:
+        return dict.fromkeys(("D", "e", "g", "l", "Ge", "Re"), 0.0)
+    strategy = step.strategy
+    group = strategy.expert
+    rows = group * _tokens_of_pair(step, experts)
+    choices = 4.0 * rows * experts.active
+    local = step.model.expert_matrices / group
+    return {
+        "D": 2.0 * rows * step.model.d_model,
+        "e": choices,
+        "g": choices,
+        "l": 4.0 * step.model.layers * experts.number,
+        "Ge": 4.0 * step.model.layers * local,
+        "Re": 4.0 * padded(local, strategy.replicas // group),
+    }
+
+
+def _tokens_of_pair(step: Step, experts: Experts) -> float:
+    """Returns C, the tokens that a device sends to another: all of them where they are gathered,
+    else `factor` times those that choose one of its experts by uniform routing, in eights.
+    """
+    if step.strategy.exchange == "gather" or not experts.factor:
+        return step.tokens
+    others = experts.number - experts.number // step.strategy.expert
+    none_chosen = math.comb(others, experts.active) / math.comb(experts.number, experts.active)
+    sent = experts.factor * (1 - none_chosen) * step.tokens
+    return min(step.tokens, 8 * math.ceil(math.ceil(sent) / 8))

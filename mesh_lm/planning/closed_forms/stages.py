@@ -12,9 +12,9 @@ from mesh_lm.planning.closed_forms.replicas import (
     FP32_WEIGHTS,
     FULL_SUM,
     ZERO_WEIGHTS,
-    flat_forms,
     needed_of_zero,
     stepwise_sums,
+    vector_forms,
 )
 from mesh_lm.planning.closed_forms.subjects import Step
 from mesh_lm.planning.closed_forms.terms import REPLICAS, Form, Group
@@ -38,7 +38,7 @@ def stage_forms(step: Step) -> Iterator[Form]:
     yield from _hops(step)
     if strategy.distributed:
         why = f"{_TABLES}, each part where its moments are"
-        yield from flat_forms(strategy, SHARED, "J", "step", why)
+        yield from vector_forms(strategy, SHARED, "J", "step", why)
         yield GRADIENTS.all_reduce("S-Y", 1, "step", _LAST_NORM)
     else:
         yield from _whole_tables(step)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from mesh_lm.planning.closed_forms.context import context_forms
+from mesh_lm.planning.closed_forms.experts import expert_forms
 from mesh_lm.planning.closed_forms.fsdp import fsdp_forms
 from mesh_lm.planning.closed_forms.replicas import outer_forms, replica_forms
 from mesh_lm.planning.closed_forms.sizes import dtype_of, sizes
@@ -59,6 +60,7 @@ def _forms(step: Step) -> Iterator[Form]:
     yield from fsdp_forms(step)
     yield from stage_forms(step)
     yield from replica_forms(step)
+    yield from expert_forms(step)
 
 
 def _runs(step: Step) -> dict[Per, int]:
@@ -72,6 +74,7 @@ def _runs(step: Step) -> dict[Per, int]:
         "forward": step.chunk_layers * forward,
         "backward": step.chunk_layers * backward,
         "recompute": microbatches * recomputed,
+        "gather": microbatches * _gathers(model),
         "regather": microbatches * _regathers(model),
         "microbatch": microbatches,
         "chunk": step.loss_chunks * microbatches,
@@ -82,17 +85,27 @@ def _runs(step: Step) -> dict[Per, int]:
     }
 
 
+def _gathers(model: Decoder) -> int:
+    """Returns the gathers of a microbatch's forward pass, besides the first layer's: of the next
+    layer's matrices, and in the last layer of its own for the backward pass.
+
+    A layer that keeps its matrices does that in vain, which XLA sees where it is not in a loop.
+    """
+    is_looped = not model.unrolled and model.kept != 1
+    return model.layers if is_looped or not model.kept else model.layers - 1
+
+
 def _regathers(model: Decoder) -> int:
     """Returns the gathers of a microbatch's backward pass: of layers that have not kept their
-    matrices, and one before the first of these.
+    matrices, but for the last layer, and one before the first of these.
 
     In a loop the first layer gathers in vain.
     """
-    if model.unrolled:
-        return model.layers - 1
-    if 0 < model.kept < model.layers:
-        return model.layers - model.kept + 1
-    return model.layers - model.kept
+    if model.kept == model.layers:
+        return 0
+    n_layers = model.layers - model.kept
+    in_vain = 0 if model.unrolled else 1
+    return n_layers - 1 + in_vain + (model.kept > 0)
 
 
 def _with_idle_slots(step: Step, runs: dict[Per, int], form: Form) -> Form:

@@ -15,12 +15,24 @@ from mesh_lm.schedules.table import compile_table
 CONTEXT = {"context_gather", "ulysses", "ring", "usp"}
 TENSOR = {"megatron", "megatron_sp", "megatron_2d"}
 REPLICATED = {"ddp", "zero1", "zero2", "distributed", "zero3", "by_node", "diloco"}
-PARTS = REPLICATED | {"fsdp", "hsdp"} | TENSOR | CONTEXT
+EXPERTS = {"experts_gather", "experts_padded"}
+PARTS = REPLICATED | EXPERTS | {"fsdp", "hsdp"} | TENSOR | CONTEXT
 """The presets that have forms, alone and in products."""
 
 
 class NoFormError(ValueError):
     """A model, rules or a schedule without a closed form. The message says what has none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The experts of each layer, in the place of its MLP."""
+
+    number: int
+    active: int
+    d_ff: int
+    factor: float
+    """Of the rows that balanced routing sends; 0: of all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +63,7 @@ class Decoder:
     none instead of save_names. None: all."""
     kept: int = 0
     """The number of layers that keep the matrices they gather until their backward passes."""
+    experts: Experts | None = None
     unrolled: bool = False
     """Whether each layer is compiled by itself, and not in a loop."""
     windows: tuple[int | None, ...] = (None,)
@@ -78,6 +91,7 @@ class Decoder:
             loss_chunk=model.loss_chunk,
             recomputed=model.remat_layers,
             kept=model.kept_layers,
+            experts=_experts(model),
             unrolled=model.unroll,
             windows=model.windows(),
         )
@@ -95,10 +109,21 @@ class Decoder:
 
     @property
     def matrices(self) -> int:
-        """Parameters of one layer's matrices: q, k, v, out, up (and gate), down."""
+        """Parameters of one layer's matrices: q, k, v, out, up (and gate), down; with experts, the
+        router in the place of the MLP.
+        """
         attention = self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        mlp = self.d_model * self.d_ff * (3 if self.gated else 2)
-        return attention + mlp
+        if self.experts:
+            return attention + self.d_model * self.experts.number
+        return attention + self.d_model * self.d_ff * (3 if self.gated else 2)
+
+    @property
+    def expert_matrices(self) -> int:
+        """Parameters of all experts of one layer."""
+        if not self.experts:
+            return 0
+        of_one = self.d_model * self.experts.d_ff * (3 if self.gated else 2)
+        return self.experts.number * of_one
 
     @property
     def whole_vectors(self) -> int:
@@ -118,6 +143,14 @@ class Decoder:
         tensor like their matrices.
         """
         return self.head_biases + self.biases * self.d_ff * (2 if self.gated else 1)
+
+
+def _experts(model: Any) -> Experts | None:
+    """Returns the experts of a `DecoderConfig`; None if its layers have none."""
+    if model.block != "moe":
+        return None
+    experts = model.experts
+    return Experts(experts.number, experts.active, model.d_expert, experts.factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +183,8 @@ class Strategy:
     """The layers of each virtual stage in model order, where they differ; empty: they do not."""
     node: int = 1
     """The axis of preset by_node: replicas inside of a node."""
+    expert: int = 1
+    """The axis of the experts."""
     island: int = 1
     """The axis of preset diloco, over which only the outer step sends."""
 
@@ -184,6 +219,7 @@ class Strategy:
             "tensor": self.is_tensor,
             "node": "by_node" in self.parts,
             "island": "diloco" in self.parts,
+            "expert": bool(self.parts & EXPERTS),
         }
 
     def ways(self, axis: str) -> int:
@@ -207,7 +243,12 @@ class Strategy:
     @property
     def replicas(self) -> int:
         """The shards of a flat vector, without stages."""
-        return self.data * self.token_shards * self.node
+        return self.data * self.token_shards * self.node * self.expert
+
+    @property
+    def exchange(self) -> str:
+        """How tokens reach the devices of their experts: gather or padded."""
+        return "gather" if "experts_gather" in self.parts else "padded"
 
     @property
     def sums_in_steps(self) -> bool:
@@ -315,11 +356,26 @@ class Step:
 
     def __post_init__(self) -> None:
         n_chunks = self.strategy.pipeline * self.strategy.virtual
+        if self.model.experts:
+            self._require_plain_experts()
         if not self.strategy.layer_counts and self.model.layers % n_chunks:
             raise NoFormError(
                 f"no closed form for {self.model.layers} layers on {self.strategy.pipeline} x "
                 f"{self.strategy.virtual} virtual stages: they differ"
             )
+
+    def _require_plain_experts(self) -> None:
+        """Raises NoFormError for experts beside what they have no form with."""
+        strategy = self.strategy
+        with_form = EXPERTS | {"ddp", "distributed", "zero3"}
+        others = strategy.parts - with_form
+        if others or strategy.staged or strategy.reduction in ("bfloat16", "int8"):
+            raise NoFormError(
+                f"no closed form for experts under {strategy.preset} in {strategy.pipeline} stages "
+                f"with reduction {strategy.reduction}"
+            )
+        if self.model.biases:
+            raise NoFormError("no closed form for experts with biases")
 
     @property
     def stage_layers(self) -> int:

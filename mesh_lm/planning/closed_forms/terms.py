@@ -12,13 +12,14 @@ AR = "all-reduce"
 CP = "collective-permute"
 A2A = "all-to-all"
 
-REPLICAS = ("data", "sequence", "ulysses", "node")
+REPLICAS = ("data", "sequence", "ulysses", "node", "expert")
 """The axes along which weights are replicated, and over which the engine sums gradients."""
-BYTES = {"bf16": 2, "f32": 4, "s8": 1}
+BYTES = {"bf16": 2, "f32": 4, "s8": 1, "s32": 4}
 Per = Literal[
     "forward",
     "backward",
     "recompute",
+    "gather",
     "regather",
     "microbatch",
     "chunk",
@@ -30,9 +31,10 @@ Per = Literal[
 """What a form counts its runs by.
 
 forward, backward: a layer's pass, in each microbatch; with stages, in each tick that has that slot,
-of the layers of one chunk. recompute: a backward pass of a layer with remat=full, where not all
-layers have it. regather: a backward pass of a layer that has not kept its matrices, or the one
-gather before the first of these. chunk: of the loss. row: a layer of this stage, once a step."""
+of the layers of one chunk. recompute: a backward pass of a layer with model.remat, where not all
+layers have it. gather: a layer's forward pass, as far as what it gathers is of use. regather: a
+backward pass of a layer that has not kept its matrices, or the one gather before the first of
+these. chunk: of the loss. row: a layer of this stage, once a step."""
 
 
 class Form(NamedTuple):
