@@ -109,9 +109,20 @@ def rows(terms: Iterable[Term]) -> list[Row]:
     for term in terms:
         key = (term.axes, term.part, term.kind, term.dtype, term.size, term.payload)
         alike.setdefault(key, []).append(term)
-    all_rows = [
-        Row(*key, sum(term.times for term in group), total(group)) for key, group in alike.items()
-    ]
+    all_rows = []
+    for group in alike.values():
+        first = group[0]
+        row = Row(
+            axes=first.axes,
+            part=first.part,
+            kind=first.kind,
+            dtype=first.dtype,
+            size=first.size,
+            payload=first.payload,
+            times=sum(term.times for term in group),
+            wire_bytes=total(group),
+        )
+        all_rows.append(row)
     bytes_by_axes = by_axes(terms)
     return sorted(all_rows, key=lambda row: (-bytes_by_axes[row.axes], row.axes, -row.wire_bytes))
 

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mesh_lm.planning.closed_forms.replicas import FULL_SUM, SUMMED, gathered_forms, vector_forms
+from mesh_lm.planning.closed_forms.replicas import (
+    FULL_SUM,
+    NEW_WEIGHTS,
+    SUMMED,
+    gathered_forms,
+    vector_forms,
+)
 from mesh_lm.planning.closed_forms.subjects import Step
 from mesh_lm.planning.closed_forms.terms import REPLICAS, Form, Group
 
@@ -60,10 +66,15 @@ def _sums(step: Step) -> Iterator[Form]:
     """Yields the sums of the experts' gradients, and their new weights."""
     strategy = step.strategy
     if strategy.gathered:
-        yield from gathered_forms(step, EXPERT_REPLICAS, "Re")
+        yield from gathered_forms(step, EXPERT_REPLICAS, "Re", "Re/2")
+        yield from gathered_forms(step, REPLICAS, "r", "r")
     elif strategy.distributed:
         why = f"{SUMMED}: experts, layer by layer, each part where its moments are"
         yield from vector_forms(strategy, EXPERT_REPLICAS, "Re", "row", why)
+        why = f"{SUMMED}: routers"
+        yield Group("gradients", REPLICAS).reduce_scatter("r", 1, "row", why)
+        why = f"{NEW_WEIGHTS}, in fp32, in which routers are used"
+        yield Group("weights", REPLICAS).all_gather("r", 1, "row", why)
     else:
         gradients = Group("gradients", EXPERT_REPLICAS)
         yield gradients.all_reduce("Ge", 1, "step", f"{SUMMED}: experts", 0.75, FULL_SUM)

@@ -154,7 +154,7 @@ def _distributed(step: Step) -> Iterator[Form]:
     """Yields those of flat vectors: layer by layer, then the tables."""
     strategy = step.strategy
     if strategy.gathered:
-        yield from gathered_forms(step, REPLICAS, "R")
+        yield from gathered_forms(step, REPLICAS, "R", "R/2")
     else:
         why = f"{SUMMED}, layer by layer, each part where its moments are"
         yield from vector_forms(strategy, REPLICAS, "R", "row", why)
@@ -164,13 +164,14 @@ def _distributed(step: Step) -> Iterator[Form]:
     yield GRADIENTS.all_reduce("G-Z", 1, "step", VECTORS)
 
 
-def gathered_forms(step: Step, axes: tuple[str, ...], size: str) -> Iterator[Form]:
+def gathered_forms(step: Step, axes: tuple[str, ...], size: str, weights: str) -> Iterator[Form]:
     """Yields what layers gather of their flat vectors, and the sums of their gradients, in each
     microbatch.
+
+    size: of the vectors in fp32; weights: as the layers use them.
     """
     layer = Group("layer", axes)
-    weights = f"{size}/2"
-    gradient = weights if step.strategy.reduction == "bfloat16" else size
+    gradient = f"{size}/2" if step.strategy.reduction == "bfloat16" else size
     why = "forward: the next layer's matrices; in the last layer, its own for the backward"
     is_each_layer = not step.model.kept and not step.model.unrolled
     yield layer.all_gather(weights, 1, "forward" if is_each_layer else "gather", why)

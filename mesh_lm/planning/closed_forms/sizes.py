@@ -110,6 +110,7 @@ SYMBOLS = {
     ),
     "e": Symbol("4 G C k", "s32", "the numbers of the k experts of each of them"),
     "g": Symbol("4 G C k", "f32", "their weights"),
+    "r": Symbol("4 x router of a layer, padded", "f32", "its flat vector, which stays in fp32"),
     "l": Symbol("4 x experts of all layers", "f32", "tokens of each expert"),
     "Ge": Symbol("4 x experts of one device", "f32", "their gradients"),
     "Re": Symbol(
@@ -288,7 +289,8 @@ def _stored(step: Step) -> dict[str, float]:
 def _flat_vectors(step: Step) -> dict[str, float]:
     """Returns the sizes of flat vectors: one for each layer's matrices, one for each table."""
     strategy = step.strategy
-    matrices = step.model.matrices / (strategy.matrix_shards * strategy.fsdp)
+    compute_matrices = step.model.matrices - step.model.router
+    matrices = compute_matrices / (strategy.matrix_shards * strategy.fsdp)
     table_shards = strategy.replicas * strategy.pipeline
     tables = sum(padded(elements, table_shards) for elements in _tables(step))
     return {"R": 4.0 * padded(matrices, strategy.replicas), "J": 4.0 * tables}
@@ -354,7 +356,7 @@ def _experts(step: Step) -> dict[str, float]:
     """Returns the sizes of the exchange of tokens, and of experts."""
     experts = step.model.experts
     if not experts:
-        return dict.fromkeys(("D", "e", "g", "l", "Ge", "Re"), 0.0)
+        return dict.fromkeys(("D", "e", "g", "l", "r", "Ge", "Re"), 0.0)
     strategy = step.strategy
     group = strategy.expert
     rows = group * _tokens_of_pair(step, experts)
@@ -365,6 +367,7 @@ def _experts(step: Step) -> dict[str, float]:
         "e": choices,
         "g": choices,
         "l": 4.0 * step.model.layers * experts.number,
+        "r": 4.0 * padded(step.model.router, strategy.replicas),
         "Ge": 4.0 * step.model.layers * local,
         "Re": 4.0 * padded(local, strategy.replicas // group),
     }

@@ -114,8 +114,13 @@ class Decoder:
         """
         attention = self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         if self.experts:
-            return attention + self.d_model * self.experts.number
+            return attention + self.router
         return attention + self.d_model * self.d_ff * (3 if self.gated else 2)
+
+    @property
+    def router(self) -> int:
+        """Parameters of one layer's router, which is used in fp32."""
+        return self.d_model * self.experts.number if self.experts else 0
 
     @property
     def expert_matrices(self) -> int:

@@ -12,6 +12,7 @@ import form_rows
 import pytest
 
 from mesh_lm.config import DilocoConfig, PipelineConfig, TrainConfig
+from mesh_lm.model import ExpertsConfig
 from mesh_lm.planning.closed_forms.config import expected_of, expected_outer_of
 from mesh_lm.planning.closed_forms.terms import by_axes, total
 from mesh_lm.planning.program import Program
@@ -87,6 +88,38 @@ def test_layers_that_gather_their_weights_without_a_loop(reports: str) -> None:
     config = form_rows.config_of(PLAIN | {"replicas": "zero3", "remat": "save_names"})
     model: Any = dataclasses.replace(config.model, unroll=True)
     assert_equal(dataclasses.replace(config, model=model), reports)
+
+
+@pytest.mark.exhaustive
+def test_a_single_layer_that_keeps_its_weights(reports: str) -> None:
+    config = form_rows.config_of(PLAIN | {"replicas": "zero3", "remat": "full"})
+    model: Any = dataclasses.replace(config.model, kept_layers=1)
+    assert_equal(dataclasses.replace(config, model=model), reports)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("rules", "remat"),
+    [
+        ("zero3+experts_padded", "save_names"),
+        ("distributed+experts_padded", "none"),
+        ("ddp+experts_gather", "full"),
+    ],
+)
+def test_experts(reports: str, rules: str, remat: str) -> None:
+    """With balanced routing: of an exchange the first round is counted."""
+    row = PLAIN | {"model": "llama", "remat": remat}
+    config = form_rows.config_of(row)
+    experts = ExpertsConfig(number=8, active=2, balance_loss=0.01)
+    model: Any = dataclasses.replace(config.model, block="moe", experts=experts)
+    config = dataclasses.replace(
+        config,
+        model=model,
+        rules=preset(rules),
+        mesh=MeshConfig(data=2, expert=4),
+        train=dataclasses.replace(config.train, global_batch=8),
+    )
+    assert_equal(config, reports)
 
 
 def test_islands(reports: str) -> None:
