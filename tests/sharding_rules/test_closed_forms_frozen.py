@@ -14,7 +14,8 @@ from mesh_lm.planning.closed_forms.step import expected
 from mesh_lm.planning.closed_forms.subjects import EXPERTS, PARTS, Decoder, Strategy
 from mesh_lm.planning.closed_forms.terms import by_axes, total
 
-FROZEN = json.loads((Path(__file__).parent / "closed_forms_frozen.json").read_text())
+FILE = Path(__file__).parent / "closed_forms_frozen.json"
+FROZEN = json.loads(FILE.read_text(encoding="utf-8"))
 """models: name -> a decoder's sizes. cases: a decoder with changes, a strategy, and its bytes by
 axes."""
 

@@ -57,6 +57,8 @@ def _models_without_form(config: Any) -> Iterator[str]:
     for segment in model.segment_configs():
         if segment.kind not in ("dense", "moe"):
             yield f"layers of the kind {segment.kind}"
+    if model.has_experts and model.experts.shared:
+        yield f"model.experts.shared={model.experts.shared}"
     if model.dtype != "bfloat16":
         yield f"model.dtype={model.dtype}"
     if model.batch_halves:
