@@ -42,7 +42,7 @@ class Bytes:
 
     def __post_init__(self) -> None:
         if self.devices < 0:
-            raise ConfigError(f"--devices={self.devices}: a plan is for at least 1 device")
+            raise ConfigError(f"--devices={self.devices}: a step is made by at least 1 device")
         if self.output and Path(self.output).suffix != ".json":
             raise ConfigError(f"--output={self.output}: the bytes are a file that ends in .json")
 

@@ -21,8 +21,7 @@ def expected_of(config: Any) -> list[Term]:
 
     Raises NoFormError for what has no form.
     """
-    for problem in _without_form(config):
-        raise NoFormError(f"no closed form for {problem}")
+    _require_forms(config)
     loop = config.train
     strategy = _strategy(config)
     batch_shards = strategy.data * strategy.fsdp * strategy.node * strategy.expert * strategy.island
@@ -35,16 +34,18 @@ def expected_outer_of(config: Any) -> list[Term]:
 
     There are none without islands. Raises as `expected_of`.
     """
-    for problem in _without_form(config):
-        raise NoFormError(f"no closed form for {problem}")
+    _require_forms(config)
     return expected_outer(Decoder.of(config.model), _strategy(config))
 
 
-def _without_form(config: Any) -> Iterator[str]:
-    """Yields what of a config has no closed form."""
-    yield from _models_without_form(config)
-    yield from _rules_without_form(config)
-    yield from _stages_without_form(config)
+def _require_forms(config: Any) -> None:
+    problems = [
+        *_models_without_form(config),
+        *_rules_without_form(config),
+        *_stages_without_form(config),
+    ]
+    if problems:
+        raise NoFormError(f"this config has no closed form for {' and '.join(problems)}")
 
 
 def _models_without_form(config: Any) -> Iterator[str]:

@@ -129,25 +129,26 @@ SYMBOLS = {
 }
 
 
+_DTYPES = {
+    **{symbol: row.dtype for symbol, row in SYMBOLS.items()},
+    **dict.fromkeys(("It", "Ir", "Ij"), "s8"),
+    **dict.fromkeys(("i", "it", "ir", "ij", "Mt"), "f32"),
+}
+
+
 def dtype_of(size: str) -> str:
-    """Returns the type of a size: 2W is the fp32 form of W, R/2 the bf16 form of R, and G-Z the
-    rest of G.
+    """Returns the type of a size: 2W is the fp32 form of W, R/2 the bf16 form of R, G-Z the rest of
+    G, and Q/y or R/N a part of an array of the same type.
     """
-    if size in SYMBOLS:
-        return SYMBOLS[size].dtype
-    if size.endswith("/y"):
-        return dtype_of(size.removesuffix("/y"))
+    if size in _DTYPES:
+        return _DTYPES[size]
     if size.endswith("/2"):
         return "bf16"
-    if size.startswith(("I", "i")):
-        return "s8" if size.startswith("I") else "f32"
-    if size.endswith("/N"):
-        return "f32"
-    if size == "Mt":
-        return "f32"
+    if size.endswith(("/y", "/N")):
+        return dtype_of(size[:-2])
     if size.startswith("2"):
         return "f32"
-    return SYMBOLS[size.partition("-")[0]].dtype
+    return dtype_of(size.partition("-")[0])
 
 
 def sizes(step: Step) -> dict[str, float]:

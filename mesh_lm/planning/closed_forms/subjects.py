@@ -200,7 +200,9 @@ class Strategy:
         used = self._used_axes()
         unused = [axis for axis in used if not used[axis] and self.ways(axis) > 1]
         if unused:
-            raise NoFormError(f"{self.preset} cuts nothing over {' or '.join(unused)}")
+            raise NoFormError(
+                f"{self.preset} cuts nothing over {' or '.join(unused)}, which has several devices"
+            )
         if self.distributed and self.zero:
             raise NoFormError(f"{self.preset} cuts the moments twice over data")
         if self.zero_by == "layers" and (self.reduction in ("bfloat16", "int8") or self.node > 1):
