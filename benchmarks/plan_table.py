@@ -451,7 +451,8 @@ def model_seconds(config: Any, devices: int) -> float:
 def least_bytes(config: Any) -> float | None:
     """Returns the minimum by docs/closed_forms.md; None if no collective is needed or no form
     covers the rules."""
-    from tests.sharding_rules.closed_forms import expected_of, total
+    from mesh_lm.planning.closed_forms.config import expected_of
+    from mesh_lm.planning.closed_forms.terms import total
 
     try:
         return total(expected_of(config), field="least_wire_bytes") or None

@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from mesh_lm.commands import command_line
+from mesh_lm.commands import command_line, plan_bytes
 from mesh_lm.commands.options import HELP, print_help
+from mesh_lm.commands.plan_bytes import Bytes
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
 from sharding_rules.lab.flags import FLAG_SETS
@@ -111,11 +112,15 @@ class Plan:
                 )
 
 
-def parse(argv: Sequence[str], prog: str) -> tuple[Plan, TrainConfig]:
-    """Returns the plan and the run on the command line of `mesh-lm plan`. Raises ConfigError.
+def parse(argv: Sequence[str], prog: str) -> tuple[Plan | Bytes, TrainConfig]:
+    """Returns the plan, or the options of `mesh-lm plan bytes`, and the run on the command line of
+    `mesh-lm plan`. Raises ConfigError.
 
-    --output=FILE names the report; the run's own directory is --config.output.
+    --output=FILE names the report; the run's own directory is --config.output. A config of the name
+    bytes is chosen by its path, or by --config.
     """
+    if argv and argv[0] == plan_bytes.COMMAND:
+        return plan_bytes.parse(argv[1:], f"{prog} {plan_bytes.COMMAND}")
     words = []
     for word in argv:
         if word.partition("=")[0] == _OUTPUT:
@@ -137,7 +142,8 @@ def parse_either(
         print_help(
             Plan,
             "What a run would do on GPUs, without them. FILE and its options are those of "
-            "`mesh-lm train --help`.",
+            "`mesh-lm train --help`. `mesh-lm plan bytes FILE` compiles nothing, and lists what "
+            "one step sends.",
             prog,
         )
     config, changes = command_line.parse_with(Plan, argv, prog=prog, alone={_REPORT: SCREEN})
@@ -150,9 +156,12 @@ def parse_either(
     return dataclasses.replace(default or Plan(SCREEN), **changes), config
 
 
-def run(arguments: tuple[Plan, TrainConfig]) -> int:
-    """Returns the status of `mesh_lm.commands.plan.show`."""
+def run(arguments: tuple[Plan | Bytes, TrainConfig]) -> int:
+    """Returns the status of `mesh_lm.commands.plan.show`, or of `plan_bytes.show`."""
+    options, config = arguments
+    if isinstance(options, Bytes):
+        return plan_bytes.show(options, config)
     # Imported here, so that a mistake in the arguments is answered first.
     from mesh_lm.commands.plan import show
 
-    return show(*arguments)
+    return show(options, config)

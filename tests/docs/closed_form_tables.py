@@ -1,4 +1,4 @@
-"""The tables of docs/closed_forms.md, from the functions of tests/sharding_rules:
+"""The tables of docs/closed_forms.md, from mesh_lm.planning.closed_forms:
 tests/docs/made.py writes them into the page."""
 
 from __future__ import annotations
@@ -9,21 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mesh_lm.config import load
+from mesh_lm.planning.closed_forms import tensor_2d
+from mesh_lm.planning.closed_forms.sizes import SYMBOLS
+from mesh_lm.planning.closed_forms.step import expected
+from mesh_lm.planning.closed_forms.subjects import Decoder, Strategy
+from mesh_lm.planning.closed_forms.terms import A2A, AG, AR, CP, RS, Term, total
 from tests.docs.markdown import table
-from tests.sharding_rules import closed_forms_tensor_2d as tensor_2d
-from tests.sharding_rules.closed_forms import (
-    A2A,
-    AG,
-    AR,
-    CP,
-    RS,
-    SYMBOLS,
-    Decoder,
-    Strategy,
-    Term,
-    expected,
-    total,
-)
 
 SHORT = {AG: "AG", RS: "RS", AR: "AR", CP: "CP", A2A: "A2A"}
 REMATS = ("none", "save_names", "full")

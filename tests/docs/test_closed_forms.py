@@ -4,12 +4,16 @@ tests/docs/test_made.py compares."""
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 
+from mesh_lm.commands.main import main
+from mesh_lm.planning.closed_forms import tensor_2d
+from mesh_lm.planning.closed_forms.step import expected
+from mesh_lm.planning.closed_forms.subjects import Strategy
+from mesh_lm.planning.closed_forms.terms import AR, total
 from tests.docs.closed_form_tables import FACTORS, REMATS, dimensions, gpt, sent_over, terms
-from tests.sharding_rules import closed_forms_tensor_2d as tensor_2d
-from tests.sharding_rules.closed_forms import AR, Strategy, expected, total
 
 PRODUCTS = (
     "zero1+megatron", "zero1+megatron_sp", "zero2+megatron_sp", "distributed+megatron_sp",
@@ -17,6 +21,7 @@ PRODUCTS = (
     "hsdp+megatron_sp", "zero1+hsdp+megatron_sp",
 )  # fmt: skip
 COUNTS = (4, 8, 16, 32)
+PAGE = (Path(__file__).parents[2] / "docs" / "closed_forms.md").read_text(encoding="utf-8")
 
 
 def factors(product: str) -> dict[str, str]:
@@ -121,3 +126,9 @@ def test_one_sequence_needs_no_second_gather_of_positions() -> None:
     for sequences, gathered in ((1, 0), (2, 1)):
         found = expected(gpt(), Strategy("megatron_sp", tensor=4), sequences, 4)
         assert len([t for t in found if t.part == "positions" and t.kind != AR]) == gathered
+
+
+def test_the_command_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "bytes", "gpt_175b", "--devices=1024"]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "\n".join(["$ mesh-lm plan bytes gpt_175b --devices=1024", *printed, "```"]) in PAGE

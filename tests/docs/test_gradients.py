@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks import reductions_page
-from tests.sharding_rules.closed_forms_reductions import (
+from mesh_lm.planning.closed_forms.reductions import (
     all_reduce,
     by_node,
     int8_half,

@@ -9,20 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from mesh_lm.planning.closed_forms.step import expected
+from mesh_lm.planning.closed_forms.subjects import Decoder, Strategy
+from mesh_lm.planning.closed_forms.terms import AG, AR, CP, RS, Term, by_axes, total
 from mesh_lm.schedules.schedule import make_schedule
 from mesh_lm.schedules.table import compile_table
-from tests.sharding_rules.closed_forms import (
-    AG,
-    AR,
-    CP,
-    RS,
-    Decoder,
-    Strategy,
-    Term,
-    by_axes,
-    expected,
-    total,
-)
 
 GPT = Decoder(
     layers=96, d_model=12288, d_ff=4 * 12288, heads=96, kv_heads=96, head_dim=128, vocab=51200,

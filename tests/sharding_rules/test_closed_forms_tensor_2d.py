@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from tests.sharding_rules import closed_forms_tensor_2d as tensor_2d
-from tests.sharding_rules.closed_forms import Decoder, Strategy, Term, expected, total
+from mesh_lm.planning.closed_forms import tensor_2d
+from mesh_lm.planning.closed_forms.step import expected
+from mesh_lm.planning.closed_forms.subjects import Decoder, Strategy
+from mesh_lm.planning.closed_forms.terms import Term, total
 from tests.sharding_rules.test_closed_forms import GPT, LLAMA
 
 SIZES = some.sampled_from([1, 2, 4, 8, 16])

@@ -113,6 +113,7 @@ COMPLETED = {
     "mesh-lm generate --temp": "--temperature",
     "mesh-lm launch --per": "--per-node",
     "mesh-lm plan --max": "--max-microbatch --max-tensor",
+    "mesh-lm plan bytes --dev": "--devices",
     "mesh-lm train --init": "--init_from",
 }
 
@@ -147,6 +148,7 @@ def test_bash_completes(tmp_path: Path) -> None:
         "export",
         "import",
         "plan",
+        "plan bytes",
         "pipeline",
     ],
 )

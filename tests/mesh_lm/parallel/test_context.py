@@ -32,8 +32,10 @@ from mesh_lm.model.context import repeats
 from mesh_lm.model.ring_attention import Ring
 from mesh_lm.parallel import engine
 from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.planning.closed_forms.step import expected
+from mesh_lm.planning.closed_forms.subjects import Decoder, Strategy
+from mesh_lm.planning.closed_forms.terms import A2A
 from sharding_rules import Shard, ShardingRuleError, preset, token_order
-from tests.sharding_rules.closed_forms import A2A, Decoder, Strategy, expected
 
 COMPILE_BUDGET = 68
 FULL = dataclasses.replace(LLAMA, window=(), n_kv_heads=4, remat="save_names")

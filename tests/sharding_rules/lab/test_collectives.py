@@ -20,6 +20,8 @@ import pytest
 
 from mesh_lm.config import PipelineConfig, TrainConfig, TrainLoop, load
 from mesh_lm.model import DecoderConfig
+from mesh_lm.planning.closed_forms.config import expected_of
+from mesh_lm.planning.closed_forms.terms import BYTES, Term, by_axes, total
 from mesh_lm.planning.program import compile_config
 from mesh_lm.training.check import check
 from sharding_rules import MeshConfig, preset
@@ -27,7 +29,6 @@ from sharding_rules.lab.diff import explain, ledger_text
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import lint
 from sharding_rules.lab.report import SCALAR, Collective, Report
-from tests.sharding_rules.closed_forms import BYTES, Term, by_axes, expected_of, total
 
 COMPILE_BUDGET = 70
 pytestmark = pytest.mark.deviceless

@@ -8,19 +8,19 @@ from jax.sharding import AbstractMesh
 
 from mesh_lm.optim import is_matrix
 from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.planning.closed_forms.reductions import (
+    all_reduce,
+    by_node,
+    by_node_halves,
+    int8_half,
+)
+from mesh_lm.planning.closed_forms.sizes import padded
 from sharding_rules import AXES, PRESETS, Shard
 from sharding_rules.lab.diff import ledger_text
 from sharding_rules.lab.hlo import arrays
 from sharding_rules.lab.lint import lint
 from sharding_rules.lab.lint_reductions import reduced
 from sharding_rules.lab.report import Report
-from tests.sharding_rules.closed_forms import padded
-from tests.sharding_rules.closed_forms_reductions import (
-    all_reduce,
-    by_node,
-    by_node_halves,
-    int8_half,
-)
 from tests.sharding_rules.lab.test_collectives import GPT, NOTICES, Program, compiled
 
 COMPILE_BUDGET = 8

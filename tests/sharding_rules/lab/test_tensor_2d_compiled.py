@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from mesh_lm.planning.closed_forms.config import expected_of
 from sharding_rules.lab.lint import lint
 from sharding_rules.lab.report import Report
-from tests.sharding_rules.closed_forms import expected_of
 from tests.sharding_rules.lab.test_collectives import (
     INPUT,
     NOTICES,
