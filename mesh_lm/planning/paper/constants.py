@@ -57,6 +57,7 @@ class Constants:
     """The share of the sums over `data` at the end of a step."""
     exposed_tables: float = 0.85
     """The share of the collectives of embedding and head that is waited for, except with zero3."""
+    exposed_tables_zero3: float = 0.2
 
 
 FITTED = Constants()

@@ -367,7 +367,8 @@ class _Step:
         tables = n_tables * self._collective(table, ways, t) + 2 * self._collective(
             2 * table, ways, t
         )
-        waited = np.where(self._is_zero3, 0.2, constants.exposed_tables) * tables
+        share = np.where(self._is_zero3, constants.exposed_tables_zero3, constants.exposed_tables)
+        waited = share * tables
         return _Once(compute, rounds + of_chunks + waited)
 
     def _ticks(self) -> tuple[Array, Array]:
