@@ -25,7 +25,7 @@ from scipy.stats import spearmanr
 
 POOLS = ("best_layouts", "random_layouts")
 CONSTANTS = ROOT / "mesh_lm" / "planning" / "paper" / "constants.py"
-_RIDGE = 0.05
+_RIDGE = 0.15
 """Weight of the distance to the present constants, in shares of their scales."""
 _TIE = 0.03
 _FULL = 67.0

@@ -19,45 +19,46 @@ class Constants:
 
     # Bytes of kernels without matmuls in a layer and microbatch, over the bytes of the residual
     # stream, of q, k, v and the attention's output, and of the MLP's hidden layer.
-    residual_traffic: ByRemat = (0.0, 17.9, 0.0, 9.0)
-    attention_traffic: ByRemat = (0.0, 18.4, 5.1, 18.4)
-    mlp_traffic: ByRemat = (14.7, 3.3, 2.2, 3.0)
-    unrolled_traffic: float = 0.49
+    residual_traffic: ByRemat = (0.172, 24.9, 0.413, 8.0)
+    attention_traffic: ByRemat = (0.0221, 9.8, 7.0, 9.34)
+    mlp_traffic: ByRemat = (17.1, 3.17, 2.87, 1.92)
+    unrolled_traffic: float = 0.308
     """Share of them that remains where layers are unrolled: nothing is stacked."""
-    gathered_traffic: float = 2.4
+    gathered_traffic: float = 9.86e-23
     """Copies of the residual stream at each of its gathers and scatters over `tensor`, if a
     microbatch has several sequences: XLA gathers along the outermost dimension, and transposes."""
-    accumulated_bytes: float = 12.0
+    accumulated_bytes: float = 17.7
     """Bytes moved for each parameter and microbatch, where there are several."""
-    updated_bytes: float = 44.0
+    updated_bytes: float = 38.8
     """Bytes that the optimizer moves for each parameter."""
-    logit_bytes: float = 30.0
+    logit_bytes: float = 27.6
     """Bytes moved for each logit."""
-    tick_share: float = 0.47
+    tick_share: float = 0.53
     """The share that XLA moves of the bytes that a pipeline's tick would move for gradients and
     residuals."""
-    ramp: float = 128.0
+    ramp: float = 335.0
     """The smallest dimension at which a matmul reaches half of the rate."""
 
     # Shares of the time of collectives that go beside compute.
-    hidden_tensor: ByRemat = (0.92, 0.92, 0.59, 0.92)
-    hidden_tensor_zero3: float = 0.74
+    hidden_tensor: ByRemat = (0.92, 1.0, 0.59, 1.0)
+    hidden_tensor_zero3: float = 0.941
     """The same where layers gather their own weights, too."""
     hidden_tensor_recomputed: float = 0.25
     """The most of it where a stage recomputes the forward pass."""
-    hidden_gather_nvlink: float = 0.93
+    hidden_gather_nvlink: float = 1.0
     hidden_gather_network: float = 0.32
-    hidden_scatter_nvlink: float = 0.3
-    hidden_scatter_network: float = 0.0
-    hidden_zero3: float = 1.0
+    hidden_scatter_nvlink: float = 0.309
+    hidden_scatter_network: float = 6.6e-10
+    hidden_zero3: float = 0.825
     """The share of gathers and scatters, where layers make their own (zero3)."""
     window: float = 0.6
     """The most of a layer's compute that its collectives go beside; all of it with zero3."""
-    hidden_sums: float = 0.08
+    hidden_sums: float = 0.148
     """The share of the sums over `data` at the end of a step."""
-    exposed_tables: float = 0.85
-    """The share of the collectives of embedding and head that is waited for, except with zero3."""
-    exposed_tables_zero3: float = 0.2
+    exposed_tables: float = 0.826
+    """The share of the gathers and scatters of embedding and head over `fsdp` that is waited for."""
+    exposed_tables_zero3: float = 0.226
+    """The share of the sums over `data` that zero3 makes of them once a step."""
 
 
 FITTED = Constants()

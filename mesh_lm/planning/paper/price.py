@@ -363,12 +363,9 @@ class _Step:
         rounds = 4 * self._collective(activations, t, ones)
         of_chunks = n_chunks * 3 * self._collective(_F32 * chunk, t, ones, rounds=2)
         n_tables = 1 if sizes.is_tied else 2
-        ways = self._gather_ways
-        tables = n_tables * self._collective(table, ways, t) + 2 * self._collective(
-            2 * table, ways, t
-        )
-        share = np.where(self._is_zero3, constants.exposed_tables_zero3, constants.exposed_tables)
-        waited = share * tables
+        gather = self._collective(table, layouts.fsdp, t)
+        scatter = self._collective(2 * table, layouts.fsdp, t)
+        waited = constants.exposed_tables * (n_tables * gather + 2 * scatter)
         return _Once(compute, rounds + of_chunks + waited)
 
     def _ticks(self) -> tuple[Array, Array]:
@@ -426,7 +423,9 @@ class _Step:
         is_sharded = layouts.replicas > ZERO1
         sums = np.where(is_sharded, scatter + gather_weights, all_reduce)
         sums = sums + np.where(layouts.replicas == ZERO1, 2 * gather_weights, 0)
-        # With zero3 each layer has made its own.
+        # With zero3 each layer has made its own, and only those of the tables are left.
+        tables = self._collective(sum_bytes * self._end_params, data, stride)
+        tables = tables + self._collective(_BF16 * self._end_params, data, stride)
         sums = np.where(self._is_zero3, 0, sums)
         of_ends = self._collective(
             _F32 * self._end_params, data * layouts.pipeline, stride, rounds=2
@@ -435,7 +434,9 @@ class _Step:
         sharded = np.where(layouts.replicas >= ZERO1, data, 1)
         params = (self._layer_params + self._end_params) / sharded
         update = self._moving(params * constants.updated_bytes)
-        return _Once(update, sums * (1 - constants.hidden_sums))
+        exposed = sums * (1 - constants.hidden_sums)
+        exposed = exposed + self._is_zero3 * constants.exposed_tables_zero3 * tables
+        return _Once(update, exposed)
 
     # Memory.
 
