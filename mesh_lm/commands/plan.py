@@ -23,7 +23,7 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.config.layout import saved_layout
 from mesh_lm.errors import ConfigError
 from mesh_lm.planning import attention, best, diloco, experts, run_cost, stages, state_bytes
-from mesh_lm.planning.best_table import found_table
+from mesh_lm.planning.best_table import command_of, found_table
 from mesh_lm.planning.changes import candidates
 from mesh_lm.planning.climb import climb
 from mesh_lm.planning.microbatch import largest_microbatch
@@ -167,7 +167,11 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
     except LabError as error:
         raise ConfigError(str(error)) from error
     console = Console()
-    console.print(found_table(found, f"mesh-lm train {Path(config.output).name}"))
+    console.print(found_table(found))
+    command = command_of(found, f"mesh-lm train {Path(config.output).name}")
+    if command:
+        # In one line, which can be pasted: the console would break it.
+        print(command)
     if found.best:
         facts = run_cost.report_facts(config, found.best.report, plan.tokens, plan.gpu_hour)
         for label, text in facts:

@@ -17,11 +17,8 @@ _SMALL = 0.01
 """Share of the step from which on a cost is named."""
 
 
-def found_table(found: Found, command: str) -> RenderableType:
-    """Returns the table, and the command that trains with the best layout.
-
-    command: that trains with the config as it is.
-    """
+def found_table(found: Found) -> RenderableType:
+    """Returns the table, and what follows from it."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for header, justify in (("", "right"), ("step", "left"), ("peak, GiB", "right")):
         table.add_column(header, justify=justify, no_wrap=True)  # pyright: ignore
@@ -32,7 +29,7 @@ def found_table(found: Found, command: str) -> RenderableType:
     best = found.best
     for i, trial in enumerate(found.trials, start=1):
         _add(table, _mark(i, trial, best), trial, layout_words(trial.changes))
-    return Group(table, "", *(Text(line) for line in _conclusion(found, command)))
+    return Group(table, "", *(Text(line) for line in _conclusion(found)))
 
 
 def _add(table: Table, mark: str, trial: Trial, layout: str) -> None:
@@ -100,7 +97,19 @@ def _at_slow_end(best: Trial, committed: Trial) -> str:
     return f"; but {change:+.1%} at the slow ends of the bands, so measure both"
 
 
-def _conclusion(found: Found, command: str) -> Iterator[str]:
+def command_of(found: Found, command: str) -> str:
+    """Returns the command that trains with the best layout; empty if none is faster than the config
+    as it is.
+
+    command: that trains with the config as it is.
+    """
+    best = found.best
+    if best is None or best is found.committed:
+        return ""
+    return f"{command} {' '.join(options(best.changes))}"
+
+
+def _conclusion(found: Found) -> Iterator[str]:
     n_compiled = len(found.trials) + bool(found.committed)
     if found.no_formulas:
         yield f"no layout was priced on paper: {found.no_formulas}"
@@ -127,4 +136,3 @@ def _conclusion(found: Found, command: str) -> Iterator[str]:
         tie = ", a tie" if best.seconds > (1 - TIE) * committed.seconds else ""
         slow_end = _at_slow_end(best, committed)
         yield f"step of the best, against the config as it is: {change}{tie}{slow_end}"
-    yield f"{command} {' '.join(options(best.changes))}"

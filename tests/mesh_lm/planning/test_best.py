@@ -35,7 +35,7 @@ from mesh_lm.planning.best import (
     search,
     why_only_compiled,
 )
-from mesh_lm.planning.best_table import found_table
+from mesh_lm.planning.best_table import command_of, found_table
 from mesh_lm.planning.changes import POLICIES
 from mesh_lm.planning.climb import climb
 from mesh_lm.planning.microbatch import largest_microbatch
@@ -450,8 +450,8 @@ def test_a_climb_that_cannot_start() -> None:
 
 def shown(found: Found, command: str = "mesh-lm train megatron_32b") -> str:
     console = Console(width=140, record=True, file=io.StringIO())
-    console.print(found_table(found, command))
-    return console.export_text()
+    console.print(found_table(found))
+    return f"{console.export_text()}{command_of(found, command)}"
 
 
 SLOW = with_fields(load("megatron_16b"), {"model.remat": "save_names", "model.unroll": False})
