@@ -56,7 +56,7 @@ class Constants:
     hidden_sums: float = 0.148
     """The share of the sums over `data` at the end of a step."""
     exposed_tables: float = 0.826
-    """The share of the gathers and scatters of embedding and head over `fsdp` that is waited for."""
+    """The share of the collectives of embedding and head over `fsdp` that is waited for."""
     exposed_tables_zero3: float = 0.226
     """The share of the sums over `data` that zero3 makes of them once a step."""
 
