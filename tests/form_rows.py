@@ -162,11 +162,13 @@ def compiled(config: TrainConfig, cache: str) -> Report:
 def differences(config: TrainConfig, report: Report) -> dict[str, tuple[float, float]]:
     """Returns mesh axes -> (bytes of the program, bytes of the forms), where they differ by more
     than scalars."""
-    expected = by_axes(expected_of(config))
+    # The order of extra axes in a mesh is the user's.
+    expected = {frozenset(axes): n for axes, n in by_axes(expected_of(config)).items()}
     found = {}
-    for axes in sorted(expected.keys() | {one.axes for one in report.collectives}):
+    groups = expected.keys() | {frozenset(one.axes) for one in report.collectives}
+    for axes in sorted(groups, key=sorted):
         sent = report.wire_bytes(axes)
         on_paper = expected.get(axes, 0.0)
         if abs(sent - on_paper) > SCALAR:
-            found["+".join(axes)] = (sent, on_paper)
+            found["+".join(sorted(axes))] = (sent, on_paper)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +11,13 @@ from typing import Any, NamedTuple, get_type_hints
 from mesh_lm.commands import checkpoint, configs, evaluate, generate, huggingface, pipeline, prepare
 from mesh_lm.commands.command_line import SPELLINGS
 from mesh_lm.commands.options import Group, completion_script, spelled
+from mesh_lm.commands.plan_bytes import COMMAND, Bytes
 from mesh_lm.commands.plan_options import Plan
 from mesh_lm.config.files import DEFAULT, load
 from mesh_lm.launch.job import Options
+
+_SPEC = re.compile(r"(?<=^COMPLETION_SPEC = ).*", re.MULTILINE)
+"""The commands and their options in a script, of any shell: a Python dict."""
 
 
 class _Field(NamedTuple):
@@ -35,6 +40,7 @@ def shell_script(shell: str, prog: str, abouts: Mapping[str, str]) -> str:
     # `plan` has the fields of a run, but --output and --plan name its report.
     plan_run = [field for field in run if field.name != "output"]
     plan_run += [_Field("output", str, ""), *plan[1:]]
+    bytes_run = [field for field in run if field.name != "output"] + _fields(Bytes)
     checkpoint_group: Group = {}
     for name, cls in checkpoint.COMMANDS.items():
         checkpoint_group[name] = (cls, (cls.__doc__ or "").partition("\n")[0])
@@ -53,7 +59,10 @@ def shell_script(shell: str, prog: str, abouts: Mapping[str, str]) -> str:
         "bench": _dataclass("Bench", []),
     }
     commands = {name: (cls, abouts[name]) for name, cls in classes.items()}
+    about_bytes = "what one step sends, without a compiler"
+    commands[COMMAND] = (_dataclass("BytesRun", bytes_run), about_bytes)
     script = completion_script(shell, prog, commands, SPELLINGS)
+    script = _SPEC.sub(lambda spec: _with_plan_bytes(spec[0]), script)
 
     # tyro writes all options with underscores, which only those of a run have.
     hyphenated = {name for cls in (Plan, *classes.values()) for name in _option_names(cls)}
@@ -63,6 +72,17 @@ def shell_script(shell: str, prog: str, abouts: Mapping[str, str]) -> str:
         return spelled(match[0]) if match[1] in hyphenated else match[0]
 
     return re.sub(r"(?<![\w.])--(\w+)(?![\w.])", respell, script)
+
+
+def _with_plan_bytes(text: str) -> str:
+    """Returns the commands of a script with `bytes` as a word after `plan`.
+
+    tyro has no command that goes with and without a subcommand.
+    """
+    spec = ast.literal_eval(text)
+    commands = spec["subcommands"]
+    commands["plan"]["subcommands"][COMMAND] = commands.pop(COMMAND)
+    return repr(spec)
 
 
 def _option_names(cls: type | Group) -> Iterator[str]:

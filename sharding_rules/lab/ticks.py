@@ -10,6 +10,7 @@ sum to the table's ticks. XLA removes a loop of one trip; what was in it counts 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -43,8 +44,8 @@ class _Unit:
     """Names of the conditionals with a slot in it."""
     alone: bool = False
     """No loop is around the conditionals."""
-    scopes: frozenset[str] = frozenset()
-    """Scopes of the slots, if `alone`."""
+    scopes: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Scopes of the slots, if `alone`, with the number of conditionals in each."""
     sends: bool = False
     """It sends from device to device, as a tick does."""
 
@@ -88,6 +89,7 @@ def _units(module: Module, computation: str, is_looped: bool, n_ticks: int) -> l
     They are its loops, and between them the conditionals that are in none.
     """
     units: list[_Unit] = []
+    most = _most_in_a_tick(module, computation, n_ticks)
     for one in module.computations.get(computation, ()):
         if one.opcode == "while":
             slots = module.named_slots_in(one.body)
@@ -103,14 +105,28 @@ def _units(module: Module, computation: str, is_looped: bool, n_ticks: int) -> l
         for branch in one.branches:
             conditionals += [name for name, _ in module.named_slots_in(branch)]
         # Where XLA removed the loop over ticks, its conditionals are separated by the loops over
-        # layers. A scope that is there already begins the next tick.
+        # layers. A scope that is there as often as in any tick begins the next one.
         previous = next((unit for unit in reversed(units) if unit.conditionals), None)
-        if previous and previous.alone and slot.scope not in previous.scopes:
+        most_here = max(most[slot.scope], 1)
+        if previous and previous.alone and previous.scopes[slot.scope] < most_here:
             previous.conditionals += conditionals
-            previous.scopes |= {slot.scope}
+            previous.scopes[slot.scope] += 1
         else:
-            units.append(_Unit(1, conditionals, alone=True, scopes=frozenset({slot.scope})))
+            units.append(_Unit(1, conditionals, alone=True, scopes=Counter({slot.scope: 1})))
     return units
+
+
+def _most_in_a_tick(module: Module, computation: str, n_ticks: int) -> Counter[str]:
+    """Returns scope -> the most conditionals that a loop of a computation has in it.
+
+    A slot that runs a forward pass again, for example, looks up tokens twice.
+    """
+    most: Counter[str] = Counter()
+    for one in module.computations.get(computation, ()):
+        if one.opcode == "while":
+            slots = module.named_slots_in(one.body)
+            most |= Counter(slot.scope for _, slot in slots if slot.trips == n_ticks)
+    return most
 
 
 def _sends(module: Module, loop: Instruction) -> bool:

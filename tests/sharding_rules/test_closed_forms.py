@@ -231,12 +231,12 @@ def test_an_axis_of_one_device_sends_nothing(
     )
 
 
-@given(decoders, meshes, some.integers(1, 4), some.integers(1, 8))
+@given(decoders, meshes, some.integers(1, 4), some.integers(2, 8))
 def test_what_microbatches_cost(
     decoder: Decoder, mesh: Strategy, b: int, microbatches: int
 ) -> None:
     """Twice as many of the same size: twice as much, but for what runs once a step. Of half the
-    size: tensor's residual is the same."""
+    size: tensor's residual is the same. A single one sums the last norm otherwise."""
     one, two = (expected(decoder, mesh, b, n) for n in (microbatches, 2 * microbatches))
     assert [t.wire_bytes * (1 if t.per == "step" else 2) for t in one] == pytest.approx(
         [t.wire_bytes for t in two]

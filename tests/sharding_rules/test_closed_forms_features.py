@@ -114,3 +114,22 @@ def test_experts_beside_tensor_parallelism_have_no_form() -> None:
     strategy = Strategy("ddp+experts_gather+megatron", expert=8, tensor=2)
     with pytest.raises(NoFormError, match="no closed form for experts under"):
         expected(Decoder.of(config.model), strategy, 1, 1)
+
+
+def test_positions_of_a_part_of_the_sequence_are_gathered() -> None:
+    """Each device has the rows of its own tokens, 4 s h / C bytes."""
+    whole = expected(GPT, Strategy("megatron_sp", tensor=2), 2, 4)
+    strategy = Strategy("megatron_sp+ulysses", tensor=2, sequence=4)
+    part = expected(GPT, strategy, 2, 4)
+    payloads = [[t.payload for t in terms if t.size == "p"] for terms in (whole, part)]
+    assert payloads == [[4.0 * GPT.seq * GPT.d_model], [GPT.seq * GPT.d_model]]
+
+
+def test_the_last_norm_of_a_single_microbatch_is_summed_once() -> None:
+    strategy = Strategy("hsdp+megatron_sp", data=2, fsdp=2, tensor=2)
+    once, twice = (by_axes(expected(GPT, strategy, 2, n), "payload_bytes") for n in (1, 2))
+    last_norm = 4 * GPT.norm_vectors * GPT.d_model
+    assert once["data", "fsdp", "tensor"] == last_norm
+    assert ("data", "fsdp", "tensor") not in twice
+    assert once["data",] == twice["data",] - last_norm
+    assert once["fsdp", "tensor"] == (twice["fsdp", "tensor"] - last_norm) / 2

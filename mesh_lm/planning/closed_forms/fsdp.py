@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mesh_lm.planning.closed_forms.subjects import Step
-from mesh_lm.planning.closed_forms.terms import Form, Group
+from mesh_lm.planning.closed_forms.terms import REPLICAS, Form, Group
 
 LAYER = Group("layer", ("fsdp",))
 EMBEDDING = Group("embedding", ("fsdp",))
@@ -55,6 +55,10 @@ def _vectors(step: Step) -> Iterator[Form]:
     if strategy.staged:
         why = "backward: the last norm, in the last stage's branch"
         yield norm.all_reduce(last, 1, "microbatch", why)
+    elif step.sums_last_norm_at_once:
+        of_all = ("data", "fsdp", *REPLICAS[1:], *by_batch[1:])
+        why = "backward: the last norm, which XLA sums over the batch and the replicas at once"
+        yield Group("norm", of_all).all_reduce(last, 1, "step", why)
     else:
         why = "backward: the last norm, summed after the last microbatch"
         yield norm.all_reduce(last, 1, "step", why)

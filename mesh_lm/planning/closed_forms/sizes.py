@@ -33,11 +33,13 @@ SYMBOLS = {
     ),
     "E": Symbol("2 V h / T", "bf16", "a table (embedding, head) as used; its fp32 gradient is 2E"),
     "P": Symbol(
-        "2 s h; / T where the sequence is sharded",
+        "2 s h / C; / T where the sequence is sharded",
         "bf16",
         "learned positions of a device; their fp32 gradient is 2P",
     ),
-    "p": Symbol("4 s h / F", "f32", "the positions' gradient as it is stored"),
+    "p": Symbol(
+        "4 s h / (C F)", "f32", "their gradient as it is stored, of a device's part of the sequence"
+    ),
     "u": Symbol(
         "4 x vectors of a layer that tensor does not shard",
         "f32",
@@ -164,6 +166,9 @@ def sizes(step: Step) -> dict[str, float]:
         **_experts(step),
     }
     symbols["O"] = symbols["G"] + symbols["S"]
+    if step.sums_last_norm_at_once:
+        for symbol in ("G", "G-Z"):
+            symbols[symbol] -= symbols["n"]
     if step.strategy.square:
         symbols |= _heads(step, step.strategy.matrix_shards, "/y")
     for symbol in ("W", "E", "P"):
@@ -238,7 +243,7 @@ def _weights(step: Step) -> dict[str, float]:
         "W": 2.0 * model.matrices / strategy.matrix_shards,
         "E": 2.0 * model.vocab * model.d_model / strategy.matrix_shards,
         "P": 2.0 * positions / (strategy.tensor if strategy.sp else 1),
-        "p": 4.0 * model.seq * model.d_model * model.learned_positions / strategy.fsdp,
+        "p": 4.0 * positions / strategy.fsdp,
         "u": whole,
         "u/y": whole / strategy.tensor_y,
         "v": mlp_biases + head_biases / strategy.tensor_y,

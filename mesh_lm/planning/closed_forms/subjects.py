@@ -385,6 +385,18 @@ class Step:
             raise NoFormError("no closed form for experts with biases")
 
     @property
+    def sums_last_norm_at_once(self) -> bool:
+        """Whether one all-reduce sums the gradient of the last norm over fsdp and the replicas.
+
+        XLA makes one of two that follow each other. Between them there is a loop over layers, over
+        ticks or over microbatches, or under megatron_2d a gather, for all other gradients; and
+        without fsdp they remain two.
+        """
+        strategy = self.strategy
+        is_simple = not strategy.staged and not strategy.square
+        return strategy.fsdp > 1 and self.microbatches == 1 and is_simple
+
+    @property
     def stage_layers(self) -> int:
         """The rows of stacked weights of a stage: the most layers of any stage."""
         counts = self.strategy.layer_counts

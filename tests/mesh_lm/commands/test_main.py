@@ -113,7 +113,10 @@ COMPLETED = {
     "mesh-lm generate --temp": "--temperature",
     "mesh-lm launch --per": "--per-node",
     "mesh-lm plan --max": "--max-microbatch --max-tensor",
+    "mesh-lm plan by": "bytes",
     "mesh-lm plan bytes --dev": "--devices",
+    "mesh-lm plan bytes --tar": "",
+    "mesh-lm by": "",
     "mesh-lm train --init": "--init_from",
 }
 

@@ -84,6 +84,16 @@ def test_stages_of_unequal_layers(reports: str, layers: tuple[int, ...]) -> None
 
 
 @pytest.mark.exhaustive
+def test_stages_of_unequal_layers_that_look_up_tokens_again(reports: str) -> None:
+    """XLA removes the loop of the last tick, in which a row's gradient is summed."""
+    row = PLAIN | {"replicas": "zero3", "tensor": "megatron_sp", "model": "llama", **STAGED}
+    config = form_rows.config_of(row | {"remat": "save_names"})
+    pipeline = PipelineConfig(chunks=2, layers=(2, 1, 1, 2))
+    model: Any = dataclasses.replace(config.model, n_layers=6)
+    assert_equal(dataclasses.replace(config, model=model, pipeline=pipeline), reports)
+
+
+@pytest.mark.exhaustive
 def test_layers_that_gather_their_weights_without_a_loop(reports: str) -> None:
     config = form_rows.config_of(PLAIN | {"replicas": "zero3", "remat": "save_names"})
     model: Any = dataclasses.replace(config.model, unroll=True)

@@ -167,6 +167,17 @@ def test_what_is_left_of_a_loop_of_one_trip() -> None:
     } - {"run.embed_both"}
 
 
+def test_a_removed_loop_has_a_scope_as_often_as_the_others() -> None:
+    """A slot that runs the forward pass again looks up tokens twice in each tick."""
+    blocks = branches("embed_0") + branches("embed_1") + body("both", "embed")
+    again = choice("embed_again", "embed", "embed_both").replace("%n,", "%i.both,")
+    blocks = blocks.replace("%hop.both = ", f"{again}\n  %hop.both = ") + branches("embed_again")
+    first, second = choice("embed_0", "embed", "a"), choice("embed_1", "embed", "embed_0")
+    parsed = module(first, second, scan("both", 6), blocks=blocks, slots=(EMBED,))
+    assert list(lab._useless_slots(parsed)) == []
+    assert runs(parsed) == {"embed_0": 1, "embed_1": 1, "embed_both": 2, "embed_again": 2}
+
+
 def test_loops_that_each_run_the_whole_table() -> None:
     parsed = module(
         scan("first", 7),
