@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from sharding_rules.mesh import AXES
+from sharding_rules.owner import OWNER, with_owners
 from sharding_rules.rules import (
     FLAT,
     AxisType,
@@ -222,21 +223,20 @@ REDUCTIONS: dict[str, Reduction] = {
 def preset(name: str) -> Rules:
     """Returns a preset, or a product of presets: preset("hsdp+megatron_sp").
 
-    A word of REDUCTIONS sets the `reduction`: "fsdp+reduce_float32". Raises ShardingRuleError for
-    an unknown name, for a product without a strategy, and for two different reductions.
+    A word of REDUCTIONS sets the `reduction`: "fsdp+reduce_float32". The word OWNER divides the
+    optimizer state by layers: "zero2+owner" (`with_owners`). Raises ShardingRuleError for an
+    unknown name, for a product without a strategy, for two different reductions, and as
+    `with_owners` does.
     """
     words = [word.strip() for word in name.split("+")]
     for word in words:
-        if word not in PRESETS and word not in REDUCTIONS:
-            raise ShardingRuleError(
-                f"there is no rules preset {word!r}{did_you_mean(word, [*PRESETS, *REDUCTIONS])}"
-            )
+        known = [*PRESETS, *REDUCTIONS, OWNER]
+        if word not in known:
+            raise ShardingRuleError(f"there is no rules preset {word!r}{did_you_mean(word, known)}")
     strategies = [PRESETS[word] for word in words if word in PRESETS]
     reductions = list(dict.fromkeys(word for word in words if word in REDUCTIONS))
     if not strategies:
-        raise ShardingRuleError(
-            f"rules {name!r} have no strategy; add one, as in fsdp+{reductions[0]}"
-        )
+        raise ShardingRuleError(f"rules {name!r} have no strategy; add one, as in fsdp+{words[0]}")
     if len(reductions) > 1:
         raise ShardingRuleError(
             f"rules {name!r} sum gradients in two types; keep {reductions[0]} or {reductions[1]}"
@@ -251,7 +251,9 @@ def preset(name: str) -> Rules:
     for strategy in strategies[1:]:
         rules = product(rules, strategy)
     if reductions:
-        return rules.replace("+".join(words), reduction=REDUCTIONS[reductions[0]])
+        rules = rules.replace("+".join(words), reduction=REDUCTIONS[reductions[0]])
+    if OWNER in words:
+        rules = with_owners(rules, "+".join(words))
     return rules
 
 

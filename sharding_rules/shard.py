@@ -153,6 +153,58 @@ class Shard:
                 )
         return lax.with_sharding_constraint(x, self._constraint(spec))
 
+    def reshard(
+        self, x: jax.Array, source: Kind, target: Kind, axes: Sequence[str | None]
+    ) -> jax.Array:
+        """Returns x, sharded as `source`, constrained to its spec as `target`.
+
+        Mesh axes that shard another dimension than before are exchanged one after the other, by an
+        all-to-all each.
+        """
+        for spec in self._steps(source, target, axes)[:-1]:
+            x = lax.with_sharding_constraint(x, self._constraint(spec))
+        return self.constrain(x, target, axes)
+
+    def return_path(
+        self, x: jax.Array, source: Kind, target: Kind, axes: Sequence[str | None]
+    ) -> jax.Array:
+        """Returns x, which is sharded as `target`, one step before `source`: what `reshard` does,
+        in the other direction. Without mesh axes that shard another dimension it returns x.
+        """
+        steps = self._steps(source, target, axes)
+        if not steps:
+            return x
+        # Without this constraint XLA computes the last sum of an update where its result is used,
+        # and exchanges both of its operands.
+        x = self.constrain(x, target, axes)
+        for spec in reversed(steps[:-1]):
+            x = lax.with_sharding_constraint(x, self._constraint(spec))
+        return x
+
+    def _steps(self, source: Kind, target: Kind, axes: Sequence[str | None]) -> list[PartitionSpec]:
+        """Returns the specs on the way from one kind to another, the last one included; none if no
+        mesh axis shards another dimension than before.
+
+        XLA gathers an array completely if two mesh axes change at once and one of them moves to
+        another dimension ("Involuntary full rematerialization").
+        """
+        start = [axes_of(entry) for entry in self.spec(source, axes)]
+        end = [axes_of(entry) for entry in self.spec(target, axes)]
+        start_dims = {axis: dim for dim, entry in enumerate(start) for axis in entry}
+        end_dims = {axis: dim for dim, entry in enumerate(end) for axis in entry}
+        waiting = [axis for axis, dim in end_dims.items() if start_dims.get(axis, dim) != dim]
+        if not waiting:
+            return []
+
+        steps = []
+        # Axes that shard only one of both come first: a sum that is pending over them is scattered.
+        if start_dims.keys() != end_dims.keys():
+            steps.append(_partly_moved(start, end, waiting))
+        while waiting:
+            waiting = waiting[1:]
+            steps.append(_partly_moved(start, end, waiting))
+        return steps
+
     def sharding(
         self,
         kind: Kind,
@@ -361,6 +413,18 @@ class Shard:
     def _constraint(self, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
         # In a manual region the constraint must use the mesh of the region, as a bare spec does.
         return spec if _manual() else NamedSharding(self.mesh, spec)
+
+
+def _partly_moved(
+    start: Sequence[tuple[str, ...]], end: Sequence[tuple[str, ...]], waiting: Sequence[str]
+) -> PartitionSpec:
+    """Returns the spec `end`, but with the axes `waiting` where they are in `start`."""
+    entries = []
+    for old_axes, new_axes in zip(start, end, strict=True):
+        moved = [axis for axis in new_axes if axis not in waiting]
+        unmoved = [axis for axis in old_axes if axis in waiting]
+        entries.append((*moved, *unmoved) or None)
+    return PartitionSpec(*entries)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from mesh_lm.optim.adafactor import Adafactor as Adafactor
 from mesh_lm.optim.adamw import AdamW as AdamW
+from mesh_lm.optim.adamw8 import AdamW8 as AdamW8
 from mesh_lm.optim.config import DilocoConfig as DilocoConfig
 from mesh_lm.optim.config import OptimizerConfig as OptimizerConfig
 from mesh_lm.optim.contract import ArraySpec as ArraySpec

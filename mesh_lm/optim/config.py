@@ -18,8 +18,8 @@ class OptimizerConfig:
     """
 
     rule: Rule = AdamW()
-    """adamw, muon, lion, adafactor, or module:class for your own (docs/optimizers.md). In Python
-    the rule itself, such as Muon(momentum=0.9), with its hyperparameters."""
+    """adamw, adamw8, muon, lion, adafactor, or module:class for your own (docs/optimizers.md). In
+    Python the rule itself, such as Muon(momentum=0.9), with its hyperparameters."""
     learning_rate: float = option(3e-4, least=0, below=math.inf)
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"

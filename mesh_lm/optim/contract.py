@@ -33,6 +33,9 @@ class ArraySpec:
     """weight: an array with the dimensions of a parameter, or some of them. flat: the matrices of a
     layer, concatenated into one padded vector that is sharded over the replicas
     (`mesh_lm.parallel.flat`)."""
+    block: int = 1
+    """Elements of a parameter's last dimension that share an element of this array, such as a
+    scale. Rules that shard the parameter must leave each block on one device."""
 
     @property
     def stacked(self) -> bool:
@@ -58,6 +61,15 @@ class ArraySpec:
         shape = tuple(self.shape[dim] for dim in remaining)
         axes = tuple(self.axes[dim] for dim in remaining)
         return dataclasses.replace(self, shape=shape, axes=axes)
+
+    def blocked(self, size: int) -> ArraySpec:
+        """Returns the description of float32 values that blocks of the last dimension share."""
+        return dataclasses.replace(
+            self,
+            shape=(*self.shape[:-1], self.shape[-1] // size),
+            dtype=jax.numpy.dtype("float32"),
+            block=size,
+        )
 
 
 ArraySpecs = Mapping[str, ArraySpec]

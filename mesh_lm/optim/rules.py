@@ -12,6 +12,7 @@ from sharding_rules import did_you_mean
 
 RULES = {
     "adamw": "mesh_lm.optim.adamw:AdamW",
+    "adamw8": "mesh_lm.optim.adamw8:AdamW8",
     "muon": "mesh_lm.optim.muon:Muon",
     "lion": "mesh_lm.optim.lion:Lion",
     "adafactor": "mesh_lm.optim.adafactor:Adafactor",

@@ -246,6 +246,23 @@ class ModelLayout:
         """
         return {name: self.shard.constrain(x, kind, self.axes[name]) for name, x in tree.items()}
 
+    def reshard(self, tree: Params, source: Kind, target: Kind) -> Params:
+        """Returns `constrain(tree, target)` of arrays that are sharded as `source`, with one
+        exchange at a time (`Shard.reshard`).
+        """
+        return {
+            name: self.shard.reshard(x, source, target, self.axes[name]) for name, x in tree.items()
+        }
+
+    def return_path(self, tree: Params, source: Kind, target: Kind) -> Params:
+        """Returns arrays that `reshard` has brought to `target`, on their way back
+        (`Shard.return_path`).
+        """
+        return {
+            name: self.shard.return_path(x, source, target, self.axes[name])
+            for name, x in tree.items()
+        }
+
 
 def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[str, StackLayout]:
     """Returns the layers of each segment on the pipeline stages. Raises ConfigError for a wrong

@@ -13,12 +13,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mesh_lm.optim import ArraySpec, Optimizer
+from mesh_lm.optim.quantization import SHORTEST_BLOCK
 from mesh_lm.parallel.feedback import feedback_of
 from mesh_lm.parallel.layout import MISFIT, ModelLayout, Params
 from mesh_lm.state import diloco as islands
 from mesh_lm.state import loss_statistics
 from sharding_rules import ShardingRuleError
-from sharding_rules.rules import Kind
+from sharding_rules.rules import Kind, axes_of
 
 State = dict[str, Any]
 """{"step", "skipped": int32 scalars, "recent": float32 [2, 3] (`mesh_lm.state.loss_statistics`)},
@@ -38,6 +39,14 @@ class _Leaves(NamedTuple):
 
     kind: Kind
     leaves: dict[str, ArraySpec]
+
+
+class _DividedBlocks(NamedTuple):
+    """A parameter whose blocks the rules would divide."""
+
+    block: int
+    local_width: int
+    """Elements of its last dimension on a device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +78,15 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
     """
     state_parts: dict[str, StatePart] = {}
     problems: list[str] = []
+    divided: dict[str, _DividedBlocks] = {}
     for part, (kind, leaves) in _declared(layout, optimizer).items():
         shardings = {}
         for name, leaf in leaves.items():
             try:
+                local_width = _local_width(layout, kind, name, leaf)
+                if local_width % leaf.block:
+                    divided[name] = _DividedBlocks(leaf.block, local_width)
+                    continue
                 shardings[name] = _sharding(layout, kind, name, leaf)
             except ShardingRuleError as error:
                 problems.append(str(error))
@@ -84,9 +98,41 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
             leaves={name: leaf.array for name, leaf in feedback.items()},
             shardings={name: leaf.sharding for name, leaf in feedback.items()},
         )
+    if divided:
+        problems.append(_divided_problem(divided))
     if problems:
         raise ShardingRuleError("\n  - ".join([MISFIT, *dict.fromkeys(problems)]))
     return state_parts
+
+
+def _local_width(layout: ModelLayout, kind: Kind, name: str, leaf: ArraySpec) -> int:
+    """Returns how many elements of the parameter's last dimension, for blocks of which an array has
+    an element, a device has. 0: the array has no blocks, or the parameter itself does not divide.
+    """
+    if leaf.block == 1:
+        return 0
+    if leaf.axes[:1] == (islands.WEIGHTS,):
+        leaf = leaf.without(0)
+    width = leaf.shape[-1] * leaf.block
+    spec = layout.shard.sharding(kind, leaf.axes, name=name).spec
+    n_shards = math.prod(layout.shard.mesh.shape[axis] for axis in axes_of(spec[-1]))
+    return 0 if width % n_shards else width // n_shards
+
+
+def _divided_problem(divided: dict[str, _DividedBlocks]) -> str:
+    """Returns what is wrong with blocks that the rules would divide, and what works instead."""
+    name, (block, local_width) = next(iter(divided.items()))
+    # A block size is the greatest common divisor of the field and of a dimension. So this one suits
+    # every parameter of the list, and those that the larger one suits.
+    works = math.gcd(*(math.gcd(*sizes) for sizes in divided.values()))
+    if works >= SHORTEST_BLOCK:
+        remedy = f"set optimizer.rule.block_size={works}"
+    else:
+        remedy = "shard them over fewer devices, or use optimizer.rule=adamw"
+    return (
+        f"the rules would divide blocks of {block} elements that share a scale, in parameters such "
+        f"as {name}, whose last dimension has {local_width} elements on a device; {remedy}"
+    )
 
 
 def _declared(layout: ModelLayout, optimizer: Optimizer) -> dict[str, _Leaves]:

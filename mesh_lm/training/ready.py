@@ -41,7 +41,7 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "shorten its name",
 }
 """Actions, other than another output, that would work after an error in writing there."""
-_STATE_BYTES = {"adamw": 12, "muon": 8, "lion": 8}
+_STATE_BYTES = {"adamw": 12, "adamw8": 6, "muon": 8, "lion": 8}
 """Bytes of a checkpoint per parameter, at least; of other optimizers only the weights are
 counted."""
 

@@ -170,6 +170,15 @@ def test_sparse_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_adam8_loss(tmp_path: Path) -> None:
+    rows = run("adam8_loss", tmp_path)["8-bit moments beside AdamW"]
+    assert [row["rule"] for row in rows] == ["adamw", "adamw8"]
+    adamw, adamw8 = (row["heldout_nats_per_token"] for row in rows)
+    assert adamw < 10 and rows[1]["more_than_adamw"] == adamw8 - adamw
+    assert 0 < abs(adamw8 - adamw) < 0.1
+
+
+@pytest.mark.exhaustive
 def test_diloco(tmp_path: Path) -> None:
     """Islands send over their axis once every other step what data parallelism sends in each."""
     rows = {row["run"]: row for row in run("diloco", tmp_path)["Islands against data parallelism"]}

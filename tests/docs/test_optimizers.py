@@ -96,7 +96,7 @@ def test_bytes_of_the_state_on_a_device() -> None:
                 continue
             held = sum(part.nbytes for part in parts(layout, optimizer).values()) / weights
             assert f"{held:.2f}" == number, f"{name}, {rules}"
-            if slots := {"adamw": 8, "lion": 4}.get(name):
+            if slots := {"adamw": 8, "adamw8": 2.25, "lion": 4}.get(name):
                 assert held == pytest.approx(forms[rules](slots), abs=1e-3)
 
 
@@ -108,14 +108,14 @@ def test_every_rule_is_in_the_table() -> None:
     }
     for name, row in rows.items():
         if name:
-            shown = set(re.findall(r"beta\d|eps|momentum", row[2]))
+            shown = set(re.findall(r"beta\d|eps|momentum|block_size", row[2]))
             assert shown == {field.name for field in dataclasses.fields(cast(Any, make_rule(name)))}
 
 
 def test_fields_that_a_rule_reads() -> None:
     """Each changes the program."""
     leaves = {
-        "blocks.w": ArraySpec((2, 36, 40), jnp.float32, ("layers", "embed", "mlp")),
+        "blocks.w": ArraySpec((2, 64, 96), jnp.float32, ("layers", "embed", "mlp")),
         "norm.scale": ArraySpec((36,), jnp.float32, ("norm",)),
     }
 
@@ -129,7 +129,8 @@ def test_fields_that_a_rule_reads() -> None:
     for name in RULES:
         plain: Any = make_rule(name)
         for field in dataclasses.fields(plain):
-            changed = dataclasses.replace(plain, **{field.name: 0.5})
+            value = 16 if field.name == "block_size" else 0.5
+            changed = dataclasses.replace(plain, **{field.name: value})
             assert program(plain) != program(changed), f"{name}: {field.name}"
 
 
@@ -169,6 +170,8 @@ def test_commands(sgd: str) -> None:
         check(config := parse(words[1:]), config.launch.cpu_devices or 1) for words in commands
     ]
     assert [(rule_name(config.optimizer.rule), config.mesh.island) for config in found] == [
+        ("muon", 1),
+        ("adamw8", 1),
         ("muon", 1),
         ("adamw", 2),
         (str(Path(sgd.partition(":")[0]).resolve()) + ":Sgd", 1),

@@ -608,6 +608,42 @@ def test_types_of_sums_that_cannot_be_named(name: str, message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_owners_divide_the_layers() -> None:
+    """Over every mesh axis that shards the state of a layer's matrices; tables keep their rows."""
+    rules = preset("zero2 + owner + megatron")
+    assert rules.name == "zero2+owner+megatron" and rules.params == preset("zero2+megatron").params
+    axes = ("layers", "embed", "mlp")
+    for kind in ("gradients", "optimizer"):
+        owned = rules.spec(kind, axes)
+        assert owned == P(("pipeline", "data", "tensor"), None, None)
+        table = rules.spec(kind, ("tables/vocab", "tables/embed"))
+        assert table == preset("zero2+megatron").spec("optimizer", ("vocab", "embed"))
+    assert preset("fsdp+owner").spec("optimizer", axes) == P(("pipeline", "fsdp"), None, None)
+    assert preset("fsdp+reduce_float32+owner").reduction == "float32"
+
+
+@pytest.mark.parametrize("name", ["distributed+owner", "zero3+megatron+owner"])
+def test_owners_of_flat_vectors_are_refused(name: str) -> None:
+    with pytest.raises(ShardingRuleError) as caught:
+        preset(name)
+    assert str(caught.value) == (
+        f"rules {name!r}: owner gives each device complete matrices, and these rules keep the "
+        "optimizer state in flat vectors, of which a device has parts of several matrices; use "
+        "zero2, fsdp or hsdp instead"
+    )
+
+
+def test_owners_need_sharded_state() -> None:
+    with pytest.raises(ShardingRuleError) as caught:
+        preset("ddp+owner")
+    assert str(caught.value) == (
+        "rules 'ddp+owner': owner divides the optimizer state by layers over the axes that shard "
+        "its matrices, and these rules shard none; multiply with zero2, fsdp or hsdp"
+    )
+    with pytest.raises(ShardingRuleError, match="'owner' have no strategy; add one, as in fsdp"):
+        preset("owner")
+
+
 def test_a_declared_axis_is_the_innermost() -> None:
     config = MeshConfig(data=-1, tensor=2, extra=("y=2",)).resolve(8)
     assert config == MeshConfig(data=2, tensor=2, extra=("y=2",)) == MeshConfig.of(config.sizes())

@@ -8,6 +8,7 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
+from mesh_lm.parallel.problems.owner import owner_axes
 from mesh_lm.schedules.segments import Stack
 from sharding_rules import axes_of
 from sharding_rules.rules import Kind
@@ -38,6 +39,8 @@ def pipeline_problems(config: TrainConfig) -> Iterator[str]:
         yield from _offload_problems(stack)
     for kind in ("params", "gradients", "optimizer"):
         entry = config.rules.column(kind).get("layers")
+        if kind != "params" and owner_axes(config.rules, kind):
+            continue  # see `owner_problems`
         if axes_of(entry) != ("pipeline",):
             yield (
                 f"mesh.pipeline={n_stages}, but rules.{kind}['layers']={entry!r}; "

@@ -40,6 +40,9 @@ SIZES = {
     "state": 36,
 }  # fmt: skip
 """Sizes of axes, all different, so that a shape identifies its axes."""
+ROUNDED = ("adamw8",)
+"""Rules that equal optax's within rounding only, and whose blocks the meshes below would divide;
+test_adamw8.py is about them."""
 RATE, DECAY, CLIP = 0.1, 0.3, 0.5
 
 
@@ -151,7 +154,7 @@ def optax_chain(name: str, parts: dict[str, Any]) -> optax.GradientTransformatio
     return optax.chain(optax.clip_by_global_norm(CLIP), chosen)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ROUNDED])
 def test_equals_optax(name: str) -> None:
     """Three updates, the second with a gradient too small to be clipped, with skipped steps between
     them, which `count` excludes."""
@@ -261,7 +264,8 @@ def test_slots_are_what_comes_back(tree: dict[str, tuple[bool, str, list[str]]],
     made = make_rule(name)
     slots = made.slots(leaves)
     for each in (each for kept in slots.values() for each in kept.values()):
-        assert each.shape == leaf(*cast(Any, each.axes)).shape
+        *first, last = each.shape
+        assert (*first, last * each.block) == leaf(*cast(Any, each.axes)).shape
     params, before = jax.tree.map(
         lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), (leaves, slots)
     )
@@ -326,6 +330,7 @@ def trained(name: str, where: str) -> tuple[list[float], dict[str, np.ndarray]]:
     [
         pytest.param(name, where, marks=SLOW if (name, where) in CI else pytest.mark.exhaustive)
         for name in RULES
+        if name not in ROUNDED
         for where in MESHES
         if where != "one device"
     ],

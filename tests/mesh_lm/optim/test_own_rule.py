@@ -143,7 +143,7 @@ def test_it_may_be_in_the_file_of_the_config(tmp_path: Path) -> None:
         ("adamv", "there is no such optimizer; did you mean 'adamw'?"),
         (
             "sgd",
-            "there is no such optimizer; known: adafactor, adamw, lion, muon, or module:class for a "
+            "there is no such optimizer; known: adafactor, adamw, adamw8, lion, muon, or module:class for a "
             "custom one",
         ),
         (
@@ -223,6 +223,7 @@ def test_flat_vectors_are_refused_where_a_rule_takes_matrices(module: str) -> No
         (f"{module}:Whole", False),
         ("adamw", True),
         ("lion", True),
+        ("adamw8", False),
         ("muon", False),
         ("adafactor", False),
     ):

@@ -19,7 +19,7 @@ from mesh_lm.commands import checkpoint as checkpoint_command
 from mesh_lm.config import OptimizerConfig, PipelineConfig, TrainConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.trained import weights
-from mesh_lm.optim import Adafactor, Optimizer, make_rule
+from mesh_lm.optim import Adafactor, AdamW8, Optimizer, Rule, make_rule
 from mesh_lm.parallel import relayout
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, abstract_state
@@ -138,15 +138,24 @@ def test_a_run_goes_on_in_other_stages(runs: Runs, place: str, to: str) -> None:
     assert trained(state, to, 1, STEPS)[1] == pytest.approx(losses, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("rule", "slot"),
+    [(Adafactor(), "v_row"), (AdamW8(block_size=16), "mu8")],
+    ids=["adafactor", "adamw8"],
+)
 def test_what_any_optimizer_keeps_goes_with_its_layers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rule: Rule, slot: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Adafactor's slots have only some dimensions of their parameters."""
-    optimizer, random = Optimizer(OptimizerConfig(Adafactor()), 10), np.random.default_rng(0)
+    """Adafactor's slots have only some dimensions of their parameters, and those of AdamW8 have
+    levels of one byte beside the scales of their blocks."""
+    optimizer, random = Optimizer(OptimizerConfig(rule), 10), np.random.default_rng(0)
     layout, other = layout_at("interleaved"), layout_at("one stage")
     described = abstract_state(layout, optimizer)
     state = jax.tree.map(
-        lambda x: jax.device_put(random.normal(size=x.shape).astype(x.dtype), x.sharding), described
+        lambda x: jax.device_put(
+            np.abs(10 * random.normal(size=x.shape)).astype(x.dtype), x.sharding
+        ),
+        described,
     )
     wanted = in_model_order(state, layout)
     with Checkpoints(config_at(tmp_path, "interleaved")) as checkpoints:
@@ -159,9 +168,9 @@ def test_what_any_optimizer_keeps_goes_with_its_layers(
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(
         lambda x: x.sharding, described
     )
-    assert {name for name in wanted if "v_row" in name} >= {
-        "['v_row']['blocks.mlp.up.weight']",
-        "['v_row']['embedding']",
+    assert {name for name in wanted if slot in name} >= {
+        f"['{slot}']['blocks.mlp.up.weight']",
+        f"['{slot}']['embedding']",
     }
     assert (
         checkpoint_command.main(["verify", str(tmp_path)]) == 0
@@ -177,14 +186,22 @@ MUON = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "keeps"), [("lion", "mu"), ("muon", MUON), ("adafactor", "v_row, v_col, v")]
+    ("name", "keeps"),
+    [
+        ("lion", "mu"),
+        ("muon", MUON),
+        ("adafactor", "v_row, v_col, v"),
+        ("adamw8", "mu, nu, mu8, mu_scale, root8, root_scale"),
+    ],
 )
 def test_another_optimizer_is_refused(runs: Runs, name: str, keeps: str) -> None:
     """It is not treated as damage, which would set the checkpoint aside, and slots of the same name
     are not confused."""
     saved, layout = saved_in(runs("interleaved")[0]), layout_at("one stage")
+    # Its default blocks are as long as the model is wide.
+    rule = AdamW8(block_size=16) if name == "adamw8" else make_rule(name)
     with pytest.raises(ConfigError) as caught:
-        saved.resumed(layout, Optimizer(OptimizerConfig(make_rule(name)), 10))
+        saved.resumed(layout, Optimizer(OptimizerConfig(rule), 10))
     assert not isinstance(caught.value, DamagedCheckpoint) and str(caught.value) == (
         f"{saved.path} is a checkpoint of another optimizer: adamw, which keeps mu, nu; this "
         f"config's keeps {keeps}\n"

@@ -18,7 +18,7 @@ from mesh_lm.state import COUNTERS, MASTER, StatePart, abstract_state, parts
 from mesh_lm.training.step import train_step
 from sharding_rules.lab import Report, compile_report
 
-COMPILE_BUDGET = 4
+COMPILE_BUDGET = 5
 MODEL = dataclasses.replace(
     LLAMA,
     d_model=64,
@@ -73,8 +73,14 @@ def compiled(optimizer: str, rules: str, **mesh: int) -> Report:
             ["params", "master", "mu", "nu"],
         ),
         ("adafactor", "fsdp", {"fsdp": 2}, ["params", "v_row", "v_col", "v"]),
+        (
+            "adamw8",
+            "fsdp",
+            {"fsdp": 2},
+            ["params", "mu", "nu", "mu8", "mu_scale", "root8", "root_scale"],
+        ),
     ],
-    ids=["adamw ddp", "adamw distributed", "adafactor fsdp"],
+    ids=["adamw ddp", "adamw distributed", "adafactor fsdp", "adamw8 fsdp"],
 )
 def test_bytes_are_those_of_the_program(
     optimizer: str, rules: str, mesh: dict, slots: list[str]
