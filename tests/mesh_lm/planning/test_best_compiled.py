@@ -12,7 +12,7 @@ from mesh_lm.training.check import check
 from sharding_rules.lab import Report
 from sharding_rules.lab.flags import options
 
-COMPILE_BUDGET = 4
+COMPILE_BUDGET = 14
 TARGET = "h100"
 
 
