@@ -18,8 +18,8 @@ from record import Record, Row, options
 
 TITLE = "The best layout found, and the config's own"
 NOTE = (
-    "compiles: programs of the search, which does not know the config's own layout. ratio: the "
-    "best step found over that of the config's own layout."
+    "Steps are predicted, never measured. compiles: programs of the search, which does not know the "
+    "config's own layout. ratio: the best step found over that of the config's own layout."
 )
 
 

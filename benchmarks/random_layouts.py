@@ -25,8 +25,8 @@ from record import Record, Row, options
 
 TITLE = "The layout chosen, and the best of those drawn"
 NOTE = (
-    "drawn: uniform draws that were compiled and fit. ratio: the step of the chosen layout over "
-    "the fastest of them; from 1.03 up the choice was wrong."
+    "Steps are predicted, never measured. drawn: uniform draws that were compiled and fit. ratio: "
+    "the step of the chosen layout over the fastest of them; from 1.03 up the choice was wrong."
 )
 N_MODELS = 10
 N_DRAWN = 20

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from mesh_lm.config import load
+from mesh_lm.config.layout import with_fields
 from mesh_lm.config.resolved import to_json
 from mesh_lm.optim import rule_name
 
@@ -16,6 +17,9 @@ WRITTEN = Path(__file__).parents[1] / "fixtures" / "configs_0_1"
 optimizer."""
 CHANGED = {"gpt_tiny"}
 """Configs that were tuned since; see the changelog."""
+FASTER = {"megatron_7_1b", "megatron_16b"}
+"""Configs that have the same model and batch, and recompute nothing since a search found that to be
+faster."""
 NAMES = sorted(path.stem for path in WRITTEN.glob("*.json"))
 SHIPPED = [name for name in NAMES if not name.startswith("optimizer_")]
 RULES_THEN = {
@@ -38,6 +42,8 @@ def test_a_shipped_config_is_read_as_it_is_today(name: str) -> None:
     if name in CHANGED:
         assert written.model.vocab_size == 4096 and written.train.global_batch == 16
         return
+    if name in FASTER:
+        written = with_fields(written, {"model.remat": "none", "model.unroll": True})
     assert to_json(written) == to_json(shipped)
 
 

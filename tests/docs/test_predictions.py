@@ -47,7 +47,8 @@ PAGES = {
     "benchmarks/results/plan_table", "benchmarks/results/hot_spots", "benchmarks/results/xla_flags",
     "benchmarks/results/bars",
     "benchmarks/results/context_lengths", "benchmarks/results/reductions",
-    "benchmarks/results/jax_versions",
+    "benchmarks/results/jax_versions", "benchmarks/results/best_layouts",
+    "benchmarks/results/random_layouts",
     "benchmarks/results/bars_base_h100-jax-0.10.2.md",
 }  # fmt: skip
 """Those that are known to; of results the beginnings of their names."""
