@@ -187,7 +187,7 @@ def main() -> int:
         "left out: fitted to all models but this one. Errors are |paper / compiled - 1|, of "
         "programs that fit.",
     )
-    record.table("Errors", _summary(data), "Of all programs, with and without stages.")
+    record.table("Errors", _summary(data), "Programs with and without stages.")
     record.table(
         "Spearman's coefficients by model",
         _ranks(rows),

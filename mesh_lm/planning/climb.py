@@ -1,8 +1,8 @@
 """The search for a faster layout of a run for which there are no formulas: a hill climb, every step
 of which is compiled.
 
-It starts at the config as it is, compiles what differs from it in one decision, and goes on from
-the fastest. Each kind of decision that made the step no shorter is left out from then on.
+It starts at the config as it is, compiles what differs from it in one decision, and continues
+with the fastest. Each kind of decision that made the step no shorter is left out from then on.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Climb:
         self.tried.add(name)
 
     def run(self, compiles: int) -> None:
-        """Climbs until no decision is left that may help, or so many programs were compiled."""
+        """Climbs until no decision is left that may help, or this many programs were compiled."""
         n_left = compiles
         while n_left:
             chosen = self.promising(min(parallel(), n_left))
@@ -169,7 +169,7 @@ class _Climb:
         return True
 
     def trial(self, changes: Fields, report: Report) -> Trial:
-        # A saved layout says all axes of the mesh, also those that stay.
+        # A saved layout has every axis of the mesh, also those that stay.
         fields = {f"mesh.{axis}": value_of(self.config, f"mesh.{axis}") for axis in AXES}
         fields |= {"rules": self.config.rules.name, **self.kept, **changes}
         return Trial(fields, changes, report)

@@ -308,7 +308,7 @@ def test_a_product_is_its_factors() -> None:
     ("preset", "axis"), [("ddp", "fsdp"), ("fsdp", "data"), ("hsdp", "tensor"), ("zero1", "tensor")]
 )
 def test_an_axis_that_nothing_is_cut_over_is_refused(preset: str, axis: str) -> None:
-    with pytest.raises(ValueError, match=f"{preset} cuts nothing over {axis}"):
+    with pytest.raises(ValueError, match=f"{preset} shards nothing over {axis}"):
         dataclasses.replace(Strategy(preset), **{axis: 2})
 
 

@@ -90,7 +90,7 @@ def ring_hops(step: Step, window: int | None) -> tuple[int, int]:
         farthest = math.ceil((window - 1) / chunk)
         steps = [t for t in steps if min(t, size - t) <= farthest]
     distances = [b - a for a, b in itertools.pairwise(steps)]
-    # Of each step after the first: the distance that keys came, and that they go next.
+    # The distance that keys came for each step after the first, and that they go next.
     walk = list(zip([0, *distances[1:]], [*distances[1:], 0], strict=True))
     in_loops = 0
     for (_, next_hop), run in itertools.groupby(walk):

@@ -1,5 +1,5 @@
 """What a microbatch gathers and reduces where fsdp shards weights; and the sums of vectors, which
-are whole but see a part of the batch.
+are replicated but see a part of the batch.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from mesh_lm.planning.closed_forms.reductions import INT8_BLOCK, int8_blocks
 from mesh_lm.planning.closed_forms.subjects import Experts, Step
 
 ALIGNED = 128
-"""Elements: a replica's part of a flat vector is a multiple of so many."""
+"""Elements: a replica's part of a flat vector is a multiple of it."""
 
 
 class Symbol(NamedTuple):
@@ -204,7 +204,7 @@ def _activations(step: Step) -> dict[str, float]:
 
 
 def _heads(step: Step, shards: int, suffix: str) -> dict[str, float]:
-    """Returns the sizes of queries, keys and values whose heads have so many shards."""
+    """Returns the sizes of queries, keys and values whose heads have `shards` shards."""
     model = step.model
     strategy = step.strategy
     head = 2.0 * step.tokens * model.head_dim

@@ -60,8 +60,8 @@ def _hops(step: Step) -> Iterator[Form]:
 def _whole_tables(step: Step) -> Iterator[Form]:
     """Yields the sums of tables, positions and the last norm that every stage has in full.
 
-    Of an all-reduce half is the reduce-scatter; the other half gives all replicas what was summed,
-    and if ZeRO has cut it, in vain.
+    Half of an all-reduce is the reduce-scatter; the other half gives all replicas what was summed,
+    and in vain if ZeRO shards it.
     """
     strategy = step.strategy
     yield from _table_sums(step)

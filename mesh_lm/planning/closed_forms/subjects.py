@@ -32,7 +32,7 @@ class Experts:
     active: int
     d_ff: int
     factor: float
-    """Of the rows that balanced routing sends; 0: of all."""
+    """Rows received over those that balanced routing sends; 0: over all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,15 +200,16 @@ class Strategy:
         used = self._used_axes()
         unused = [axis for axis in used if not used[axis] and self.ways(axis) > 1]
         if unused:
+            axes = " or ".join(unused)
             raise NoFormError(
-                f"{self.preset} cuts nothing over {' or '.join(unused)}, which has several devices"
+                f"{self.preset} shards nothing over {axes}, which has several devices"
             )
         if self.distributed and self.zero:
-            raise NoFormError(f"{self.preset} cuts the moments twice over data")
+            raise NoFormError(f"{self.preset} shards the moments twice over data")
         if self.zero_by == "layers" and (self.reduction in ("bfloat16", "int8") or self.node > 1):
             raise NoFormError(
-                f"no closed form for reduction {self.reduction} by layers, whose vectors are cut "
-                "as matrices are"
+                f"no closed form for reduction {self.reduction} by layers, whose vectors are "
+                "sharded as matrices are"
             )
         if self.gathered and (self.reduction == "int8" or self.node > 1):
             raise NoFormError(
