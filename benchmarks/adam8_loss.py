@@ -7,13 +7,12 @@ with AdamW's of its seed. A run that has ended in --runs is not repeated.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
 
-from extend_context import called
 from record import Record, Row, options
+from trained_runs import trained_once
 
 CONFIG = "gpt_tiny"
 RULES = ("adamw", "adamw8")
@@ -56,27 +55,15 @@ def main() -> int:
 
 def trained(rule: str, seed: int, steps: int, runs: Path) -> Row:
     """Trains, unless the run has ended, and returns its row."""
-    name = f"{rule}-{seed}"
-    command = [
-        *("train", CONFIG, f"--output={name}", f"--train.steps={steps}", f"--seed={seed}"),
-        *(f"--optimizer.rule={rule}", "--train.eval-every=0", "--train.eval-sequences=0"),
-        *("--train.sample-tokens=0", "--checkpoint.every=0"),
-    ]
-    runs.mkdir(parents=True, exist_ok=True)
-    metrics = runs / name / "metrics.jsonl"
-    if not (metrics.exists() and "heldout_loss" in metrics.read_text(encoding="utf-8")):
-        called(command, runs)
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    (heldout,) = (line["heldout_loss"] for line in lines if "heldout_loss" in line)
-    means = [line["mean_loss"] for line in lines if "mean_loss" in line]
-    late = means[-max(1, len(means) // 6) :]
+    changes = [f"--optimizer.rule={rule}"]
+    losses = trained_once(CONFIG, f"{rule}-{seed}", changes, steps, seed, runs)
     return {
         "rule": rule,
         "seed": seed,
-        "late_nats_per_token": sum(late) / len(late),
-        "heldout_nats_per_token": heldout,
+        "late_nats_per_token": losses.late,
+        "heldout_nats_per_token": losses.heldout,
         "more_than_adamw": 0.0,
-        "curve": " ".join(f"{line['step']}:{line['loss']:.4f}" for line in lines if "loss" in line),
+        "curve": " ".join(f"{step}:{loss:.4f}" for step, loss in losses.curve.items()),
     }
 
 

@@ -6,16 +6,15 @@ them, by the held-out loss, from the other seeds. A run that has ended in --runs
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
 
-from extend_context import called
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from record import Record, Row, options
+from trained_runs import trained_once
 
 from mesh_lm.config import load
 
@@ -119,30 +118,18 @@ def smooth(curve: dict[int, float], width: int = 5) -> dict[int, float]:
 def trained(config: str, rate: float, seed: int, steps: int, runs: Path) -> Row:
     """Trains, unless the run has ended, and returns its row."""
     name = f"{config}-{rate:g}-{seed}"
-    command = [
-        *("train", config, f"--output={name}", f"--train.steps={steps}", f"--seed={seed}"),
-        *(f"--optimizer.learning-rate={rate:g}", "--train.eval-every=0"),
-        *("--train.eval-sequences=0", "--train.sample-tokens=0", "--checkpoint.every=0"),
-    ]
-    runs.mkdir(parents=True, exist_ok=True)
-    metrics = runs / name / "metrics.jsonl"
-    if not (metrics.exists() and "heldout_loss" in metrics.read_text(encoding="utf-8")):
-        called(command, runs)
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    (heldout,) = (line["heldout_loss"] for line in lines if "heldout_loss" in line)
-    curve = [(line["step"], round(line["loss"], 4)) for line in lines if "loss" in line]
-    means = [line["mean_loss"] for line in lines if "mean_loss" in line]
-    late = means[-max(1, len(means) // 6) :]
-    loads = [line["expert_load"] for line in lines if "expert_load" in line]
+    changes = [f"--optimizer.learning-rate={rate:g}"]
+    losses = trained_once(config, name, changes, steps, seed, runs)
+    loads = [line["expert_load"] for line in losses.lines if "expert_load" in line]
     return {
         "config": config,
         "learning_rate": rate,
         "seed": seed,
-        "late_nats_per_token": sum(late) / len(late),
-        "heldout_nats_per_token": heldout,
+        "late_nats_per_token": losses.late,
+        "heldout_nats_per_token": losses.heldout,
         "last_expert_load": loads[-1] if loads else None,
         "active_parameters": active_parameters(config),
-        "curve": " ".join(f"{step}:{loss}" for step, loss in curve),
+        "curve": " ".join(f"{step}:{round(loss, 4)}" for step, loss in losses.curve.items()),
     }
 
 

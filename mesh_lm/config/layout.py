@@ -20,7 +20,7 @@ Fields = dict[str, Any]
 """section.field of a config -> value; of `rules` the name."""
 
 _FORMAT = "mesh_lm layout 1"
-_LAYOUT_OF_MODEL = ("remat", "remat_layers", "kept_layers", "unroll", "batch_halves")
+LAYOUT_OF_MODEL = ("remat", "remat_layers", "kept_layers", "unroll", "batch_halves")
 """Fields of a decoder that say how it is computed, not what."""
 
 
@@ -106,7 +106,7 @@ def _digest(config: TrainConfig) -> str:
     model = {
         field.name: repr(getattr(config.model, field.name))
         for field in dataclasses.fields(config.model)
-        if field.name not in _LAYOUT_OF_MODEL
+        if field.name not in LAYOUT_OF_MODEL
     }
     identity = [
         type(config.model).__qualname__,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ import numpy as np
 from mesh_lm.config import TrainConfig
 from mesh_lm.config.layout import Fields, with_fields
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning.changes import with_reduction
+from mesh_lm.planning.changes import command_words, with_reduction
 from mesh_lm.planning.paper.layouts import (
     DDP,
     PRESETS,
@@ -150,13 +149,13 @@ def fitting_candidate(
     config: TrainConfig, report: Report, compiled: Callable[[TrainConfig], Report]
 ) -> Candidate | None:
     """Returns the layout that is expected to be the fastest of those that fit, for a run that does
-    not; None if there is none on paper, or are no formulas.
+    not; None if there is none on paper, or there are no formulas.
 
     Args:
       report: of the run as it is, by which the formulas are corrected.
       compiled: compiles a config for the same devices.
     """
-    n_devices = math.prod(report.mesh.values())
+    n_devices = report.n_devices
     found = _Search(config, n_devices, report.target, compiled, 1, lambda text: None)
     try:
         found.enumerate({}, 0)
@@ -170,7 +169,7 @@ def fitting_candidate(
     changed = changes_of(fields_of(rows[0], found.config), found.config)
     return Candidate(
         "layout",
-        " ".join(f"--config.{name}={value}" for name, value in changed.items()),
+        command_words(changed),
         functools.partial(compiled, with_fields(found.config, changed)),
     )
 

@@ -92,11 +92,11 @@ class _Search:
         kinds = [change.kind for change in changes]
         return Candidate(
             "+".join(kinds),
-            _command_line(fields),
+            command_words(fields),
             functools.partial(self._compiled, changed),
             scale=_sequences_per_device(changed) / _sequences_per_device(self.config),
             parts=(
-                tuple(_command_line(change.fields) for change in changes)
+                tuple(command_words(change.fields) for change in changes)
                 if len(changes) > 1
                 else ()
             ),
@@ -111,7 +111,8 @@ def _sequences_per_device(config: TrainConfig) -> float:
     return config.train.global_batch / config.train.microbatches / n_shards
 
 
-def _command_line(fields: Mapping[str, Any]) -> str:
+def command_words(fields: Mapping[str, Any]) -> str:
+    """Returns the words of a command line that set these fields."""
     return " ".join(f"--config.{name}={value}" for name, value in fields.items())
 
 

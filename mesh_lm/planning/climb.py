@@ -7,13 +7,15 @@ with the fastest. Each kind of decision that made the step no shorter is left ou
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mesh_lm.config import TrainConfig
-from mesh_lm.config.layout import Fields, with_fields
+from mesh_lm.config.layout import LAYOUT_OF_MODEL, Fields, with_fields
 from mesh_lm.errors import ConfigError
 from mesh_lm.planning.best import (
     COMPILES,
@@ -25,8 +27,9 @@ from mesh_lm.planning.best import (
     value_of,
 )
 from mesh_lm.planning.changes import POLICIES, with_reduction
+from mesh_lm.planning.paper.layouts import MOST_UNROLLED
 from mesh_lm.training.check import check
-from sharding_rules import ShardingRuleError
+from sharding_rules import ShardingRuleError, preset
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.side_by_side import compiled_side_by_side, parallel
 from sharding_rules.lab.targets import TARGETS
@@ -34,7 +37,6 @@ from sharding_rules.mesh import AXES
 
 _ROOMY = 0.75
 """Share of the memory below which decisions that need more memory are tried first."""
-_MOST_UNROLLED = 48
 _REPLICA_RULES = ("zero1", "zero2", "distributed", "zero3")
 
 
@@ -169,10 +171,24 @@ class _Climb:
         return True
 
     def trial(self, changes: Fields, report: Report) -> Trial:
-        # A saved layout has every axis of the mesh, also those that stay.
-        fields = {f"mesh.{axis}": value_of(self.config, f"mesh.{axis}") for axis in AXES}
-        fields |= {"rules": self.config.rules.name, **self.kept, **changes}
-        return Trial(fields, changes, report)
+        return Trial({**self.own_fields(), **changes}, changes, report)
+
+    def own_fields(self) -> Fields:
+        """Returns the fields of the layout as the config has them: a saved layout has them all, so
+        that it stays the same if the config's own layout changes.
+        """
+        config = self.config
+        model_fields = [name for name in LAYOUT_OF_MODEL if hasattr(config.model, name)]
+        pipeline_fields = [field.name for field in dataclasses.fields(config.pipeline)]
+        names = [f"mesh.{axis}" for axis in AXES]
+        names += [f"model.{name}" for name in model_fields]
+        names += [f"pipeline.{name}" for name in pipeline_fields]
+        names += ["train.microbatches", "launch.xla_flags"]
+        with contextlib.suppress(ShardingRuleError):
+            # Changed presets have no name by which a file could have them.
+            if preset(config.rules.name) == config.rules:
+                names.append("rules")
+        return {name: value_of(config, name) for name in names}
 
     def fastest(self) -> Trial:
         return min(self.trials, key=_order)
@@ -214,8 +230,8 @@ def _of_model(config: TrainConfig) -> Iterator[Lever]:
                 yield Lever(f"remat {'less' if needs_memory else 'more'}", fields, needs_memory)
     if getattr(model, "batch_halves", None) is False:
         yield Lever("halves", {"model.batch_halves": True})
-    n_layers = getattr(model, "n_layers", _MOST_UNROLLED + 1)
-    if getattr(model, "unroll", None) is False and n_layers <= _MOST_UNROLLED:
+    n_layers = getattr(model, "n_layers", MOST_UNROLLED + 1)
+    if getattr(model, "unroll", None) is False and n_layers <= MOST_UNROLLED:
         yield Lever("unroll", {"model.unroll": True}, needs_memory=True)
 
 

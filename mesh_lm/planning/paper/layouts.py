@@ -24,7 +24,7 @@ PRESETS = {*REPLICAS, "fsdp", "hsdp", "megatron", "megatron_sp"}
 _MOST_STAGES = 32
 _MOST_PADDED = 1.1
 """Layers that stages would run if all chunks were as long as the longest, over the model's."""
-_MOST_UNROLLED = 48
+MOST_UNROLLED = 48
 """Layers up to which unrolling is tried: XLA needs more time for each, at every start of a run."""
 
 
@@ -132,7 +132,7 @@ def _of_mesh(sizes: ModelSizes, axes: Mapping[str, int]) -> Iterator[np.ndarray]
     choices["remat_share"] = (1.0,) if has_stages else (0.125, 0.25, 0.5, 0.75, 1.0)
     choices["kept_share"] = (0.0,) if has_stages else (0.0, 0.5, 1.0)
     choices["keeps_residuals"] = (0, 1) if has_stages else (1,)
-    can_unroll = not has_stages and sizes.layers <= _MOST_UNROLLED
+    can_unroll = not has_stages and sizes.layers <= MOST_UNROLLED
     choices["unroll"] = (0, 1) if can_unroll else (0,)
     names = [field.name for field in _FIELDS]
     grid = np.meshgrid(*(np.asarray(choices[name], np.float64) for name in names), indexing="ij")

@@ -29,23 +29,10 @@ from sharding_rules.lab.diff import explain, ledger_text
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import lint
 from sharding_rules.lab.report import SCALAR, Collective, Report
+from tests.form_rows import GPT, LLAMA
 
 COMPILE_BUDGET = 70
 pytestmark = pytest.mark.deviceless
-
-GPT = DecoderConfig(
-    vocab_size=8000,
-    seq_len=1024,
-    n_layers=4,
-    d_model=1024,
-    n_heads=16,
-    vocab_multiple=1024,
-    attention="xla",
-)
-LLAMA = dataclasses.replace(
-    GPT, n_kv_heads=4, d_ff=3072, positions="rotary", norm="rmsnorm", activation="swiglu",
-    biases=False, tied=False
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
