@@ -44,7 +44,8 @@ def figures(data: Mapping[str, Any], source: str) -> str:
         f"results](../benchmarks/results/{source})).\n"
         "A step of Llama 3 8B on 64 H100s has 1,048,576 tokens, 16,384 on each GPU. The tables "
         "have the predicted step in\n"
-        "seconds, then the GiB that a GPU sends in attention."
+        "seconds, from the fast to the slow end of its [band](lab.md#rates-and-bands), then the GiB "
+        "that a GPU sends in\nattention."
     ]
     for title, table in data["tables"].items():
         if title != "Crossovers":
@@ -75,12 +76,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(row: Mapping[str, Any] | None, best: float) -> str:
-    """The step in bold if it is the best one, and the bytes; empty where the form is not
-    possible."""
+    """The band of the step, in bold if its fast end is the best one, and the bytes; empty where the
+    form is not possible."""
     if row is None:
         return ""
-    step = f"{row['step_s']:.2f}"
-    return (
-        f"{f'**{step}**' if row['step_s'] == best else step}, "
-        f"{row['sent_gib']:.1f}{'' if row['fits'] else ', too large'}"
-    )
+    band = f"{row['step_s']:.2f} to {row['sustained_step_s']:.2f}"
+    step = f"**{band}**" if row["step_s"] == best else band
+    return f"{step}, {row['sent_gib']:.1f}{'' if row['fits'] else ', too large'}"

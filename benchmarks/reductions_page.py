@@ -60,7 +60,7 @@ def _bytes(tables: Mapping[str, Any]) -> list[str]:
         head = ["sum", "`--rules=`", *(key.replace("_", " ") for key in axes), "waits, s", "peak"]
         lines = [
             [row["form"], f"`{row['rules']}`", *(f"{row[f'{key}_gib']:.2f}" for key in axes),
-             f"{row['waits_s']:.2f}",
+             f"{row['waits_s']:.2f} to {row['sustained_waits_s']:.2f}",
              f"{row['peak_gib']:.1f}{'' if row['fits'] else ', too large'}"]
             for row in rows
         ]  # fmt: skip

@@ -31,6 +31,7 @@ PAGES = (
     "docs/errors.md",
     "docs/experts.md",
     "docs/lab.md",
+    "docs/pipeline.md",
     "docs/planner.md",
     "docs/tours/from_megatron.md",
 )
@@ -63,6 +64,7 @@ def tables() -> dict[str, Any]:
     from tests.docs import (
         closed_form_tables,
         expert_tables,
+        overlap_tables,
         planner_tables,
         preset_tables,
         rate_tables,
@@ -81,6 +83,7 @@ def tables() -> dict[str, Any]:
         **closed_form_tables.TABLES,
         **preset_tables.TABLES,
         **expert_tables.TABLES,
+        **overlap_tables.TABLES,
         **rate_tables.TABLES,
         **planner_tables.TABLES,
         **argument_tables,
