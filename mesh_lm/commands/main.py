@@ -66,6 +66,9 @@ COMMANDS = {
     "export": Command(
         "huggingface", "Write a run as a Hugging Face model directory", suffix="_export"
     ),
+    "convert": Command(
+        "convert", "Write a config from DeepSpeed's JSON or Megatron-LM's arguments", jax=False
+    ),
     "checkpoint": Command(
         "checkpoint", "List, verify or compare checkpoints (ls, verify, diff)", cannot=2
     ),

@@ -74,6 +74,9 @@ ANSWERS = {
     "checkpoint verify nope": "nope",
     "launch --nproc-per-node=8 train": "--nproc-per-node: there is no such option; did you mean --per-node=8?",
     "launch trian.py": "trian.py: there is no such script in",
+    "convert deepspeed": "--file: missing; DeepSpeed's JSON file",
+    "convert megatron --num-layer=3": "--num-layer: unknown; did you mean --num-layers?",
+    "train --zero_optimization.stage=3": "rules: ddp, zero1, zero2 or zero3 for 0 to 3",
     "configs --all": "--all: there is no such option",
 }
 
