@@ -106,8 +106,8 @@ def parse(argv: Sequence[str], prog: str = "mesh-lm convert") -> Deepspeed | Meg
     if name not in COMMANDS:
         similar = difflib.get_close_matches(name, COMMANDS, n=1)
         raise ConfigError(
-            f"{prog} needs one of its commands: {', '.join(COMMANDS)}, not {name or 'nothing'}"
-            f"{did_you_mean(similar)}"
+            f"{prog} reads a file or the arguments of {' or '.join(COMMANDS)}, not of "
+            f"{name or 'nothing'}{did_you_mean(similar)}"
         )
     words = list(argv[1:])
     if name == "deepspeed":
@@ -172,7 +172,7 @@ def _require_new_file(output: str) -> None:
     if path.exists():
         raise ConfigError(f"--output={output} exists; name another file")
     if not path.parent.is_dir():
-        raise ConfigError(f"--output={output}: there is no directory {path.parent}")
+        raise ConfigError(f"--output={output}: the directory of the config does not exist")
 
 
 # DeepSpeed.
@@ -190,8 +190,8 @@ def from_deepspeed(options: Deepspeed) -> tuple[Conversion, str]:
         )
     base = dataclasses.replace(load(options.model), mesh=MeshConfig(data=-1))
     arguments, unknown = _known_keys(keys)
-    if unknown and not options.skip_unknown:
-        raise _unknown(options.file, unknown, list(DEEPSPEED))
+    if not options.skip_unknown:
+        _require_known(options.file, unknown, list(DEEPSPEED))
     values = {argument.source.partition(":")[0]: argument.text for argument in arguments}
     _require_numbers(options.file, arguments)
 
@@ -215,7 +215,7 @@ def _read_keys(file: str) -> dict[str, Any]:
     try:
         data = strict_json.read(Path(file).expanduser())
     except OSError as error:
-        raise ConfigError(f"{file}: the file cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{file}: DeepSpeed's JSON cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{file} is not DeepSpeed's JSON: {error}") from error
     return dict(_leaves(data, ""))
@@ -325,7 +325,7 @@ def _deepspeed_settings(options: Deepspeed, values: Mapping[str, str]) -> list[S
         if replicas and replicas != implied:
             raise ConfigError(
                 f"train_batch_size={batch} = {product} needs {implied} replicas, and "
-                f"--devices={options.devices} has {replicas}; change one of the four"
+                f"--devices={options.devices} has {replicas}; one of these four numbers is wrong"
             )
         replicas = implied
     elif micro and not replicas:
@@ -380,9 +380,9 @@ def from_megatron(options: Megatron) -> tuple[Conversion, str]:
     typed = list(_typed_arguments(words))
     launcher = {a.name: a for a in typed if a.name in other_names.TORCHRUN}
     unknown = [a.name for a in typed if a.name not in MEGATRON and a.name not in launcher]
-    if unknown and not options.skip_unknown:
+    if not options.skip_unknown:
         names = [f"--{name}" for name in unknown]
-        raise _unknown("Megatron-LM's arguments", names, [f"--{name}" for name in MEGATRON])
+        _require_known("Megatron-LM's arguments", names, [f"--{name}" for name in MEGATRON])
     arguments = [argument for argument in typed if argument.name in MEGATRON]
     _require_known_variables(arguments)
     open_paths = [argument for argument in arguments if _is_variable(argument)]
@@ -640,10 +640,14 @@ def _value(config: Any, field: str) -> Any:
     return config
 
 
-def _unknown(source: str, names: Sequence[str], known: Sequence[str]) -> ConfigError:
-    """Returns the error that lists names which are in no table, each with the nearest ones."""
-    lines = [f"{source}: these names are in no table; leave them out with --skip-unknown"]
-    for name in names:
+def _require_known(source: str, unknown: Sequence[str], known: Sequence[str]) -> None:
+    """Raises ConfigError that lists names which are in no table, each with the nearest ones."""
+    lines = []
+    for name in unknown:
         similar = difflib.get_close_matches(name, known, n=2, cutoff=0.75)
-        lines.append(f"{name}: unknown{did_you_mean(similar)}")
-    return ConfigError("\n  - ".join(lines))
+        lines.append(f"\n  - {name}: unknown{did_you_mean(similar)}")
+    if lines:
+        raise ConfigError(
+            f"{source}: these names are in no table; leave them out with --skip-unknown"
+            f"{''.join(lines)}"
+        )

@@ -197,14 +197,18 @@ def foreign_options(names: Mapping[str, Meaning]) -> ForeignOptions:
     return look_up
 
 
-def table(names: Mapping[str, Meaning], heads: tuple[str, str] = ("Megatron-LM", "mesh_lm")) -> str:
-    """Returns a table of the tour in Markdown: the arguments of others, and what they are here.
+def table(
+    names: Mapping[str, Meaning],
+    heads: tuple[str, str] = ("Megatron-LM", "mesh_lm"),
+    prefix: str = "--",
+) -> str:
+    """Returns a table in Markdown: the arguments of others, and what they are here.
 
-    Those with the same meaning share a row.
+    Those with the same meaning share a row. prefix: what stands before an argument.
     """
     rows: dict[str, list[str]] = {}
     for name, meaning in names.items():
-        rows.setdefault(meaning.ours, []).append(f"`--{name}`")
+        rows.setdefault(meaning.ours, []).append(f"`{prefix}{name}`")
     lines = [f"| {heads[0]} | {heads[1]} |", "|---|---|"]
     lines += [f"| {', '.join(theirs)} | {ours} |" for ours, theirs in rows.items()]
     return "\n".join(lines)

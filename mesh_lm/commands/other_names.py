@@ -12,6 +12,7 @@ from mesh_lm.commands import formulas
 from mesh_lm.commands.deepspeed_names import DEEPSPEED
 from mesh_lm.commands.meanings import Context, Meaning, explained, option, same, similar
 from mesh_lm.commands.megatron_names import MEGATRON, MOE, TOKENIZER
+from mesh_lm.commands.torch_names import DDP, FSDP
 
 _EPOCHS = explained(
     "`train.steps`: epochs x sequences of the training text / `train.global_batch`; "
@@ -129,6 +130,7 @@ TORCHRUN: dict[str, Meaning] = {
 """An option of torchrun that `mesh-lm launch` lacks -> its meaning."""
 
 _MEANINGS = {
+    **{name: meaning for name, meaning in (DDP | FSDP).items() if name.islower() and "_" in name},
     # A single word, such as pipeline, may be a section of a config here.
     **{name: meaning for name, meaning in DEEPSPEED.items() if "_" in name or "." in name},
     **OTHERS,
@@ -174,7 +176,11 @@ RULES = {
     "data": "ddp",
     "fsdp2": "fsdp",
     "hybrid": "hsdp",
+    "full_shard": "fsdp",
     "hybrid_shard": "hsdp",
+    "no_shard": "ddp",
+    "shard_grad_op": "zero2",
+    "horovod": "ddp",
     "zero": "zero1",
     "tp": "megatron",
     "tensor": "megatron",

@@ -149,7 +149,7 @@ MEGATRON_REFUSALS = {
     f"{SMALL} --hidden-size sixty": "hidden-size: sixty: expected a whole number of at least 1",
     "nowhere.sh": "nowhere.sh: the script cannot be read: No such file or directory",
     f"{SMALL} --output=run.txt": "--output=run.txt: a config is a file that ends in .py",
-    f"{SMALL} --output=nowhere/run.py": "--output=nowhere/run.py: there is no directory nowhere",
+    f"{SMALL} --output=nowhere/run.py": "--output=nowhere/run.py: the directory of the config does not exist",
 }
 
 
@@ -272,7 +272,7 @@ DEEPSPEED_REFUSALS = {
         "train_batch_size=65 is not train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas"
     ),
     '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}': (
-        "train_batch_size=64 = 4 x 4 x replicas needs 4 replicas, and --devices=8 has 8; change one"
+        "train_batch_size=64 = 4 x 4 x replicas needs 4 replicas, and --devices=8 has 8; one of these four numbers is wrong"
     ),
     '{"train_batch_size": 60, "train_micro_batch_size_per_gpu": 4}': (
         "train_batch_size=60 is not divisible by train_micro_batch_size_per_gpu x replicas = 4 x 8"
@@ -313,7 +313,7 @@ def test_deepspeed_needs_a_model(
         "configs lists some"
     )
     assert refusal(["deepspeed", "no.json", "--model=gpt_tiny"], capsys) == (
-        "no.json: the file cannot be read: No such file or directory"
+        "no.json: DeepSpeed's JSON cannot be read: No such file or directory"
     )
     assert refusal(["deepspede"], capsys).endswith("did you mean deepspeed?")
 
