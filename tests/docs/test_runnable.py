@@ -204,7 +204,7 @@ def test_every_page_is_read() -> None:
 
 
 LONG = {
-    "docs/context.md", "docs/gradients.md", "docs/lab.md", "docs/multi_host.md",
+    "docs/coming_from.md", "docs/context.md", "docs/gradients.md", "docs/lab.md", "docs/multi_host.md",
     "docs/operations.md", "docs/optimizers.md",
     "docs/pipeline.md", "docs/python.md",
 }  # fmt: skip
