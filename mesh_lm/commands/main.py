@@ -55,6 +55,9 @@ COMMANDS = {
         "plan_options",
         "Compile a run for GPUs that you do not have; show memory, communication and time",
     ),
+    "explain": Command(
+        "explain", "Say which collective of a step a name in a log is, and which ranks it joins"
+    ),
     "prepare": Command("prepare", "Tokenize a corpus into .bin/.idx files", jax=False),
     "generate": Command("generate", "Continue texts with a trained model"),
     "evaluate": Command(

@@ -152,6 +152,7 @@ def test_bash_completes(tmp_path: Path) -> None:
         "checkpoint diff",
         "convert deepspeed",
         "convert megatron",
+        "explain",
         "export",
         "import",
         "plan",
