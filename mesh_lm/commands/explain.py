@@ -52,7 +52,9 @@ class Explain:
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
-            raise ConfigError(f"--target={self.target}: expected one of {', '.join(TARGETS)}")
+            raise ConfigError(
+                f"--target={self.target}: a collective is compiled for one of {', '.join(TARGETS)}"
+            )
         if self.rank < -1:
             raise ConfigError(f"--rank={self.rank}: devices are counted from 0")
 
@@ -107,8 +109,8 @@ def run(question: Question) -> int:
         raise ConfigError(_no_such_collective(report, question.name))
     if question.options.rank >= report.n_devices:
         raise ConfigError(
-            f"--rank={question.options.rank}: the program has {report.n_devices} devices, counted "
-            "from 0"
+            f"--rank={question.options.rank}: counted from 0, the last device of the program is "
+            f"{report.n_devices - 1}"
         )
     for collective in found:
         for line in lines(report, collective, question.options.rank):

@@ -72,7 +72,7 @@ def test_names_that_a_program_lacks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "has no collective of the name all-gather-start.777, but" in error
     assert "did you mean all-gather-start." in error
     assert main(["explain", "all-gather-start.0", f"--report={file}", "--rank=1024"]) == 1
-    assert "the program has 1024 devices, counted from 0" in capsys.readouterr().err
+    assert "counted from 0, the last device of the program is 1023" in capsys.readouterr().err
 
 
 def test_a_report_of_another_jax(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
