@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
 import numpy as np
@@ -233,7 +234,7 @@ class Monitor:
         step, metrics = self._unread
         self._unread = None
         jax.block_until_ready(metrics)  # so that the host is never more than one step ahead
-        scalars = {name: x for name, x in metrics.items() if x.ndim == 0}
+        scalars: dict[str, Any] = {name: x for name, x in metrics.items() if x.ndim == 0}
         if TRACE in scalars:
             self._noise_scale.add(float(scalars[TRACE]), float(scalars[SIGNAL]))
             if self._noise_scale.value is not None:
