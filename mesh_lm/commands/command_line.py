@@ -111,15 +111,15 @@ def parse_with(
     # Which words follow an unknown option depends on the config's fields, and which config it is on
     # those words: our decoder's fields do.
     decoder = TrainConfig(DecoderConfig(), "")
-    file = _config_file(*_split_words(argv, _field_types(decoder), extra, alone))
+    file = _config_file(*_split_words(argv, field_types(decoder), extra, alone))
     config, layout_of_config = load_apart(file or default)
-    options, strays = _split_words(argv, _field_types(config), extra, alone)
+    options, strays = _split_words(argv, field_types(config), extra, alone)
     # First of all, because the fields below it are those of the rule.
     config = _with_rule(config, options)
     layouts = [option.text or "" for option in options if _names_layout(option)]
     layouts = layouts or list(filter(None, [layout_of_config]))
     options = [option for option in options if not _names_layout(option)]
-    known_options = _KnownOptions(_field_types(config), extra)
+    known_options = _KnownOptions(field_types(config), extra)
     if (HELP | HELP_ALL) & {option.name for option in options}:
         everything = any(name in HELP_ALL or text == "all" for name, text in options)
         _print_help(config, file or default, prog, everything=everything)
@@ -153,11 +153,11 @@ def parse_with(
             problems.append(_stray_problem(word, known_options, context))
     refuse(problems)
     try:
-        config = _replace(config, changes)
+        config = with_values(config, changes)
         # A search replaces the layout that a config names, which may be stale.
         for layout in layouts if not extra_values.get("best") else ():
             # What is typed beside a layout changes a part of it.
-            config = _replace(with_layout(config, layout), changes)
+            config = with_values(with_layout(config, layout), changes)
         return config, extra_values
     except ValueError as error:  # from a __post_init__ of the user's own config class
         raise ConfigError(f"{file or default}: {error}") from error
@@ -272,19 +272,18 @@ def _context(config: TrainConfig, options: Sequence[Option], fields: Mapping[str
         changes: dict[str, Any] = {}
         for name, text in options:
             path = _path(name)
-            leaf = path.rpartition(".")[2]
             is_field = path in fields
-            meaning = None if is_field else other_names.look_up(leaf)
+            meaning = None if is_field else other_names.look_up(path)
             if needs_config != bool(meaning and meaning.convert):
                 continue
             with contextlib.suppress(ValueError, ZeroDivisionError):
                 if not is_field:
-                    path, text = other_names.field_and_value(leaf, text or "", context)
+                    path, text = other_names.field_and_value(path, text or "", context)
                 if path not in fields:  # a model of the user's own may lack it
                     continue
                 changes[path] = convert(name, text, fields[path], SPELLINGS)
         with contextlib.suppress(ValueError):
-            context = Context(_replace(context.config, changes), typed)
+            context = Context(with_values(context.config, changes), typed)
     return context
 
 
@@ -309,7 +308,7 @@ def _with_rule(config: TrainConfig, options: Sequence[Option]) -> TrainConfig:
     for name, text in options:
         if _path(name) == _RULE and text:
             with contextlib.suppress(ValueError):
-                config = _replace(config, {_RULE: make_rule(text)})
+                config = with_values(config, {_RULE: make_rule(text)})
     return config
 
 
@@ -346,7 +345,7 @@ def _field_value(
 
     prefix = _CONFIG_PREFIX if name.startswith(_CONFIG_PREFIX) else "--"
     leaf = path.rpartition(".")[2]
-    meaning = other_names.look_up(leaf)
+    meaning = other_names.look_up(path)
     section = [field for field in known_options.fields if field.startswith(f"{path}.")]
     if section:
         if meaning and (text or not meaning.field):
@@ -399,7 +398,7 @@ def _stray_problem(word: str, known_options: _KnownOptions, context: Callable[[]
     return problem + answer(meaning, value, context())
 
 
-def _field_types(config: Any) -> dict[str, Any]:
+def field_types(config: Any) -> dict[str, Any]:
     """Returns section.field -> its type, for every field of a config that can be set."""
     return dict(_iter_field_types(config, ""))
 
@@ -424,7 +423,7 @@ def _iter_field_types(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _iter_field_types(value, f"{path}.")
 
 
-def _replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+def with_values(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     """Returns `section` with the fields that `values` names.
 
     Each dataclass is rebuilt once, from the leaves up.
@@ -434,7 +433,7 @@ def _replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
         path = f"{prefix}{field.name}"
         value = values.get(path, getattr(section, field.name))
         if any(changed.startswith(f"{path}.") for changed in values):
-            value = _replace(value, values, f"{path}.")
+            value = with_values(value, values, f"{path}.")
         if value is not getattr(section, field.name):
             changes[field.name] = value
     return dataclasses.replace(section, **changes) if changes else section

@@ -8,7 +8,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
-from mesh_lm.commands import checkpoint, configs, evaluate, generate, huggingface, pipeline, prepare
+from mesh_lm.commands import (
+    checkpoint,
+    configs,
+    convert,
+    evaluate,
+    explain,
+    generate,
+    huggingface,
+    pipeline,
+    prepare,
+)
 from mesh_lm.commands.command_line import SPELLINGS
 from mesh_lm.commands.options import Group, completion_script, spelled
 from mesh_lm.commands.plan_bytes import COMMAND, Bytes
@@ -44,15 +54,20 @@ def shell_script(shell: str, prog: str, abouts: Mapping[str, str]) -> str:
     checkpoint_group: Group = {}
     for name, cls in checkpoint.COMMANDS.items():
         checkpoint_group[name] = (cls, (cls.__doc__ or "").partition("\n")[0])
+    convert_group: Group = {}
+    for name, cls in convert.COMMANDS.items():
+        convert_group[name] = (cls, (cls.__doc__ or "").partition("\n")[0])
     classes: dict[str, type | Group] = {
         "train": _dataclass("Train", [*run, *plan]),
         "plan": _dataclass("PlanRun", plan_run),
         "configs": configs.Configs,
+        "explain": _dataclass("ExplainRun", [*run, *_fields(explain.Explain)]),
         "prepare": prepare.Prepare,
         "generate": generate.Arguments,
         "evaluate": evaluate.Arguments,
         "import": huggingface.Import,
         "export": huggingface.Export,
+        "convert": convert_group,
         "checkpoint": checkpoint_group,
         "launch": Options,
         "pipeline": pipeline.Arguments,

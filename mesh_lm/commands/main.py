@@ -55,6 +55,9 @@ COMMANDS = {
         "plan_options",
         "Compile a run for GPUs that you do not have; show memory, communication and time",
     ),
+    "explain": Command(
+        "explain", "Say which collective of a step a name in a log is, and which ranks it joins"
+    ),
     "prepare": Command("prepare", "Tokenize a corpus into .bin/.idx files", jax=False),
     "generate": Command("generate", "Continue texts with a trained model"),
     "evaluate": Command(
@@ -65,6 +68,9 @@ COMMANDS = {
     ),
     "export": Command(
         "huggingface", "Write a run as a Hugging Face model directory", suffix="_export"
+    ),
+    "convert": Command(
+        "convert", "Write a config from DeepSpeed's JSON or Megatron-LM's arguments", jax=False
     ),
     "checkpoint": Command(
         "checkpoint", "List, verify or compare checkpoints (ls, verify, diff)", cannot=2

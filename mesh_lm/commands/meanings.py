@@ -38,6 +38,12 @@ class NotBuiltError(ValueError):
 Formula = Callable[[str, Context], str]
 """(value of the other trainer's option, the other options) -> text. Raises ValueError if the
 command line does not determine it."""
+Parts = Callable[[str], Mapping[str, str]]
+"""Value of the other trainer's option -> {field: text}. A field "rules.SLOT" is a factor of the
+product in `rules`, where SLOT is one of RULES_SLOTS. Raises NotBuiltError for a value that has no
+counterpart."""
+RULES_SLOTS = ("data", "tensor", "sequence", "expert", "reduction")
+"""What the factors of `rules` decide, in the order of the product."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +63,9 @@ class Meaning:
     exact: bool = True
     """Whether the same value means the same. False: users mean different things by this name, and
     only the field is suggested."""
+    parts: Parts | None = None
+    """What a converted config sets besides `field`, or instead of one: `mesh-lm convert` reads it.
+    None: nothing."""
 
 
 def same(field: str, note: str = "") -> Meaning:
@@ -99,9 +108,33 @@ def flag(field: str, value: str, note: str = "") -> Meaning:
     return Meaning(f"`{field}={value}`{note}", field, convert, note=note)
 
 
-def explained(ours: str) -> Meaning:
-    """An option that is no single field here; `ours` says what to do instead."""
-    return Meaning(ours)
+def explained(ours: str, parts: Parts | None = None) -> Meaning:
+    """An option that is no single field here; `ours` says what to do instead, and `parts` does it
+    in a converted config.
+    """
+    return Meaning(ours, parts=parts)
+
+
+def constant(**values: str) -> Parts:
+    """Returns parts that do not depend on the value; "__" in a name is a dot."""
+    fields = {name.replace("__", "."): text for name, text in values.items()}
+    return lambda _: fields
+
+
+def chosen(field: str, values: Mapping[str, str]) -> Parts:
+    """Returns parts that set one field, whose value has another name here."""
+
+    def parts(text: str) -> Mapping[str, str]:
+        if text.lower() not in values:
+            raise NotBuiltError(text)
+        return {field: values[text.lower()]}
+
+    return parts
+
+
+def with_parts(meaning: Meaning, parts: Parts) -> Meaning:
+    """Returns the meaning of an option that needs more than its field in a converted config."""
+    return dataclasses.replace(meaning, parts=parts)
 
 
 def require_value(text: str) -> str:
@@ -164,14 +197,18 @@ def foreign_options(names: Mapping[str, Meaning]) -> ForeignOptions:
     return look_up
 
 
-def table(names: Mapping[str, Meaning], heads: tuple[str, str] = ("Megatron-LM", "mesh_lm")) -> str:
-    """Returns a table of the tour in Markdown: the arguments of others, and what they are here.
+def table(
+    names: Mapping[str, Meaning],
+    heads: tuple[str, str] = ("Megatron-LM", "mesh_lm"),
+    prefix: str = "--",
+) -> str:
+    """Returns a table in Markdown: the arguments of others, and what they are here.
 
-    Those with the same meaning share a row.
+    Those with the same meaning share a row. prefix: what stands before an argument.
     """
     rows: dict[str, list[str]] = {}
     for name, meaning in names.items():
-        rows.setdefault(meaning.ours, []).append(f"`--{name}`")
+        rows.setdefault(meaning.ours, []).append(f"`{prefix}{name}`")
     lines = [f"| {heads[0]} | {heads[1]} |", "|---|---|"]
     lines += [f"| {', '.join(theirs)} | {ours} |" for ours, theirs in rows.items()]
     return "\n".join(lines)

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from mesh_lm.commands import formulas
-from mesh_lm.commands.meanings import Meaning, explained, flag, one_of, same
+from mesh_lm.commands.meanings import (
+    Meaning,
+    NotBuiltError,
+    Parts,
+    chosen,
+    constant,
+    explained,
+    flag,
+    one_of,
+    same,
+    with_parts,
+)
 
 MOE = explained("not built; `docs/experts.md` has what a mixture of experts can do")
 """The answer to an argument of Megatron-LM's experts that is not in the table."""
@@ -16,8 +27,25 @@ _ONE_DECAY = explained("not built: `optimizer.weight_decay` is the same at every
 _SCALER = explained("no option: bfloat16 and float32 need no loss scaling; leave it out")
 _SELECTIVE = explained(
     "`model.remat`: full for full; for selective save_names, which is not the same: it recomputes "
-    "all but matmul and attention outputs"
+    "all but matmul and attention outputs",
+    # The switch --recompute-activations has no value, and means selective.
+    chosen("model.remat", {"": "save_names", "selective": "save_names", "full": "full"}),
 )
+
+
+def _nothing_for(*values: str) -> Parts:
+    """Returns parts that set nothing for these values, because other arguments do, and that refuse
+    others.
+    """
+
+    def parts(text: str) -> dict[str, str]:
+        if text not in values:
+            raise NotBuiltError(text)
+        return {}
+
+    return parts
+
+
 _FUSIONS = (
     "no-masked-softmax-fusion",
     "no-bias-gelu-fusion",
@@ -26,7 +54,15 @@ _FUSIONS = (
     "no-rope-fusion",
     "no-gradient-accumulation-fusion",
     "no-persist-layer-norm",
+    "cross-entropy-loss-fusion",
+    "cross-entropy-fusion-impl",
 )
+_FP8 = explained("not built: fp8")
+_LOGS = explained(
+    "no option: metrics.jsonl and TensorBoard files have all metrics, and `mesh-lm plan` the "
+    "memory; leave it out"
+)
+_HOST = explained("no option: the loader and the host's memory need no setting; leave it out")
 _STAGE_LAYERS = explained("`pipeline.layers`, the number of layers of each virtual stage")
 _SCHEDULER = explained(
     "no option: the schedule is always the config's, and a checkpoint has none; leave it out"
@@ -39,10 +75,13 @@ MEGATRON: dict[str, Meaning] = {
     "hidden-size": same("model.d_model"),
     "ffn-hidden-size": same("model.d_ff"),
     "num-attention-heads": same("model.n_heads"),
-    "group-query-attention": explained("`model.n_kv_heads`, smaller than `model.n_heads`"),
+    "group-query-attention": explained(
+        "`model.n_kv_heads`, smaller than `model.n_heads`", constant()
+    ),
     "num-query-groups": same("model.n_kv_heads"),
     "kv-channels": same("model.head_dim"),
     "seq-length": same("model.seq_len"),
+    "vocab-size": same("model.vocab_size"),
     "max-position-embeddings": explained(
         "no option: a table of learned positions has `model.seq_len` rows"
     ),
@@ -50,12 +89,17 @@ MEGATRON: dict[str, Meaning] = {
         "model.positions", {"rope": "rotary", "learned_absolute": "learned"}
     ),
     "use-rotary-position-embeddings": flag("model.positions", "rotary"),
+    "no-position-embedding": explained(
+        "no option: with `model.positions=rotary` there is no table; leave it out"
+    ),
     "rotary-base": same("model.rope_theta"),
     "rotary-percent": explained(
-        "not built: `model.positions=rotary` rotates the complete head; 1.0 needs no option"
+        "not built: `model.positions=rotary` rotates the complete head; 1.0 needs no option",
+        _nothing_for("1.0", "1"),
     ),
     "normalization": one_of("model.norm", {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}),
     "norm-epsilon": same("model.norm_eps"),
+    "apply-layernorm-1p": explained("not built: scales start at 1, and are stored as they are"),
     "swiglu": flag("model.activation", "swiglu"),
     "squared-relu": explained("not built: `model.activation` is gelu or swiglu"),
     "disable-bias-linear": flag("model.biases", "false", ", which removes those of LayerNorm, too"),
@@ -74,13 +118,22 @@ MEGATRON: dict[str, Meaning] = {
     "make-vocab-size-divisible-by": formulas.VOCAB_MULTIPLE,
     "bf16": flag("model.dtype", "bfloat16"),
     "fp16": explained("not built: `model.dtype` is bfloat16 or float32"),
-    "fp8-format": explained("not built: fp8"),
+    "fp8-format": _FP8,
+    "fp8-amax-history-len": _FP8,
+    "fp8-amax-compute-algo": _FP8,
+    "fp8-param-gather": _FP8,
     "loss-scale": _SCALER,
     "initial-loss-scale": _SCALER,
     "transformer-impl": _ONE_IMPLEMENTATION,
     "use-mcore-models": _ONE_IMPLEMENTATION,
     **dict.fromkeys(_FUSIONS, _FUSION),
-    "attention-backend": explained("`model.attention`: auto, mosaic, cudnn or xla"),
+    "attention-backend": explained(
+        "`model.attention`: auto, mosaic, cudnn or xla",
+        chosen(
+            "model.attention",
+            {"auto": "auto", "flash": "auto", "fused": "cudnn", "unfused": "xla", "local": "xla"},
+        ),
+    ),
     "use-flash-attn": explained(
         "no option: `model.attention=auto` is flash attention wherever there is a kernel"
     ),
@@ -88,15 +141,25 @@ MEGATRON: dict[str, Meaning] = {
     "recompute-activations": _SELECTIVE,
     "recompute-method": explained(
         "uniform: `model.remat=full`, which is for every layer; block: `model.remat_layers`, not "
-        "with stages"
+        "with stages",
+        constant(),
     ),
     "recompute-num-layers": formulas.REMAT_LAYERS,
-    "tensor-model-parallel-size": same("mesh.tensor", ", with `rules` such as `megatron`"),
-    "sequence-parallel": explained("`rules`: megatron_sp instead of megatron"),
-    "context-parallel-size": same("mesh.sequence", ", with `rules` such as `ring` or `ulysses`"),
+    "tensor-model-parallel-size": with_parts(
+        same("mesh.tensor", ", with `rules` such as `megatron`"),
+        constant(rules__tensor="megatron"),
+    ),
+    "sequence-parallel": explained(
+        "`rules`: megatron_sp instead of megatron", constant(rules__tensor="megatron_sp")
+    ),
+    "context-parallel-size": with_parts(
+        same("mesh.sequence", ", with `rules` such as `ring` or `ulysses`"),
+        constant(rules__sequence="ring"),
+    ),
     "cp-comm-type": explained(
         "`rules`: `ring` for p2p, `context_gather` for all_gather, `ulysses` for a2a, `usp` for "
-        "a2a+p2p"
+        "a2a+p2p",
+        chosen("rules.sequence", {"p2p": "ring", "all_gather": "context_gather", "a2a": "ulysses"}),
     ),
     "pipeline-model-parallel-size": same("mesh.pipeline"),
     "num-layers-per-virtual-pipeline-stage": formulas.CHUNKS,
@@ -104,20 +167,40 @@ MEGATRON: dict[str, Meaning] = {
     "pipeline-model-parallel-layout": _STAGE_LAYERS,
     "decoder-first-pipeline-num-layers": _STAGE_LAYERS,
     "decoder-last-pipeline-num-layers": _STAGE_LAYERS,
-    "use-distributed-optimizer": explained("`rules`: distributed, as in distributed+megatron_sp"),
-    "use-megatron-fsdp": explained("`mesh.fsdp`, with `rules` fsdp or hsdp"),
-    "data-parallel-sharding-strategy": explained("`rules`: zero1, zero2, zero3, fsdp or hsdp"),
-    "accumulate-allreduce-grads-in-fp32": explained("`rules`: +reduce_float32"),
+    "use-distributed-optimizer": explained(
+        "`rules`: distributed, as in distributed+megatron_sp", constant(rules__data="distributed")
+    ),
+    "use-megatron-fsdp": explained("`mesh.fsdp`, with `rules` fsdp or hsdp", constant()),
+    "data-parallel-sharding-strategy": explained(
+        "`rules`: zero1, zero2, zero3, fsdp or hsdp",
+        chosen(
+            "rules.data",
+            {
+                "no_shard": "ddp",
+                "optim": "zero1",
+                "optim_grads": "zero2",
+                "optim_grads_params": "zero3",
+            },
+        ),
+    ),
+    # All sums but those along fsdp are in float32 anyway, and a conversion makes no fsdp axis.
+    "accumulate-allreduce-grads-in-fp32": explained("`rules`: +reduce_float32", constant()),
     "grad-reduce-in-bf16": explained(
-        "`rules`: +reduce_bfloat16, as in distributed+reduce_bfloat16"
+        "`rules`: +reduce_bfloat16, as in distributed+reduce_bfloat16",
+        constant(rules__reduction="reduce_bfloat16"),
     ),
     "overlap-grad-reduce": _XLA,
     "overlap-param-gather": _XLA,
     "tp-comm-overlap": _XLA,
-    "num-experts": same("model.experts.number", ", with `model.block=moe`"),
-    "expert-model-parallel-size": same(
-        "mesh.expert",
-        ", with `rules` such as `experts_gather`; `mesh.data` is then the other replicas",
+    "num-experts": with_parts(
+        same("model.experts.number", ", with `model.block=moe`"), constant(model__block="moe")
+    ),
+    "expert-model-parallel-size": with_parts(
+        same(
+            "mesh.expert",
+            ", with `rules` such as `experts_gather`; `mesh.data` is then the other replicas",
+        ),
+        constant(rules__expert="experts_gather"),
     ),
     "expert-tensor-parallel-size": explained(
         "`rules`: experts are sharded over `mesh.tensor` as the MLP is; for 1, over "
@@ -137,7 +220,8 @@ MEGATRON: dict[str, Meaning] = {
     "moe-router-group-topk": same("model.experts.active_groups"),
     "moe-router-load-balancing-type": explained(
         "`model.experts.balance_loss` for seq_aux_loss, `model.experts.bias` for none; "
-        "aux_loss, global_aux_loss and sinkhorn are not built"
+        "aux_loss, global_aux_loss and sinkhorn are not built",
+        _nothing_for("seq_aux_loss", "none"),
     ),
     "moe-aux-loss-coeff": same(
         "model.experts.balance_loss", ", the loss of each sequence, as seq_aux_loss"
@@ -147,7 +231,8 @@ MEGATRON: dict[str, Meaning] = {
     "moe-router-bias-update-rate": same("model.experts.bias_rate"),
     "moe-token-dispatcher-type": explained(
         "`rules`: `experts_gather` for allgather, `experts_padded` for alltoall, in a product with "
-        "the others; flex is not built"
+        "the others; flex is not built",
+        chosen("rules.expert", {"allgather": "experts_gather", "alltoall": "experts_padded"}),
     ),
     "moe-grouped-gemm": explained(
         "no option: the experts of a device are one grouped matmul; leave it out"
@@ -184,10 +269,13 @@ MEGATRON: dict[str, Meaning] = {
     "optimizer": formulas.OPTIMIZER,
     "lr": same("optimizer.learning_rate"),
     "min-lr": formulas.FINAL_FRACTION,
+    "decoupled-lr": explained("not built: all weights have `optimizer.learning_rate`"),
+    "decoupled-min-lr": explained("not built: all weights have `optimizer.learning_rate`"),
     "lr-decay-style": formulas.SCHEDULE,
     "lr-wsd-decay-style": explained(
         "no option: `optimizer.schedule=wsd` decays linearly; exponential, cosine, minus_sqrt are "
-        "not built"
+        "not built",
+        _nothing_for("linear"),
     ),
     "lr-wsd-decay-iters": formulas.DECAY_FRACTION,
     "lr-decay-iters": explained("no option: the schedule ends at `train.steps`"),
@@ -216,7 +304,8 @@ MEGATRON: dict[str, Meaning] = {
     "data-cache-path": same("data.cache"),
     "dataloader-type": explained(
         "no option: samples are read in the order of Megatron's single; cyclic and external are "
-        "not built"
+        "not built",
+        _nothing_for("single"),
     ),
     "mock-data": explained(
         "no random data; `data.path=stdlib` is real text that every machine has"
@@ -231,6 +320,14 @@ MEGATRON: dict[str, Meaning] = {
     "fim-rate": same("data.fim_rate"),
     "fim-spm-rate": same("data.fim_spm_rate"),
     "num-workers": same("data.threads"),
+    "no-create-attention-mask-in-dataloader": _HOST,
+    "no-mmap-bin-files": _HOST,
+    "manual-gc": _HOST,
+    "manual-gc-interval": _HOST,
+    "empty-unused-memory-level": _HOST,
+    "tiktoken-pattern": explained(
+        "no option: the file that `data.tokenizer` names has its pattern; leave it out"
+    ),
     "seed": same("seed"),
     "save": same("output"),
     "load": explained(
@@ -243,6 +340,13 @@ MEGATRON: dict[str, Meaning] = {
     "save-interval": same(
         "checkpoint.every", " (only the newest stay: `checkpoint.keep=2` by default)"
     ),
+    "use-dist-ckpt": explained("no option: checkpoints are Orbax's, independent of mesh and rules"),
+    "auto-detect-ckpt-format": explained(
+        "no option: checkpoints are Orbax's, independent of mesh and rules"
+    ),
+    "no-save-optim": explained("not built: a checkpoint has the complete state"),
+    "no-save-rng": explained("not built: a checkpoint has the complete state"),
+    "exit-on-missing-checkpoint": flag("checkpoint.resume", "required"),
     "ckpt-format": explained("no option: checkpoints are Orbax's, independent of mesh and rules"),
     "async-save": explained("no option: checkpoints are always written in the background"),
     "non-persistent-save-interval": same("checkpoint.local_every"),
@@ -251,6 +355,17 @@ MEGATRON: dict[str, Meaning] = {
     "eval-interval": same("train.eval_every"),
     "eval-iters": formulas.EVAL_SEQUENCES,
     "log-interval": same("train.log_every"),
+    "calculate-per-token-loss": explained(
+        "no option: the loss is always the mean over all labels of the batch; leave it out"
+    ),
+    "log-params-norm": explained("not built: `grad_norm` is logged, the norm of the weights not"),
+    "log-num-zeros-in-grad": explained("not built: `grad_norm` is logged, the number of zeros not"),
+    "log-timers-to-tensorboard": _LOGS,
+    "log-memory-to-tensorboard": _LOGS,
+    "log-validation-ppl-to-tensorboard": _LOGS,
+    "tensorboard-queue-size": _LOGS,
+    "tensorboard-log-interval": _LOGS,
+    "timing-log-level": explained("`profile.steps`: a trace of that many steps"),
     "log-throughput": explained(
         "no option: tokens per second are always logged, and MFU where it is known"
     ),
@@ -260,9 +375,36 @@ MEGATRON: dict[str, Meaning] = {
     ),
     "tensorboard-dir": explained("`output`: TensorBoard files are always written there"),
     "wandb-project": same("wandb"),
+    "wandb-exp-name": explained("no option: a run of W&B has the name of `output`; leave it out"),
+    "wandb-save-dir": explained("no option: W&B writes into `output`; leave it out"),
     "profile": explained("`profile.steps`, a number of steps; 0: no trace"),
     "profile-step-start": same("profile.start_step"),
     "profile-step-end": explained("`profile.steps`: end - start"),
+    "distributed-backend": explained("no option: NCCL on GPUs; leave it out"),
     "distributed-timeout-minutes": explained("`health.stall` and `health.patience`, in seconds"),
 }
 """An argument of Megatron-LM, without the dashes -> its meaning. The tour shows all of them."""
+
+
+MEGATRON_DEFAULTS: dict[str, str] = {
+    "hidden-dropout": "0.1",
+    "attention-dropout": "0.1",
+    "adam-beta1": "0.9",
+    "adam-beta2": "0.999",
+    "adam-eps": "1e-8",
+    "clip-grad": "1.0",
+    "weight-decay": "0.01",
+    "lr-decay-style": "linear",
+    "lr-warmup-iters": "0",
+    "min-lr": "0.0",
+    "seed": "1234",
+    "norm-epsilon": "1e-5",
+    "init-method-std": "0.02",
+    "rotary-base": "10000",
+    "make-vocab-size-divisible-by": "128",
+    "eval-interval": "1000",
+    "eval-iters": "100",
+    "log-interval": "100",
+}
+"""An argument that a command line may leave out -> the value that Megatron-LM then takes. A
+converted config has those that differ from the defaults here."""

@@ -9,8 +9,10 @@ something else here, the answer has the formula, with the numbers of the run.
 from __future__ import annotations
 
 from mesh_lm.commands import formulas
+from mesh_lm.commands.deepspeed_names import DEEPSPEED
 from mesh_lm.commands.meanings import Context, Meaning, explained, option, same, similar
 from mesh_lm.commands.megatron_names import MEGATRON, MOE, TOKENIZER
+from mesh_lm.commands.torch_names import DDP, FSDP
 
 _EPOCHS = explained(
     "`train.steps`: epochs x sequences of the training text / `train.global_batch`; "
@@ -29,7 +31,6 @@ OTHERS: dict[str, Meaning] = {
     "batch_size": similar("train.global_batch"),
     "batch": similar("train.global_batch"),
     "grad_accum": same("train.microbatches"),
-    "gradient_accumulation_steps": same("train.microbatches"),
     "max_steps": same("train.steps"),
     "num_steps": same("train.steps"),
     "train_steps": same("train.steps"),
@@ -65,7 +66,6 @@ OTHERS: dict[str, Meaning] = {
     "microbatch": formulas.MICROBATCHES,
     "microbatch_size": formulas.MICROBATCHES,
     "per_device_train_batch_size": formulas.MICROBATCHES,
-    "train_micro_batch_size_per_gpu": formulas.MICROBATCHES,
     "warmup_ratio": formulas.WARMUP_FRACTION,
     "epochs": _EPOCHS,
     "num_epochs": _EPOCHS,
@@ -129,7 +129,13 @@ TORCHRUN: dict[str, Meaning] = {
 }
 """An option of torchrun that `mesh-lm launch` lacks -> its meaning."""
 
-_MEANINGS = OTHERS | {name.replace("-", "_"): meaning for name, meaning in MEGATRON.items()}
+_MEANINGS = {
+    **{name: meaning for name, meaning in (DDP | FSDP).items() if name.islower() and "_" in name},
+    # A single word, such as pipeline, may be a section of a config here.
+    **{name: meaning for name, meaning in DEEPSPEED.items() if "_" in name or "." in name},
+    **OTHERS,
+    **{name.replace("-", "_"): meaning for name, meaning in MEGATRON.items()},
+}
 
 LIST_OPTIONS = frozenset(
     f"--{name}"
@@ -142,12 +148,14 @@ LIST_OPTIONS = frozenset(
 def look_up(name: str) -> Meaning | None:
     """Returns what a name of another trainer stands for; None if no trainer is known to use it.
 
-    It may have underscores or hyphens, and be in any case.
+    It may have underscores or hyphens, be in any case, and be inside of sections, as
+    zero_optimization.stage.
     """
     name = name.lower().replace("-", "_")
-    if name not in _MEANINGS and name.startswith("moe_"):
+    leaf = name.rpartition(".")[2]
+    if name not in _MEANINGS and leaf not in _MEANINGS and leaf.startswith("moe_"):
         return MOE
-    return _MEANINGS.get(name)
+    return _MEANINGS.get(name) or _MEANINGS.get(leaf)
 
 
 def field_and_value(name: str, text: str, context: Context) -> tuple[str, str]:
@@ -168,7 +176,11 @@ RULES = {
     "data": "ddp",
     "fsdp2": "fsdp",
     "hybrid": "hsdp",
+    "full_shard": "fsdp",
     "hybrid_shard": "hsdp",
+    "no_shard": "ddp",
+    "shard_grad_op": "zero2",
+    "horovod": "ddp",
     "zero": "zero1",
     "tp": "megatron",
     "tensor": "megatron",

@@ -111,6 +111,10 @@ class TrainLoop:
     """Sequences per evaluation, evenly spaced over the held-out text; 0: all of them."""
     log_every: int = option(10, least=1)
     """Log a line every N steps."""
+    noise_scale: bool = expert(False)
+    """Whether to log the gradient noise scale (arXiv 1812.06162), the batch in sequences above
+    which more sequences hardly improve a step (docs/optimizers.md). It needs replicas along
+    mesh.data."""
     sample_tokens: int = option(128, least=0)
     """Tokens of the text that is generated at the end of the run; 0: none."""
 

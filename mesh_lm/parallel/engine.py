@@ -30,7 +30,7 @@ from mesh_lm.config import PipelineConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch, Sums
 from mesh_lm.model.dropout import Dropout
-from mesh_lm.parallel import feedback, paired_tick, stage_transfers, tick, zero3
+from mesh_lm.parallel import feedback, noise_scale, paired_tick, stage_transfers, tick, zero3
 from mesh_lm.parallel.flat import FlatLayout
 from mesh_lm.parallel.gradient_reduction import cast_to_float32, psum, reduce_gradients, reduce_sums
 from mesh_lm.parallel.gradient_reduction import manual_axes as manual_axes
@@ -93,17 +93,22 @@ def region(layout: ModelLayout, batch: Batch, flat: FlatLayout = FlatLayout()) -
 
 
 def region_with_feedback(
-    layout: ModelLayout, batch: Batch, flat: FlatLayout = FlatLayout()
+    layout: ModelLayout,
+    batch: Batch,
+    flat: FlatLayout = FlatLayout(),
+    *,
+    replica_square: bool = False,
 ) -> GradientsWithFeedback:
     """Returns `value_and_grad` for batches shaped like this one, with scalars and arrays apart.
 
     flat: parameters of whose gradients each replica gets one shard, as flat vectors. Those that
     layers gather are read as vectors, too. The error feedback is what sums in int8 have left out
-    (`mesh_lm.parallel.feedback`); empty without such sums.
+    (`mesh_lm.parallel.feedback`); empty without such sums. replica_square: whether the sums have
+    that of `mesh_lm.parallel.noise_scale`, for configs that its problems do not refuse.
     """
     axes = manual_axes(layout)
     if layout.n_stages == 1:
-        on_device = partial(_accumulate, layout, flat)
+        on_device = partial(_accumulate, layout, flat, replica_square)
         stage_arrays = ()
     else:
         table = training_table(layout, len(batch["tokens"]))
@@ -143,6 +148,7 @@ class _Inputs(NamedTuple):
 def _accumulate(
     layout: ModelLayout,
     flat: FlatLayout,
+    replica_square: bool,
     params: Params,
     batch: Batch,
     key: jax.Array,
@@ -182,6 +188,8 @@ def _accumulate(
         sums, grads = lax.scan(microbatch, zeros, dict(batch))[0]
     stacked = {name: jax.freeze(ref) for name, ref in stacked_grads.items()}
     grads |= layout.constrain(stacked, "params")
+    if replica_square:
+        sums = noise_scale.with_replica_square(sums, grads)
     return _reduce(layout, flat, sums, grads, old_feedback)
 
 

@@ -172,7 +172,13 @@ class Program:
         """Returns the training step, and the shapes of its arguments."""
         config = self.config
         optimizer = self.optimizer
-        step = train_step(self.layout, optimizer, config.seed, config.health.outlier)
+        step = train_step(
+            self.layout,
+            optimizer,
+            config.seed,
+            config.health.outlier,
+            has_noise_scale=config.train.noise_scale,
+        )
         state = abstract_state(self.layout, optimizer)
         return step, (state, abstract_batch(config, batch_sharding(self.layout)))
 

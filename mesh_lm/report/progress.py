@@ -206,6 +206,7 @@ def _describe(row: Mapping[str, float], memory_kind: str) -> str:
         "memory_gib": lambda v: f"{v:.1f} GiB {memory_kind}",
         "expert_load": lambda v: f"expert load {v:.2f}",
         "expert_idle": lambda v: f"idle experts {v:.1%}" if v else "",
+        "noise_scale": lambda v: f"noise scale {v:,.0f} sequences",
         "skipped": lambda v: f"skipped {v:.0f}" if v else "",
     }
     texts = [format_value(row[name]) for name, format_value in formats.items() if name in row]

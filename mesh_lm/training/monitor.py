@@ -8,8 +8,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
+import numpy as np
 
 from mesh_lm.checkpoint.reader import steps_in
 from mesh_lm.config import ProfileConfig, TrainConfig, as_dict
@@ -20,6 +22,7 @@ from mesh_lm.distributed.phases import Phases
 from mesh_lm.errors import ConfigError
 from mesh_lm.inference.perplexity import bits_per_byte
 from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.parallel.noise_scale import SIGNAL, TRACE
 from mesh_lm.report import rows
 from mesh_lm.report.plot import loss_curve
 from mesh_lm.report.progress import Progress
@@ -27,6 +30,7 @@ from mesh_lm.report.run_log import RunLog
 from mesh_lm.report.weights_and_biases import WeightsAndBiases
 from mesh_lm.report.writer import Writer
 from mesh_lm.training.goodput import Goodput, describe
+from mesh_lm.training.noise_scale import RunningNoiseScale
 from mesh_lm.training.opening import opening
 
 StepMetrics = tuple[int, dict[str, jax.Array]]
@@ -84,6 +88,7 @@ class Monitor:
         if self.speaks and first_step < config.train.steps:
             # A start that finds a finished run spends no time on it.
             self._goodput = Goodput(self.output, phases, first_step)
+        self._noise_scale = RunningNoiseScale()
         self._opening = opening(config, layout, corpus)
         self._waited_until_row = 0.0
         """Seconds that steps have waited for data until the last row."""
@@ -118,6 +123,7 @@ class Monitor:
             self._goodput.roll_back(step)
         self._newest = None
         self._unread = None
+        self._noise_scale = RunningNoiseScale()
         self._phases.step = step
         self._row_step = step
         self._progress.roll_back(step)
@@ -228,7 +234,11 @@ class Monitor:
         step, metrics = self._unread
         self._unread = None
         jax.block_until_ready(metrics)  # so that the host is never more than one step ahead
-        scalars = {name: x for name, x in metrics.items() if x.ndim == 0}
+        scalars: dict[str, Any] = {name: x for name, x in metrics.items() if x.ndim == 0}
+        if TRACE in scalars:
+            self._noise_scale.add(float(scalars[TRACE]), float(scalars[SIGNAL]))
+            if self._noise_scale.value is not None:
+                scalars["noise_scale"] = np.float32(self._noise_scale.value)
         row = self._progress.step(step, scalars)
         if row:
             arrays = {name: x for name, x in metrics.items() if x.ndim}

@@ -87,7 +87,13 @@ def open_session(
     dataset: what the run was given instead of what the config names.
     """
     phases = stop.phases
-    jitted_step = train_step(layout, optimizer, config.seed, config.health.outlier)
+    jitted_step = train_step(
+        layout,
+        optimizer,
+        config.seed,
+        config.health.outlier,
+        has_noise_scale=config.train.noise_scale,
+    )
     step: Step = compared("the training step", jitted_step)
     outer_step = compared("the outer step", diloco.outer_step(layout, optimizer))
     with (

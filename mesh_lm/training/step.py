@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.model import Batch
 from mesh_lm.optim import Optimizer, Params
 from mesh_lm.optim.contract import Slots
+from mesh_lm.parallel import noise_scale
 from mesh_lm.parallel.engine import region_with_feedback
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import (
@@ -54,7 +56,12 @@ class Update(NamedTuple):
 
 
 def train_step(
-    layout: ModelLayout, optimizer: Optimizer, seed: int, outlier: float = 0.0
+    layout: ModelLayout,
+    optimizer: Optimizer,
+    seed: int,
+    outlier: float = 0.0,
+    *,
+    has_noise_scale: bool = False,
 ) -> jax.stages.Wrapped:
     """Returns the jitted `Step` (state, batch) -> (state, metrics). It donates the state.
 
@@ -68,17 +75,22 @@ def train_step(
     log gradient norm is more than `outlier` standard deviations above its recent mean, unless
     `outlier` is 0. Raises ConfigError if the model has buffers and its config does not define how
     they are updated.
+
+    has_noise_scale: the metrics have the estimates of `mesh_lm.parallel.noise_scale`.
     """
     _require_updatable_buffers(layout, optimizer)
     flat = layout.flat
     weight_specs = masters(layout)
     slot_names = list(optimizer.slots(weight_specs))
     unflattened = [name for name in weight_specs if name not in flat.leaves]
+    region = region_with_feedback
+    if has_noise_scale:
+        region = partial(region_with_feedback, replica_square=True)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         # 1. Gradients of objective / weight, float32, summed over the global batch.
         key = step_key(seed, state["step"])
-        gradients = region_with_feedback(layout, batch, flat)
+        gradients = region(layout, batch, flat)
         feedback = state.get(FEEDBACK, {})
         params = weights_of(layout, state)
         (sums, layer_sums), grads, new_feedback = gradients(params, dict(batch), key, feedback)
@@ -142,6 +154,15 @@ def train_step(
         metrics["learning_rate"] = optimizer.learning_rate(state["step"])
         metrics["skipped"] = new_state["skipped"]
         metrics["labels"] = sums["weight"]
+        if has_noise_scale:
+            del metrics[noise_scale.REPLICA_SQUARE]
+            n_microbatches, n_sequences, _ = batch["tokens"].shape
+            metrics |= noise_scale.estimates(
+                sums[noise_scale.REPLICA_SQUARE],
+                grad_norm,
+                n_microbatches * n_sequences,
+                noise_scale.n_replicas(layout),
+            )
         return new_state, metrics
 
     run = diloco.on_each_island(step, layout) if n_islands(layout, optimizer) else step

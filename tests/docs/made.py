@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "docs/closed_forms.md",
+    "docs/coming_from.md",
     "docs/sharding.md",
     "docs/errors.md",
     "docs/experts.md",
@@ -60,7 +61,7 @@ def made(page: str) -> str:
 
 def tables() -> dict[str, Any]:
     """Name -> function that returns the table."""
-    from mesh_lm.commands import meanings, other_names
+    from mesh_lm.commands import deepspeed_names, meanings, other_names, torch_names
     from tests.docs import (
         closed_form_tables,
         expert_tables,
@@ -77,6 +78,18 @@ def tables() -> dict[str, Any]:
         ),
         "options of torchrun": functools.partial(
             meanings.table, other_names.TORCHRUN, ("torchrun", "mesh-lm launch")
+        ),
+        "keys of DeepSpeed": functools.partial(
+            meanings.table, deepspeed_names.DEEPSPEED, ("DeepSpeed", "mesh_lm"), ""
+        ),
+        "names of DistributedDataParallel": functools.partial(
+            meanings.table, torch_names.DDP, ("PyTorch", "mesh_lm"), ""
+        ),
+        "names of FSDP": functools.partial(
+            meanings.table, torch_names.FSDP, ("FSDP", "mesh_lm"), ""
+        ),
+        "names of Horovod": functools.partial(
+            meanings.table, torch_names.HOROVOD, ("Horovod", "mesh_lm"), ""
         ),
     }
     return {

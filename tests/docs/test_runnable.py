@@ -128,6 +128,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(here / "Llama-3.2-1B", here / "Qwen3-0.6B")
     for name, page in (("sgd.py", "docs/optimizers.md"), ("finetune.py", "docs/huggingface.md")):
         (here / name).write_text(PYTHON[page][0].text, encoding="utf-8")
+    page = (runnable.ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    json_block = page.partition("```json\n")[2].partition("```")[0]
+    (here / "ds_config.json").write_text(json_block, encoding="utf-8")
     (here / "mlp.py").write_text(
         next(block.text for block in PYTHON["docs/lab.md"] if block.text.startswith("# mlp.py")),
         encoding="utf-8",
@@ -183,6 +186,8 @@ def test_options_exist(command: Command, tmp_path: Path, monkeypatch: pytest.Mon
     )
     example = PYTHON["docs/optimizers.md"][0].text
     (tmp_path / "sgd.py").write_text(example, encoding="utf-8")
+    # which a command of docs/coming_from.md writes
+    shutil.copy(runnable.ROOT / "configs" / "gpt2_124m.py", tmp_path / "gpt2_zero2.py")
     words = (
         command.words[command.words.index("mesh-lm") + 1 :] if "mesh-lm" in command.words else []
     )
@@ -199,7 +204,7 @@ def test_every_page_is_read() -> None:
 
 
 LONG = {
-    "docs/context.md", "docs/gradients.md", "docs/lab.md", "docs/multi_host.md",
+    "docs/coming_from.md", "docs/context.md", "docs/gradients.md", "docs/lab.md", "docs/multi_host.md",
     "docs/operations.md", "docs/optimizers.md",
     "docs/pipeline.md", "docs/python.md",
 }  # fmt: skip

@@ -40,7 +40,7 @@ def fields() -> set[str]:
     }
     rule = {f"optimizer.rule.{field.name}" for field in dataclasses.fields(AdamW)}
     experts = {f"model.experts.{field.name}" for field in dataclasses.fields(ExpertsConfig)}
-    metrics = {"expert_load", "expert_idle"}
+    metrics = {"expert_load", "expert_idle", "grad_norm"}
     return found | rule | experts | metrics | set(sections)
 
 

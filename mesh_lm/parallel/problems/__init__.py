@@ -11,6 +11,7 @@ from mesh_lm.parallel.problems.context import context_problems
 from mesh_lm.parallel.problems.experts import expert_problems
 from mesh_lm.parallel.problems.flat import flat_problems
 from mesh_lm.parallel.problems.layers import half_problems, layer_problems
+from mesh_lm.parallel.problems.noise_scale import noise_scale_problems
 from mesh_lm.parallel.problems.owner import owner_problems
 from mesh_lm.parallel.problems.pipeline import permute_problems, pipeline_problems
 from mesh_lm.parallel.problems.reduction import reduction_problems
@@ -34,6 +35,7 @@ _CHECKS = (
     pipeline_problems,
     permute_problems,
     owner_problems,
+    noise_scale_problems,
 )
 
 

@@ -109,6 +109,8 @@ def test_a_second_ctrl_c_ends_a_command_at_once(tmp_path: Path) -> None:
 COMPLETED = {
     "mesh-lm tr": "train",
     "mesh-lm checkpoint ve": "verify",
+    "mesh-lm convert de": "deepspeed",
+    "mesh-lm convert deepspeed --skip": "--skip-unknown",
     "mesh-lm train --optimizer.learn": "--optimizer.learning_rate",
     "mesh-lm generate --temp": "--temperature",
     "mesh-lm launch --per": "--per-node",
@@ -148,6 +150,9 @@ def test_bash_completes(tmp_path: Path) -> None:
         "launch",
         "prepare",
         "checkpoint diff",
+        "convert deepspeed",
+        "convert megatron",
+        "explain",
         "export",
         "import",
         "plan",

@@ -74,6 +74,13 @@ ANSWERS = {
     "checkpoint verify nope": "nope",
     "launch --nproc-per-node=8 train": "--nproc-per-node: there is no such option; did you mean --per-node=8?",
     "launch trian.py": "trian.py: there is no such script in",
+    "explain": "name the collective first, as in mesh-lm explain all-gather-start.12",
+    "explain all-reduce.3": "add --report=FILE.json of mesh-lm plan, or --config=CONFIG",
+    "explain all-reduce.3 --report=nope.json": "cannot read nope.json: No such file or directory",
+    "explain all-reduce.3 --target=h1000": "--target=h1000: a collective is compiled for one of h100",
+    "convert deepspeed": "--file: missing; DeepSpeed's JSON file",
+    "convert megatron --num-layer=3": "--num-layer: unknown; did you mean --num-layers?",
+    "train --zero_optimization.stage=3": "rules: ddp, zero1, zero2 or zero3 for 0 to 3",
     "configs --all": "--all: there is no such option",
 }
 
