@@ -280,13 +280,19 @@ class ModelLayout:
         """
         resharded = {}
         for name, x in tree.items():
-            n_rows = self.optimizer_leaves[name].shape[0]
-            if x.shape[0] != n_rows:
-                # Where the rows of a stage are still together.
+            if x.shape != self.optimizer_leaves[name].shape:
+                x = _with_rows(x, self.n_stages, self.optimizer_leaves[name].shape[0])
+                # Before rows are divided: else XLA divides those without padding, and sends them
+                # to where the padding moves them.
                 x = self.shard.constrain(x, "params", self.axes[name])
-                x = _with_rows(x, self.n_stages, n_rows)
             resharded[name] = self.shard.reshard(x, "params", kind, self.axes[name])
         return resharded
+
+    def with_owners_padding(self, name: str, x: jax.Array) -> jax.Array:
+        """Returns the rows of one stage of a parameter, with those of `optimizer_leaves`."""
+        rows = self.optimizer_leaves[name].shape[0] // self.n_stages
+        has_padding = name in self.stacked and x.shape[0] != rows
+        return _with_rows(x, 1, rows) if has_padding else x
 
     def from_optimizer(self, tree: Params, kind: Kind) -> Params:
         """Returns weights that `to_optimizer` has brought to this column, with the shapes of
@@ -294,13 +300,15 @@ class ModelLayout:
         """
         returned = {}
         for name, x in tree.items():
-            x = self.shard.return_path(x, "params", kind, self.axes[name])
-            n_rows = self.leaves[name].shape[0]
-            if x.shape[0] != n_rows:
-                # The last exchange, too, because owners do not have equal numbers of layers.
-                x = self.shard.constrain(x, "params", self.axes[name])
-                x = _with_rows(x, self.n_stages, n_rows)
-            returned[name] = x
+            axes = self.axes[name]
+            if x.shape == self.leaves[name].shape:
+                returned[name] = self.shard.return_path(x, "params", kind, axes)
+                continue
+            # The last exchange, too, because not all owners have as many layers. The update is
+            # complete before it: else XLA would send both operands of its last sum.
+            x = self.shard.return_path(self.shard.constrain(x, kind, axes), "params", kind, axes)
+            x = self.shard.constrain(x, "params", axes)
+            returned[name] = _with_rows(x, self.n_stages, self.leaves[name].shape[0])
         return returned
 
 
