@@ -20,7 +20,7 @@ from support import (
     shard_on,
 )
 
-from mesh_lm.config import OptimizerConfig, PipelineConfig, load
+from mesh_lm.config import DilocoConfig, OptimizerConfig, PipelineConfig, load
 from mesh_lm.errors import ConfigError
 from mesh_lm.optim import ArraySpec, ArraySpecs, Muon, Optimizer, Params, Slots
 from mesh_lm.parallel.layout import ModelLayout
