@@ -3,6 +3,7 @@ device, and what cannot be divided is refused."""
 
 import dataclasses
 import functools
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -22,7 +23,10 @@ from support import (
 
 from mesh_lm.config import DilocoConfig, OptimizerConfig, PipelineConfig, load
 from mesh_lm.errors import ConfigError
+from mesh_lm.model import ExpertsConfig
 from mesh_lm.optim import ArraySpec, ArraySpecs, Muon, Optimizer, Params, Slots
+from mesh_lm.optim.contract import is_matrix
+from mesh_lm.optim.muon import matrix_dims
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import State, abstract_state, counters, parts
 from mesh_lm.state.disk_form import from_disk, stored, to_disk
@@ -34,16 +38,22 @@ COMPILE_BUDGET = 90
 SLOW = pytest.mark.slow
 
 
+MOE = dataclasses.replace(
+    GPT, biases=False, dropout=0.0, block="moe", experts=ExpertsConfig(number=4, active=2)
+)
+
+
 class Case(NamedTuple):
     rules: str
     mesh: dict[str, int]
     n_layers: int = 4
     stages: tuple[int, ...] = ()
     """Layers of the stages; empty: as many on each."""
+    experts: bool = False
 
     def layout(self) -> ModelLayout:
         return ModelLayout.of(
-            dataclasses.replace(GPT, n_layers=self.n_layers),
+            dataclasses.replace(MOE if self.experts else GPT, n_layers=self.n_layers),
             shard_on(self.rules, **self.mesh),
             PipelineConfig(layers=self.stages),
         )
@@ -55,6 +65,9 @@ CASES: dict[str, Case] = {
     "fsdp": Case("fsdp+owner", {"fsdp": 4}),
     "data x tensor": Case("zero2+megatron+owner", {"data": 2, "tensor": 2}),
     "pipeline": Case("hsdp+owner", {"data": 2, "fsdp": 2, "pipeline": 2}),
+    "one device, experts": Case("ddp", {}, 2, experts=True),
+    "experts": Case("experts_gather+zero2+owner", {"data": 2, "expert": 2}, 2, experts=True),
+    "experts, padded": Case("experts_gather+zero2+owner", {"data": 4, "expert": 2}, 2, experts=True),
     # Layers that do not divide among their owners.
     "one device, padded": Case("ddp", {}, 3),
     "data, padded": Case("zero2+owner", {"data": 8}, 3),
@@ -91,9 +104,11 @@ OPTIMIZER = Optimizer(
 class Trained(NamedTuple):
     layout: ModelLayout
     losses: list[float]
-    gradients: dict[str, np.ndarray]
-    """Of the first step."""
+    gradients: list[dict[str, np.ndarray]]
+    """By step, and by parameter."""
     state: dict[str, Any]
+    initial: dict[str, np.ndarray]
+    """The parameters before the first step."""
 
 
 def of_optimizer(layout: ModelLayout, name: str, x: jax.Array) -> np.ndarray:
@@ -105,22 +120,24 @@ def of_optimizer(layout: ModelLayout, name: str, x: jax.Array) -> np.ndarray:
 
 @functools.cache
 def trained(where: str) -> Trained:
-    """Three steps in two microbatches."""
+    """Five steps in two microbatches."""
     layout = CASES[where].layout()
     state = jax.tree.map(
         lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding),
         abstract_state(layout, OPTIMIZER),
     )
-    state |= {"params": by_stage(layout, initial(layout))}
+    before = initial(layout)
+    state |= {"params": by_stage(layout, before)}
     step = train_step(layout, OPTIMIZER, seed=0)
     losses = []
-    gradients: dict[str, np.ndarray] = {}
-    for seed in (0, 1, 0):
+    gradients = []
+    for seed in (0, 1, 0, 1, 0):
         state, metrics = step(state, on_devices(host_batch(2, seed=seed), layout))
         losses.append(float(metrics["loss"]))
-        if not gradients:
-            gradients = {name: of_optimizer(layout, name, x) for name, x in state["gradient"].items()}
-    return Trained(layout, losses, gradients, state)
+        gradients.append(
+            {name: of_optimizer(layout, name, x) for name, x in state["gradient"].items()}
+        )
+    return Trained(layout, losses, gradients, state, before)
 
 
 @pytest.mark.parametrize(
@@ -134,19 +151,92 @@ def trained(where: str) -> Trained:
         pytest.param("fsdp, padded", marks=SLOW),
         pytest.param("data x tensor, padded", marks=SLOW),
         "pipeline, padded",
+        "experts",
+        pytest.param("experts, padded", marks=SLOW),
     ],
 )
 def test_equals_one_device(where: str) -> None:
-    is_padded = CASES[where].n_layers == 3
-    wanted = trained("one device, padded" if is_padded else "one device")
+    case = CASES[where]
+    same_model = [
+        one
+        for one, other in CASES.items()
+        if not other.mesh and (other.n_layers, other.experts) == (case.n_layers, case.experts)
+    ]
+    wanted = trained(*same_model)
     found = trained(where)
-    assert wanted.losses[2] < wanted.losses[0] - 0.1
+    assert wanted.losses[4] < wanted.losses[0] - 0.3
     np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-6)
-    assert_same_gradients(found.gradients, wanted.gradients)
+    assert_same_gradients(found.gradients[0], wanted.gradients[0])
     for name, x in wanted.state["params"].items():
         mine = in_model_order(found.layout, name, found.state["params"][name])
         # A rounding of a small gradient is a rounding of its direction, of size 0.2.
         np.testing.assert_allclose(mine, np.asarray(x), rtol=0, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("where", ["data", "data x tensor", "pipeline, padded", "experts"])
+def test_equals_a_twin_in_float64(where: str) -> None:
+    """Five updates by their formulas, of the gradients that the parallel program has had."""
+    run = trained(where)
+    leaves = run.layout.leaves
+    wanted = twin({name: x.astype(np.float64) for name, x in run.initial.items()}, run)
+    for name, x in wanted.items():
+        found = in_model_order(run.layout, name, run.state["params"][name])
+        moved = np.abs(x - run.initial[name]).max()
+        assert moved > 0.01 or not np.any(run.gradients[0][name]), name
+        # Newton-Schulz makes the small singular values of a matrix, and their roundings, up to 485
+        # times as large.
+        tolerance = 1e-4 if matrix_dims(name, leaves[name]) else 1e-5
+        np.testing.assert_allclose(found, x, rtol=0, atol=tolerance * moved, err_msg=name)
+
+
+def twin(params: dict[str, np.ndarray], run: Trained) -> dict[str, np.ndarray]:
+    """The parameters after the updates of a run in float64: Muon and AdamW, as in
+    docs/optimizers.md."""
+    muon = Muon()
+    config = OPTIMIZER.config
+    mu = {name: np.zeros_like(x) for name, x in params.items()}
+    nu = {name: np.zeros_like(x) for name, x in params.items()}
+    for step, gradients in enumerate(run.gradients):
+        rate = float(OPTIMIZER.learning_rate(step))
+        for name, gradient in gradients.items():
+            leaf = run.layout.leaves[name]
+            gradient = gradient.astype(np.float64)
+            dims = matrix_dims(name, leaf)
+            if dims:
+                beta = muon.momentum
+                mu[name] = beta * mu[name] + (1 - beta) * gradient
+                momentum = mu[name] / (1 - beta ** (step + 2))
+                nesterov = beta * momentum + (1 - beta) * gradient / (1 - beta ** (step + 1))
+                direction = orthogonalized(nesterov, dims)
+            else:
+                mu[name] = muon.beta1 * mu[name] + (1 - muon.beta1) * gradient
+                nu[name] = muon.beta2 * nu[name] + (1 - muon.beta2) * gradient**2
+                mean = mu[name] / (1 - muon.beta1 ** (step + 1))
+                variance = nu[name] / (1 - muon.beta2 ** (step + 1))
+                direction = mean / (np.sqrt(variance) + muon.eps)
+            if is_matrix(name, leaf.axes):
+                direction = direction + config.weight_decay * params[name]
+            params[name] = params[name] - rate * direction
+    return params
+
+
+def orthogonalized(x: np.ndarray, dims: Any) -> np.ndarray:
+    """Five iterations of Newton-Schulz on each matrix, with a root mean square of about 0.2."""
+    (rows,) = dims.reduction_axis
+    columns = dims.output_axis
+    batch = tuple(dim for dim in range(x.ndim) if dim not in (rows, *columns))
+    order = (*batch, rows, *columns)
+    ordered = x.transpose(order)
+    n_rows = x.shape[rows]
+    matrices = ordered.reshape(-1, n_rows, math.prod(x.shape[dim] for dim in columns))
+    made = []
+    for matrix in matrices:
+        matrix = matrix / (np.linalg.norm(matrix) + Muon().eps)
+        for _ in range(5):
+            square = matrix @ matrix.T
+            matrix = 3.4445 * matrix + (-4.7750 * square + 2.0315 * square @ square) @ matrix
+        made.append(0.2 * np.sqrt(max(matrix.shape)) * matrix)
+    return np.stack(made).reshape(ordered.shape).transpose(np.argsort(order))
 
 
 @pytest.mark.parametrize(
