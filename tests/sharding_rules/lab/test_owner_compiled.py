@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
+import form_rows
 import pytest
 
 from mesh_lm.config import OptimizerConfig, TrainConfig, TrainLoop
@@ -18,6 +19,7 @@ from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning.program import compile_config
 from sharding_rules import MeshConfig, Shard, preset
 from sharding_rules.lab import lower_for
+from sharding_rules.lab.diff import ledger_text
 from sharding_rules.lab.lint import lint
 from sharding_rules.lab.report import Collective, Report
 
@@ -39,12 +41,11 @@ LAYER = 12 * MODEL.d_model**2 * 4
 MATRICES = MODEL.n_layers * LAYER
 
 
-@functools.cache
-def compiled(
-    reports: str, rules: str, rule: Rule, mesh: tuple[tuple[str, int], ...], n_layers: int = 8
-) -> Report:
+def config_of(
+    rules: str, rule: Rule, mesh: tuple[tuple[str, int], ...], n_layers: int = 8
+) -> TrainConfig:
     sizes = dict(mesh)
-    config = TrainConfig(
+    return TrainConfig(
         model=dataclasses.replace(MODEL, n_layers=n_layers),
         mesh=dataclasses.replace(MeshConfig(data=1), **sizes),
         rules=preset(rules),
@@ -52,6 +53,13 @@ def compiled(
         optimizer=OptimizerConfig(rule),
         output="owner",
     )
+
+
+@functools.cache
+def compiled(
+    reports: str, rules: str, rule: Rule, mesh: tuple[tuple[str, int], ...], n_layers: int = 8
+) -> Report:
+    config = config_of(rules, rule, mesh, n_layers)
     launch = dataclasses.replace(config.launch, compile_cache=str(Path(reports).parent))
     config = dataclasses.replace(config, launch=launch)
     return compile_config(config, "h100", math.prod(size for _, size in mesh))
@@ -144,3 +152,18 @@ def test_lint_finds_what_owners_remove(reports: str, rules: str, mesh: dict[str,
     assert found.bytes >= removed > 0.8 * found.bytes
     assert lint(owner, preset(f"{rules}+owner"), axes) == ()
     assert lint(compiled(reports, rules, AdamW(), sizes), preset(rules), axes) == ()
+
+
+@pytest.mark.parametrize("n_layers", [8, 6])
+@pytest.mark.parametrize(
+    ("rules", "mesh"),
+    [("zero2+owner", {"data": 8}), ("zero2+megatron+owner", {"data": 4, "tensor": 2})],
+    ids=["zero2", "zero2+megatron"],
+)
+def test_a_step_sends_what_its_form_says(
+    reports: str, rules: str, mesh: dict[str, int], n_layers: int
+) -> None:
+    sizes = tuple(mesh.items())
+    config = config_of(rules, Muon(), sizes, n_layers)
+    report = compiled(reports, rules, Muon(), sizes, n_layers)
+    assert not form_rows.differences(config, report), ledger_text(report)
