@@ -12,7 +12,6 @@ _STAY = ("layers", "experts", "vocab", "position")
 """Rows that stay as they are: experts are a batch of matrices, and no layer has the last two."""
 
 
-
 def owner_axes(rules: Rules, kind: Kind = "optimizer") -> tuple[str, ...]:
     """Returns the mesh axes that divide the layers of a pipeline stage among their owners, in the
     order of the row; empty: none do.

@@ -67,7 +67,9 @@ CASES: dict[str, Case] = {
     "pipeline": Case("hsdp+owner", {"data": 2, "fsdp": 2, "pipeline": 2}),
     "one device, experts": Case("ddp", {}, 2, experts=True),
     "experts": Case("experts_gather+zero2+owner", {"data": 2, "expert": 2}, 2, experts=True),
-    "experts, padded": Case("experts_gather+zero2+owner", {"data": 4, "expert": 2}, 2, experts=True),
+    "experts, padded": Case(
+        "experts_gather+zero2+owner", {"data": 4, "expert": 2}, 2, experts=True
+    ),
     # Layers that do not divide among their owners.
     "one device, padded": Case("ddp", {}, 3),
     "data, padded": Case("zero2+owner", {"data": 8}, 3),

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import form_rows
 import pytest
+from support import shard_on
 
 from mesh_lm.config import OptimizerConfig, TrainConfig, TrainLoop
 from mesh_lm.model import DecoderConfig
 from mesh_lm.optim import AdamW, Muon, Rule
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.planning.program import compile_config
-from sharding_rules import MeshConfig, Shard, preset
-from sharding_rules.lab import lower_for
+from sharding_rules import MeshConfig, preset
 from sharding_rules.lab.diff import ledger_text
 from sharding_rules.lab.lint import lint
 from sharding_rules.lab.report import Collective, Report
@@ -141,7 +141,7 @@ def test_padding_is_all_that_is_sent_beside_it(
 )
 def test_lint_finds_what_owners_remove(reports: str, rules: str, mesh: dict[str, int]) -> None:
     sizes = tuple(mesh.items())
-    axes = ModelLayout.of(MODEL, Shard(preset(rules), lower_for("h100", 8, **mesh))).axes
+    axes = ModelLayout.of(MODEL, shard_on(rules)).axes
     plain = compiled(reports, rules, Muon(), sizes)
     (found,) = lint(plain, preset(rules), axes)
     assert (found.check, found.severity) == ("divided-matrices", "error")
