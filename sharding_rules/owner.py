@@ -5,11 +5,19 @@ then sends nothing.
 
 from __future__ import annotations
 
-from sharding_rules.rules import FLAT, TABLES, Column, Rules, ShardingRuleError, axes_of
+from sharding_rules.rules import FLAT, TABLES, Column, Kind, Rules, ShardingRuleError, axes_of
 
 OWNER = "owner"
 _STAY = ("layers", "experts", "vocab", "position")
 """Rows that stay as they are: experts are a batch of matrices, and no layer has the last two."""
+
+
+def owner_axes(rules: Rules, kind: Kind = "optimizer") -> tuple[str, ...]:
+    """Returns the mesh axes that divide the layers of a pipeline stage among their owners, in the
+    order of the row; empty: none do.
+    """
+    first, *others = axes_of(rules.column(kind).get("layers")) or ("pipeline",)
+    return tuple(others) if first == "pipeline" else ()
 
 
 def with_owners(rules: Rules, name: str) -> Rules:

@@ -86,7 +86,9 @@ def reduce_gradients(
             )
         else:
             axes = manual_axes(layout) - _axes_in(specs[name])
-            reduced[name] = _summed(name, grad, axes, layout)
+            # Before the sum, because XLA makes a reduce-scatter only of a sum that is divided next.
+            padded = layout.with_owners_padding(name, grad)
+            reduced[name] = _summed(name, padded, axes, layout)
     if not flat.vectors:
         return reduced, new_feedback
 

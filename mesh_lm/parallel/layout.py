@@ -12,11 +12,13 @@ module and on disk the layers are in model order. In memory each pipeline stage 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mesh_lm.config import ModelConfig, PipelineConfig
@@ -30,6 +32,7 @@ from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memor
 from mesh_lm.schedules.segments import Segment, Stack
 from mesh_lm.schedules.stages import StackLayout, divide
 from sharding_rules import TABLES, Shard, ShardingRuleError, unknown_scopes
+from sharding_rules.owner import owner_axes
 from sharding_rules.rules import Kind
 
 MISFIT = "these rules do not fit the model"
@@ -132,11 +135,22 @@ class ModelLayout:
         """
         return all(stack.is_contiguous for stack in self.stacks.values())
 
-    def stack_of(self, name: str) -> StackLayout:
+    def stack_of(self, name: str, kind: Kind = "params") -> StackLayout:
         """Returns the layout of a stacked parameter, or of a sum with a segment's layers as leading
         dimension.
+
+        kind: of optimizer state, whose layers may be divided among owners, it is "optimizer".
         """
-        return self.stacks[segment_of(name)]
+        stack = self.stacks[segment_of(name)]
+        return stack.divided_among(self.n_owners) if kind == "optimizer" else stack
+
+    @cached_property
+    def n_owners(self) -> int:
+        """The devices among which the layers of a stage are divided in the optimizer's state
+        (`sharding_rules.owner`); 1: they are not divided.
+        """
+        axes = owner_axes(self.shard.rules)
+        return math.prod(self.shard.mesh.shape[axis] for axis in axes)
 
     @property
     def stacked(self) -> frozenset[str]:
@@ -164,6 +178,19 @@ class ModelLayout:
             name: ArraySpec(tuple(s.shape), s.dtype, self.axes[name])
             for name, s in self.memory_shapes.items()
         }
+
+    @cached_property
+    def optimizer_leaves(self) -> dict[str, ArraySpec]:
+        """The parameters and buffers as the optimizer updates them: with rows of padding where the
+        layers of a stage do not divide among their owners.
+        """
+        leaves = {}
+        for name, leaf in self.leaves.items():
+            if leaf.stacked:
+                rows = self.stack_of(name, "optimizer").padded_rows
+                leaf = dataclasses.replace(leaf, shape=(rows, *leaf.shape[1:]))
+            leaves[name] = leaf
+        return leaves
 
     @cached_property
     def flat(self) -> FlatLayout:
@@ -246,22 +273,43 @@ class ModelLayout:
         """
         return {name: self.shard.constrain(x, kind, self.axes[name]) for name, x in tree.items()}
 
-    def reshard(self, tree: Params, source: Kind, target: Kind) -> Params:
-        """Returns `constrain(tree, target)` of arrays that are sharded as `source`, with one
-        exchange at a time (`Shard.reshard`).
+    def to_optimizer(self, tree: Params, kind: Kind) -> Params:
+        """Returns weights or gradients that are sharded as weights, with the shapes of
+        `optimizer_leaves`, constrained to the column `kind` of the rules by one exchange at a time
+        (`Shard.reshard`).
         """
-        return {
-            name: self.shard.reshard(x, source, target, self.axes[name]) for name, x in tree.items()
-        }
+        resharded = {}
+        for name, x in tree.items():
+            if x.shape != self.optimizer_leaves[name].shape:
+                x = _with_rows(x, self.n_stages, self.optimizer_leaves[name].shape[0])
+                # Before rows are divided: else XLA divides those without padding, and sends them
+                # to where the padding moves them.
+                x = self.shard.constrain(x, "params", self.axes[name])
+            resharded[name] = self.shard.reshard(x, "params", kind, self.axes[name])
+        return resharded
 
-    def return_path(self, tree: Params, source: Kind, target: Kind) -> Params:
-        """Returns arrays that `reshard` has brought to `target`, on their way back
-        (`Shard.return_path`).
+    def with_owners_padding(self, name: str, x: jax.Array) -> jax.Array:
+        """Returns the rows of one stage of a parameter, with those of `optimizer_leaves`."""
+        rows = self.optimizer_leaves[name].shape[0] // self.n_stages
+        has_padding = name in self.stacked and x.shape[0] != rows
+        return _with_rows(x, 1, rows) if has_padding else x
+
+    def from_optimizer(self, tree: Params, kind: Kind) -> Params:
+        """Returns weights that `to_optimizer` has brought to this column, with the shapes of
+        `leaves`, and one exchange before they are sharded as weights (`Shard.return_path`).
         """
-        return {
-            name: self.shard.return_path(x, source, target, self.axes[name])
-            for name, x in tree.items()
-        }
+        returned = {}
+        for name, x in tree.items():
+            axes = self.axes[name]
+            if x.shape == self.leaves[name].shape:
+                returned[name] = self.shard.return_path(x, "params", kind, axes)
+                continue
+            # The last exchange, too, because not all owners have as many layers. The update is
+            # complete before it: else XLA would send both operands of its last sum.
+            x = self.shard.return_path(self.shard.constrain(x, kind, axes), "params", kind, axes)
+            x = self.shard.constrain(x, "params", axes)
+            returned[name] = _with_rows(x, self.n_stages, self.leaves[name].shape[0])
+        return returned
 
 
 def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[str, StackLayout]:
@@ -287,6 +335,20 @@ def divided(config: ModelConfig, pipeline: PipelineConfig, stages: int) -> dict[
     return divide(
         computed, stages, pipeline.chunks, layers=pipeline.layers, balance=pipeline.balance
     )
+
+
+def _with_rows(x: jax.Array, n_stages: int, n_rows: int) -> jax.Array:
+    """Returns an array with n_rows rows over all stages: rows of zeros are added at the end of each
+    stage, or rows are removed there.
+    """
+    by_stage = x.reshape(n_stages, -1, *x.shape[1:])
+    n_added = n_rows // n_stages - by_stage.shape[1]
+    if n_added > 0:
+        padding = [(0, 0), (0, n_added), *[(0, 0)] * (x.ndim - 1)]
+        by_stage = jnp.pad(by_stage, padding)
+    else:
+        by_stage = by_stage[:, : n_rows // n_stages]
+    return by_stage.reshape(n_rows, *x.shape[1:])
 
 
 def segment_of(name: str) -> str:
@@ -319,7 +381,7 @@ def _compute_dtype(name: str, variable: nnx.Variable, stored: Any) -> Any:
             "of its nnx.Param"
         )
     try:
-        return jax.numpy.dtype(declared or stored)
+        return jnp.dtype(declared or stored)
     except TypeError as error:
         raise ConfigError(
             f"model.{name}: compute_dtype={declared!r} is not a type; write it as in "

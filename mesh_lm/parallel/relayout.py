@@ -4,11 +4,15 @@
 The canonical form of an array has all layers on every stage and shards another dimension over
 pipeline instead, so that an all-to-all converts one into the other. It runs in a loop over the rows
 of a stage: at the peak a device holds its shards of both forms and two rows.
+
+Optimizer state that is divided by layers (`sharding_rules.owner`) has its rows over pipeline and
+the axes of the owners; then each owner is a stage here.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mesh_lm.schedules.stages import StackLayout
 from sharding_rules import ShardingRuleError, axes_of
 
-_AXIS = "pipeline"
+_PIPELINE = "pipeline"
 
 
 def canonical_sharding(
@@ -34,23 +38,26 @@ def canonical_sharding(
     dimension that divides by the number of stages is replicated on every stage, which takes P times
     the memory: fine for vectors, a problem for matrices.
 
-    Raises ShardingRuleError if the rows are sharded over anything but pipeline.
+    Raises ShardingRuleError if the rows are sharded over anything but pipeline and the owners of
+    layers.
     """
     if stack.is_contiguous:
         return sharding
     spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
-    row_axes = [axis for axis in axes_of(spec[0]) if sharding.mesh.shape[axis] > 1]
-    if row_axes != [_AXIS]:
+    row_axes = _row_axes(sharding)
+    n_shards = math.prod(sharding.mesh.shape[axis] for axis in row_axes)
+    has_stages = sharding.mesh.shape[_PIPELINE] > 1
+    if n_shards != stack.stages or (has_stages and row_axes[0] != _PIPELINE):
         raise ShardingRuleError(
-            f"the dimension layers is sharded over the mesh axes {row_axes} in {stack.stages} "
-            "pipeline stages; with uneven stages or pipeline.chunks > 1 it can be sharded over "
-            "pipeline only: use the others for another dimension"
+            f"the dimension layers is sharded over the mesh axes {list(row_axes)} in "
+            f"{stack.stages} pipeline stages; with uneven stages or pipeline.chunks > 1 it can be "
+            "sharded over pipeline only: use the others for another dimension"
         )
     canonical_spec: list[Any] = [None, *spec[1:]]
     dim = _exchanged_dim(sharding, shape, stack)
     if dim is not None:
         # Innermost, so that a device exchanges with those that have the same shard of the row.
-        canonical_spec[dim] = (*axes_of(spec[dim]), _AXIS)
+        canonical_spec[dim] = (*axes_of(spec[dim]), *row_axes)
     return NamedSharding(
         sharding.mesh, PartitionSpec(*canonical_spec), memory_kind=sharding.memory_kind
     )
@@ -91,6 +98,7 @@ def _program(
     """Returns the jitted conversion of an array that is [rows, ...] = shape in memory."""
     dim = _exchanged_dim(sharding, shape, stack)
     canonical = canonical_sharding(sharding, shape, stack)
+    row_axes = _row_axes(sharding)
     local = canonical.shard_shape((stack.n_layers, *shape[1:]))
     layers = stack.layer_of_row().reshape(stack.stages, -1).T
     # [rows of a stage, P]. Padding rows get an index past the last layer: a scatter drops them, a
@@ -108,12 +116,12 @@ def _program(
             row, layer = step
             if dim is None:
                 # No dimension divides: every stage gets complete rows.
-                exchanged = lax.all_gather(row, _AXIS)
+                exchanged = lax.all_gather(row, row_axes)
             else:
                 # Every stage gets its part of the row of every other one.
                 parts = row.reshape(*local[1:dim], stack.stages, *local[dim:])
                 parts = jnp.moveaxis(parts, dim - 1, 0)
-                exchanged = lax.all_to_all(parts, _AXIS, 0, 0, tiled=True)
+                exchanged = lax.all_to_all(parts, row_axes, 0, 0, tiled=True)
             return canonical.at[layer].set(exchanged, mode="drop", unique_indices=True), None
 
         return lax.scan(put_row, jnp.zeros(local, rows.dtype), (rows, jnp.asarray(layers)))[0]
@@ -123,11 +131,12 @@ def _program(
 
         def take_row(_: None, layer: jax.Array) -> tuple[None, jax.Array]:
             if dim is None:
-                stage_layer = layer[lax.axis_index(_AXIS)]
+                stage_layer = layer[lax.axis_index(row_axes)]
                 return None, canonical.at[stage_layer].get(mode="fill", fill_value=0)
             exchanged = canonical.at[layer].get(mode="fill", fill_value=0)
             # Every stage gets all parts of its own row.
-            parts = jnp.moveaxis(lax.all_to_all(exchanged, _AXIS, 0, 0, tiled=True), 0, dim - 1)
+            parts = lax.all_to_all(exchanged, row_axes, 0, 0, tiled=True)
+            parts = jnp.moveaxis(parts, 0, dim - 1)
             return None, parts.reshape(*local[1:dim], -1, *local[dim + 1 :])
 
         return lax.scan(take_row, None, jnp.asarray(layers))[1]
@@ -149,3 +158,9 @@ def _exchanged_dim(sharding: NamedSharding, shape: Sequence[int], stack: StackLa
     """
     local = sharding.shard_shape(tuple(shape))
     return next((dim for dim in range(1, len(shape)) if local[dim] % stack.stages == 0), None)
+
+
+def _row_axes(sharding: NamedSharding) -> tuple[str, ...]:
+    """Returns the mesh axes that shard the rows, without those of size 1."""
+    entry = sharding.spec[0] if sharding.spec else None
+    return tuple(axis for axis in axes_of(entry) if sharding.mesh.shape[axis] > 1)

@@ -26,6 +26,10 @@ VOCABULARY = Vocabulary(
         "branch-collective": (
             "run both branches and select the result, or move it out of the conditional"
         ),
+        "divided-matrices": (
+            "give each device complete matrices of its own layers: --rules={rules}+owner "
+            "(docs/optimizers.md, Muon by owner)"
+        ),
         "exchange-repeated": (
             "give what the exchange returns a name, checkpoint_name(x, NAME), and add the name to "
             "SAVED_NAMES (mesh_lm/parallel/remat.py)"

@@ -31,7 +31,7 @@ class StackLayout:
     """The layers of one segment on the stages; `divide` makes it."""
 
     stages: int
-    """P, the size of the mesh axis pipeline."""
+    """P, the size of the mesh axis pipeline; of `divided_among` owners, times their number."""
     layer_counts: tuple[int, ...]
     """Layers of the segment on each of the P * V virtual stages, in model order."""
 
@@ -103,6 +103,28 @@ class StackLayout:
         layers = self.layer_of_row()
         rows = np.flatnonzero(layers >= 0).astype(np.int32)
         return rows[np.argsort(layers[rows])]
+
+    def divided_among(self, owners: int) -> StackLayout:
+        """Returns the layout of arrays that divide the rows of each stage among this many owners.
+
+        Owner j of stage i is stage i * owners + j of the result. All owners have as many rows; the
+        last rows of a stage are padding where they do not divide. Raises ConfigError for stages
+        with chunks, whose rows are not a contiguous run of layers.
+        """
+        if owners == 1:
+            return self
+        if self.chunks > 1:
+            raise ConfigError(
+                f"pipeline.chunks={self.chunks}: the rows of a stage are not in the order of the "
+                "model, so that owners of layers cannot divide them; set pipeline.chunks=1"
+            )
+        rows_per_owner = -(-self.rows_per_stage // owners)
+        layer_counts = []
+        for n_layers in self.layer_counts:
+            for owner in range(owners):
+                n_left = n_layers - owner * rows_per_owner
+                layer_counts.append(min(max(n_left, 0), rows_per_owner))
+        return StackLayout(self.stages * owners, tuple(layer_counts))
 
     def wasted_bytes(self, bytes_per_layer: float) -> float:
         """Bytes of padding, over all stages."""

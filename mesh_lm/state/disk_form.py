@@ -111,7 +111,7 @@ def entries(layout: ModelLayout, optimizer: Optimizer) -> list[DiskArray]:
                 continue
             if part == "params" and name in flat.names:
                 continue  # the layers' copy of a flat master
-            stack = layout.stack_of(name) if leaf.stacked else None
+            stack = layout.stack_of(name, declared.kind) if leaf.stacked else None
             array = DiskArray(
                 part=disk_part,
                 name=name,

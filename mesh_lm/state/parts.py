@@ -179,10 +179,11 @@ def _sharding(layout: ModelLayout, kind: Kind, name: str, leaf: ArraySpec) -> ja
 
 def masters(layout: ModelLayout) -> dict[str, ArraySpec]:
     """Returns the arrays that the optimizer updates, all float32: flat vectors, and parameters that
-    are not flat.
+    are not flat (`ModelLayout.optimizer_leaves`).
     """
     absent = layout.flat.names | layout.buffers
-    parameters = {name: leaf for name, leaf in layout.leaves.items() if name not in absent}
+    leaves = layout.optimizer_leaves
+    parameters = {name: leaf for name, leaf in leaves.items() if name not in absent}
     return {**layout.flat.leaves, **parameters}
 
 

@@ -97,7 +97,7 @@ def train_step(
 
         with jax.named_scope("optimizer"):
             unflattened_grads = {name: grads[name] for name in unflattened}
-            grads |= layout.reshard(unflattened_grads, "params", "gradients")
+            grads |= layout.to_optimizer(unflattened_grads, "gradients")
             grad_norm = optax.tree.norm(grads)
 
             # 2. A step that is not finite, or an outlier, is not accepted.
@@ -108,8 +108,8 @@ def train_step(
 
             # 3. The update. It uses the moments' sharding, so that ZeRO gathers each new weight
             # once.
-            weights = layout.reshard(
-                {name: state["params"][name] for name in unflattened}, "params", "optimizer"
+            weights = layout.to_optimizer(
+                {name: state["params"][name] for name in unflattened}, "optimizer"
             )
             weights |= state.get(MASTER, {})
             slots = {name: state[name] for name in slot_names}
@@ -130,7 +130,7 @@ def train_step(
             # 4. What the layers read: flat vectors are all-gathered, the others are as they are.
             master = {name: update.weights[name] for name in flat.leaves}
             params = {name: update.weights[name] for name in unflattened}
-            params = layout.return_path(params, "params", "optimizer")
+            params = layout.from_optimizer(params, "optimizer")
             params |= flat.compute_params(master)
 
         new_state = {

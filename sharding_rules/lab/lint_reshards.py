@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from sharding_rules.lab.lint_context import (
     EXCHANGES,
+    SUMS,
     Finding,
     LintContext,
     MeshAxes,
@@ -29,6 +30,7 @@ from sharding_rules.lab.lint_context import (
 )
 from sharding_rules.lab.lint_state import misplaced_moments
 from sharding_rules.lab.report import Argument, Collective, Location
+from sharding_rules.owner import owner_axes
 from sharding_rules.rules import axes_of, row_of
 
 
@@ -124,14 +126,85 @@ def _update_gathers(context: LintContext, pieces: list[Piece]) -> Iterator[Findi
     )
 
 
+def divided_matrices(context: LintContext) -> Iterator[Finding]:
+    """Matrices that the optimizer multiplies although a device has only a part of each.
+
+    Muon gathers them again in every iteration of Newton-Schulz.
+    """
+    pieces = []
+    matrices: list[Argument] = []
+    for piece in context.pieces:
+        if not _is_product_of_optimizer(context, piece):
+            continue
+        moments = _gathered_moments(context, piece)
+        stacked = [moment for moment in moments if "layers" in context.logical_axes(moment)]
+        if moments and context.axes and not stacked:
+            continue  # a new table, which XLA gathers in the same collective
+        pieces.append(piece)
+        matrices += stacked or moments
+    if not context.is_large(pieces):
+        return
+    collectives = {piece.collective.name: piece.collective for piece in pieces}
+    n_times = round(sum(collective.times for collective in collectives.values()))
+    names = f" ({name_list(matrices)})" if matrices else ""
+    yield Finding(
+        check="divided-matrices",
+        bytes=wire_bytes(pieces),
+        where=largest(pieces).collective.where,
+        text=(
+            f"the optimizer multiplies matrices{names} of which a device has a part, and gathers "
+            f"or sums them over {_axes(context, pieces)} in {n_times} collectives"
+        ),
+        fix=context.vocabulary.fix(
+            "divided-matrices",
+            "divide the optimizer's state by layers, so that a device has complete matrices "
+            "(sharding_rules.owner)",
+            rules=context.rules.name if context.rules else "",
+        ),
+        severity="error" if context.rules else "notice",
+        collectives=instructions(pieces),
+    )
+
+
+def _is_product_of_optimizer(context: LintContext, piece: Piece) -> bool:
+    """Whether an array is an operand or the result of a matmul in the optimizer."""
+    collective = piece.collective
+    if not context.is_for_matrix_optimizer(collective):
+        return False
+    return collective.where.op == "dot_general" and collective.kind in ("all-gather", *SUMS)
+
+
+def _gathered_moments(context: LintContext, piece: Piece) -> list[Argument]:
+    """Returns the moments of as many elements as an array, gathered along its axes. XLA merges and
+    transposes the dimensions of what it multiplies.
+    """
+    along = set(piece.collective.axes)
+    n_elements = math.prod(piece.array.dims)
+    moments = []
+    for argument in context.report.arguments:
+        if argument.kind != "moments" or not along & set(argument.axes):
+            continue
+        other_ways = context.ways(set(argument.axes) - along)
+        if math.prod(argument.shape) == n_elements * other_ways:
+            moments.append(argument)
+    return moments
+
+
 def matrix_optimizers(context: LintContext) -> Iterator[Finding]:
     """Arrays that are moved for an optimizer that multiplies matrices.
 
-    They are the price of what was asked for, and worth knowing.
+    They are the price of what was asked for, and worth knowing. Those that `divided_matrices` finds
+    are not among them, nor those that the rules move to the owners of layers.
     """
+    owners = set(owner_axes(context.rules)) if context.rules else set()
     pieces = []
     for piece in context.pieces:
-        if not context.is_for_matrix_optimizer(piece.collective):
+        collective = piece.collective
+        if not context.is_for_matrix_optimizer(collective):
+            continue
+        if _is_product_of_optimizer(context, piece):
+            continue
+        if collective.kind == "all-to-all" and set(collective.axes) <= owners:
             continue
         if _reshard(context, piece) is not None:
             pieces.append(piece)
@@ -553,4 +626,4 @@ def _multiplies(weights: list[Argument], axis: str) -> Callable[[Piece], bool]:
     return explains
 
 
-CHECKS = (reshards, matrix_optimizers)
+CHECKS = (reshards, divided_matrices, matrix_optimizers)

@@ -179,6 +179,15 @@ def test_adam8_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_muon_momentum(tmp_path: Path) -> None:
+    rows = run("muon_momentum", tmp_path)["two forms of momentum in Muon"]
+    assert [row["momentum"] for row in rows] == ["optax", "jordan"]
+    optax, jordan = (row["heldout_nats_per_token"] for row in rows)
+    assert optax < 10 and rows[1]["more_than_optax"] == jordan - optax
+    assert 0 < abs(jordan - optax) < 0.1
+
+
+@pytest.mark.exhaustive
 def test_diloco(tmp_path: Path) -> None:
     """Islands send over their axis once every other step what data parallelism sends in each."""
     rows = {row["run"]: row for row in run("diloco", tmp_path)["Islands against data parallelism"]}

@@ -8,9 +8,9 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.parallel.engine import training_schedule
 from mesh_lm.parallel.layout import divided
-from mesh_lm.parallel.problems.owner import owner_axes
 from mesh_lm.schedules.segments import Stack
 from sharding_rules import axes_of
+from sharding_rules.owner import owner_axes
 from sharding_rules.rules import Kind
 
 

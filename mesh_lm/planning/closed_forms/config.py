@@ -9,6 +9,7 @@ from mesh_lm.planning.closed_forms.step import expected, expected_outer
 from mesh_lm.planning.closed_forms.subjects import Decoder, NoFormError, Strategy
 from mesh_lm.planning.closed_forms.terms import Term
 from mesh_lm.schedules.stages import divide
+from sharding_rules.owner import OWNER
 
 _SCHEDULES = ("1f1b", "gpipe", "classic_1f1b")
 _ELEMENTWISE_RULES = ("AdamW", "Lion")
@@ -70,7 +71,8 @@ def _models_without_form(config: Any) -> Iterator[str]:
 
 def _rules_without_form(config: Any) -> Iterator[str]:
     rule = type(config.optimizer.rule).__name__
-    if rule not in _ELEMENTWISE_RULES:
+    sends_nothing = rule == "Muon" and OWNER in config.rules.name.split("+")
+    if rule not in _ELEMENTWISE_RULES and not sends_nothing:
         yield f"optimizer.rule={rule}"
 
 
@@ -88,8 +90,9 @@ def _strategy(config: Any) -> Strategy:
     axes = mesh.sizes()
     words = config.rules.name.replace(" by layers", "").split("+")
     by_layers = config.rules.column("optimizer").get("layers") == "data"
+    presets = [word for word in words if not word.startswith("reduce_") and word != OWNER]
     return Strategy(
-        preset="+".join(word for word in words if not word.startswith("reduce_")),
+        preset="+".join(presets),
         data=mesh.data,
         fsdp=mesh.fsdp,
         tensor=mesh.tensor,
@@ -106,6 +109,7 @@ def _strategy(config: Any) -> Strategy:
         node=axes.get("node", 1),
         expert=axes.get("expert", 1),
         island=axes.get("island", 1),
+        owner=OWNER in words,
     )
 
 

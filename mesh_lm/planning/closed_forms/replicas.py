@@ -129,6 +129,20 @@ def _zero(strategy: Strategy) -> Iterator[Form]:
         yield GRADIENTS.all_reduce("G-Z", 1, "step", whole_why)
     needed = needed_of_zero(strategy, strategy.replicas)
     yield ZERO_WEIGHTS.all_gather("Z", 1, "step", NEW_WEIGHTS, needed, FP32_WEIGHTS)
+    if strategy.owner and strategy.tensor > 1:
+        yield from _owner_exchanges()
+
+
+def _owner_exchanges() -> Iterator[Form]:
+    """Yields what brings complete matrices to their owners where tensor shards them."""
+    gradients = Group("gradients", ("tensor",))
+    weights = Group("weights", ("tensor",))
+    yield gradients.all_to_all("A", 1, "step", "gradients, to the owners of complete matrices")
+    yield weights.all_to_all("A", 1, "step", "weights, to the owners of complete matrices")
+    yield weights.all_to_all("A", 1, "step", "new weights, back from the owners")
+    of_vectors = Group("weights", ("data", "tensor"))
+    why = f"{NEW_WEIGHTS}: vectors that tensor does not shard"
+    yield of_vectors.all_gather("a", 1, "step", why, 0.5, FP32_WEIGHTS)
 
 
 def _zero_sums(strategy: Strategy) -> Iterator[Form]:

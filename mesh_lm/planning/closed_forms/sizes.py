@@ -118,6 +118,16 @@ SYMBOLS = {
     "Re": Symbol(
         "4 x experts of a layer on one device, padded", "f32", "their flat vector; Re/2 in bf16"
     ),
+    "A": Symbol(
+        "4 x what tensor shards of the layers / (T D), padded",
+        "f32",
+        "matrices and biases of the layers that a device and its tensor group own",
+    ),
+    "a": Symbol(
+        "4 x vectors of the layers that tensor does not shard, padded",
+        "f32",
+        "norms and biases, which their owners have updated",
+    ),
     "O": Symbol("4 x parameters of one device", "f32", "what islands average in an outer step"),
     "X/y": Symbol("X / y", "bf16", "a device's columns of the residual stream"),
     "U": Symbol("2 b s x columns of up (and gate) / T", "bf16", "what up returns, with full rows"),
@@ -274,7 +284,15 @@ def _stored(step: Step) -> dict[str, float]:
     last_norm = 4.0 * model.norm_vectors * model.d_model
     matrix = 4 * model.matrices / (strategy.matrix_shards * strategy.fsdp)
     vectors = 4 * (model.whole_vectors + model.cut_vectors / strategy.tensor)
-    if strategy.zero_by == "embed":
+    if strategy.owner:
+        cut = step.owned_rows * (matrix + vectors)
+        whole = 0.0
+        if strategy.tensor > 1:
+            # Two mesh axes divide the layers of vectors that tensor does not shard, which XLA sums
+            # in full.
+            whole = step.owned_rows * 4.0 * model.whole_vectors
+            cut -= whole
+    elif strategy.zero_by == "embed":
         cut = step.stage_layers * matrix
         whole = step.stage_layers * vectors
     else:
@@ -285,11 +303,15 @@ def _stored(step: Step) -> dict[str, float]:
     else:
         shared = {"S": 0.0, "Y": 0.0, "S-Y": 0.0}
         whole += last_norm
-        if strategy.zero_by == "embed":
+        if strategy.zero_by == "embed" or strategy.owner:
             cut += tables
         else:
             whole += tables
-    return {"G": cut + whole, "Z": cut, "G-Z": whole, **shared}
+    owned = {
+        "A": step.owned_rows / strategy.data * (matrix + 4 * model.cut_vectors / strategy.tensor),
+        "a": step.owned_rows * 4.0 * model.whole_vectors,
+    }
+    return {"G": cut + whole, "Z": cut, "G-Z": whole, **shared, **owned}
 
 
 def _flat_vectors(step: Step) -> dict[str, float]:

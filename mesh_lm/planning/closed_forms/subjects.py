@@ -192,6 +192,8 @@ class Strategy:
     """The axis of the experts."""
     island: int = 1
     """The axis of preset diloco, over which only the outer step sends."""
+    owner: bool = False
+    """Whether gradients and moments are divided by layers (`sharding_rules.owner`)."""
 
     def __post_init__(self) -> None:
         unknown = self.parts - PARTS
@@ -211,10 +213,28 @@ class Strategy:
                 f"no closed form for reduction {self.reduction} by layers, whose vectors are "
                 "sharded as matrices are"
             )
+        if self.owner:
+            self._require_plain_owners()
         if self.gathered and (self.reduction == "int8" or self.node > 1):
             raise NoFormError(
                 "no closed form for zero3 with sums in int8 or by node, in each microbatch"
             )
+
+    def _require_plain_owners(self) -> None:
+        """Raises NoFormError for owners of layers beside what they have no form with."""
+        others = self.parts - {"zero1", "zero2", "megatron"}
+        if others or self.staged or self.data == 1:
+            raise NoFormError(
+                f"no closed form for owner beside {self.preset} with mesh.data={self.data} in "
+                f"{self.pipeline} stages"
+            )
+        if self.reduction not in ("auto", "float32"):
+            raise NoFormError(f"no closed form for owner with reduction {self.reduction}")
+
+    @property
+    def owners(self) -> int:
+        """The devices among which layers are divided."""
+        return self.data * self.tensor if self.owner else 1
 
     def _used_axes(self) -> dict[str, bool]:
         """Returns mesh axis -> whether the preset shards anything over it."""
@@ -309,8 +329,8 @@ class Strategy:
 
     @property
     def zero(self) -> int:
-        """The ZeRO stage over data: 1 shards the moments, 2 the gradients too."""
-        if "zero2" in self.parts:
+        """The ZeRO stage over data: 1 shards the moments, 2 the gradients too, as owners do."""
+        if "zero2" in self.parts or self.owner:
             return 2
         return int("zero1" in self.parts)
 
@@ -405,6 +425,12 @@ class Step:
         if counts:
             return max(sum(counts[stage::stages]) for stage in range(stages))
         return self.model.layers // stages
+
+    @property
+    def owned_rows(self) -> int:
+        """The rows of stacked gradients and moments, with those that pad the last owners."""
+        owners = self.strategy.owners
+        return math.ceil(self.stage_layers / owners) * owners
 
     @property
     def chunk_layers(self) -> int:

@@ -19,6 +19,7 @@ from tests.sharding_rules.lab.test_lint import (
     L,
     M,
     S,
+    V,
     argument,
     arguments,
     collective,
@@ -170,3 +171,36 @@ def test_an_optimizer_that_multiplies_matrices() -> None:
         "notice",
     ) and "2 arrays over fsdp" in found.text
     assert only(lint(report(*moves), RULES, AXES)).check == "reshard"
+
+
+def test_matrices_of_which_devices_multiply_parts() -> None:
+    """In Newton-Schulz XLA gathers them in every iteration, with merged dimensions. What brings
+    complete matrices to their owners is lawful."""
+    rules = preset("hsdp+megatron_sp")
+    product = Location("optimizer", "optimizer", "muon.py:1", "dot_general")
+    gathers = [
+        collective(
+            "all-gather", "fsdp", f"f32[{L},{F // 4},{D}]", loops=(), where=product, name=name
+        )
+        for name in "ab"
+    ]
+    table = collective(
+        "all-gather", "fsdp", f"f32[{V // 4},{D}]", loops=(), where=product, name="c"
+    )
+    multiplies = {"flops": {"optimizer": 10**9}}
+    found = only(lint(report(*gathers, table, **multiplies), rules, AXES))
+    assert (found.check, found.severity) == ("divided-matrices", "error")
+    assert "matrices (blocks.up) of which a device has a part" in found.text
+    assert "over fsdp in 2 collectives" in found.text
+    assert "--rules=hsdp+megatron_sp+owner" in found.fix
+    assert found.bytes == sum(int(one.wire) for one in gathers)
+    # AdamW multiplies no matrices.
+    assert "divided-matrices" not in {one.check for one in lint(report(*gathers), rules, AXES)}
+    # Without rules nothing says that it is not the price of what was asked for.
+    assert {one.severity for one in lint(report(*gathers, **multiplies), None, AXES)} == {"notice"}
+
+    moved = Location("optimizer", "optimizer", "layout.py:1", "sharding_constraint")
+    exchange = collective("all-to-all", "fsdp", f"f32[{L},{D},{F // 4}]", loops=(), where=moved)
+    owners = preset("hsdp+megatron_sp+owner")
+    of_owners = lint(report(exchange, arguments=(), **multiplies), owners, AXES)
+    assert "optimizer-matmuls" not in {one.check for one in of_owners}
