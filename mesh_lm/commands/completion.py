@@ -8,7 +8,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
-from mesh_lm.commands import checkpoint, configs, evaluate, generate, huggingface, pipeline, prepare
+from mesh_lm.commands import (
+    checkpoint,
+    configs,
+    evaluate,
+    generate,
+    huggingface,
+    pipeline,
+    prepare,
+    study,
+)
 from mesh_lm.commands.command_line import SPELLINGS
 from mesh_lm.commands.options import Group, completion_script, spelled
 from mesh_lm.commands.plan_bytes import COMMAND, Bytes
@@ -44,9 +53,13 @@ def shell_script(shell: str, prog: str, abouts: Mapping[str, str]) -> str:
     checkpoint_group: Group = {}
     for name, cls in checkpoint.COMMANDS.items():
         checkpoint_group[name] = (cls, (cls.__doc__ or "").partition("\n")[0])
+    study_group: Group = {}
+    for name, cls in study.COMMANDS.items():
+        study_group[name] = (cls, (cls.__doc__ or "").partition("\n")[0])
     classes: dict[str, type | Group] = {
         "train": _dataclass("Train", [*run, *plan]),
         "plan": _dataclass("PlanRun", plan_run),
+        "study": study_group,
         "configs": configs.Configs,
         "prepare": prepare.Prepare,
         "generate": generate.Arguments,

@@ -55,6 +55,11 @@ COMMANDS = {
         "plan_options",
         "Compile a run for GPUs that you do not have; show memory, communication and time",
     ),
+    "study": Command(
+        "study",
+        "Figures over many GPUs and models, without them: bytes, strategies, scaling",
+        jax=False,
+    ),
     "prepare": Command("prepare", "Tokenize a corpus into .bin/.idx files", jax=False),
     "generate": Command("generate", "Continue texts with a trained model"),
     "evaluate": Command(
