@@ -37,7 +37,7 @@ from mesh_lm.training.check import check
 from sharding_rules import REDUCTIONS, ShardingRuleError, did_you_mean, preset
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Candidate
-from sharding_rules.lab.rates import OPTIMISTIC
+from sharding_rules.lab.rates import OPTIMISTIC, Rates
 from sharding_rules.lab.report import MARGIN
 from sharding_rules.lab.side_by_side import compiled_side_by_side, parallel
 from sharding_rules.lab.targets import TARGETS
@@ -185,23 +185,23 @@ def _with_kept(layouts: Layouts, kept: Mapping[str, float]) -> Layouts:
     return layouts
 
 
-def hardware_of(target: str) -> Hardware:
-    """Returns what a GPU reaches at the optimistic rates."""
+def hardware_of(target: str, rates: Rates = OPTIMISTIC) -> Hardware:
+    """Returns what a GPU reaches at these rates."""
     gpu = TARGETS[target]
     peak = gpu.flops["bf16"]
     attention, attention_backward = (
-        peak * OPTIMISTIC.attention_share(128, 0, backward=backward, deterministic=False)
+        peak * rates.attention_share(128, 0, backward=backward, deterministic=False)
         for backward in (False, True)
     )
     return Hardware(
         # The formulas take off what small matmuls lose.
-        matmul=1.04 * OPTIMISTIC.matmul.value * peak,
+        matmul=1.04 * rates.matmul.value * peak,
         attention=attention,
         attention_backward=attention_backward,
-        memory_bandwidth=OPTIMISTIC.memory["bf16"].value * gpu.hbm_bandwidth,
+        memory_bandwidth=rates.memory["bf16"].value * gpu.hbm_bandwidth,
         memory=gpu.usable / (1 + MARGIN),
-        nvlink=OPTIMISTIC.nvlink.value * gpu.nvlink,
-        network=OPTIMISTIC.network.value * gpu.network,
+        nvlink=rates.nvlink.value * gpu.nvlink,
+        network=rates.network.value * gpu.network,
         node=gpu.node,
     )
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from mesh_lm.errors import ConfigError
+from mesh_lm.planning.best import hardware_of
+from mesh_lm.planning.paper.constants import HELD_OUT
 from mesh_lm.planning.studies import charts
 from mesh_lm.planning.studies.output import Picture, Study
 from mesh_lm.planning.studies.replica_bytes import BytesRow
+from mesh_lm.planning.studies.strategies import (
+    TIE,
+    StrategyRow,
+    points_of,
+    telling_point,
+    winner,
+)
 
 
 def of_replica_bytes(rows: Sequence[BytesRow], config: str, command: str) -> Study:
@@ -31,3 +41,87 @@ def of_replica_bytes(rows: Sequence[BytesRow], config: str, command: str) -> Stu
         {"bytes": rows},
         (picture,),
     )
+
+
+GIB = 2**30
+ERROR_WORDS = (
+    "The formulas were off compiled programs that they had not seen by "
+    f"{HELD_OUT.step_mean:.0%} of the step in the mean and {HELD_OUT.step_max:.0%} at most, and "
+    f"by {HELD_OUT.peak_mean:.0%} of the peak in the mean and {HELD_OUT.peak_max:.0%} at most: "
+    "compile a layout before you use it."
+)
+"""The error of what is on paper, as every page of it says."""
+
+
+def of_strategies(
+    rows: Sequence[StrategyRow],
+    detail: Sequence[StrategyRow],
+    target: str,
+    seq_len: int,
+    batch: int,
+    command: str,
+) -> Study:
+    """Returns the study of the rows of `side_by_side`.
+
+    detail: the rows of the point whose strategies are drawn side by side. Others: those of
+    `side_by_side`.
+    """
+    about = f"{target.upper()}s, {batch:,} sequences of {seq_len:,} tokens a step"
+    limit = hardware_of(target).memory / GIB
+    of_points = points_of(rows)
+    n_unserved = sum(winner(of_point) is None for of_point in of_points.values())
+    sentences = [
+        f"Models of GPT's shape on {about}. Times are on paper, predicted, never measured; bytes "
+        "are those of the closed forms.",
+        ERROR_WORDS,
+        f"Of the strategies within {TIE:.0%} of the fastest, the map names the one with the fewest "
+        "decisions. The speed of links is assumed, not measured.",
+    ]
+    if n_unserved:
+        sentences.append(f"No layout fits at {n_unserved} of {len(of_points)} points.")
+    n_compiled = sum(row.compiled_fits is not None for row in rows)
+    if n_compiled:
+        sentences.append(
+            f"{n_compiled} programs were compiled (* in the map), where pure data parallelism and "
+            "hybrids are nearest to each other on paper."
+        )
+    first = detail[0]
+    point = f"{first.size.upper()} parameters on {first.gpus:,} GPUs"
+    pictures = (
+        Picture(
+            "winners",
+            "Which strategy to use, by size of model and number of GPUs",
+            functools.partial(charts.draw_winners, rows, about, batch),
+        ),
+        Picture(
+            "pure_and_hybrid",
+            "Efficiency of pure data parallelism and of hybrids over numbers of GPUs",
+            functools.partial(charts.draw_pure_and_hybrid, rows, about),
+        ),
+        Picture(
+            "side_by_side",
+            f"Memory, bytes by network and efficiency of every strategy: {point}",
+            functools.partial(charts.draw_side_by_side, detail, limit, about),
+        ),
+    )
+    return Study(
+        "strategies", "Strategies side by side", sentences, command, {"strategies": rows}, pictures
+    )
+
+
+def point_of(rows: Sequence[StrategyRow], text: str) -> Sequence[StrategyRow]:
+    """Returns the rows of a point, as 10b@64; of the most telling one if the text is empty.
+
+    Raises ConfigError if the study has no such point.
+    """
+    if not text:
+        return telling_point(rows)
+    size, _, gpus = text.lower().partition("@")
+    points = points_of(rows)
+    if not gpus.isdecimal() or (size, int(gpus)) not in points:
+        example_size, example_gpus = next(iter(points))
+        raise ConfigError(
+            f"--detail={text}: the study has no such point; write one as "
+            f"{example_size}@{example_gpus}"
+        )
+    return points[size, int(gpus)]

@@ -14,7 +14,7 @@ _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 _MANTISSAS = (1, 3)
 """The sizes of a range in each power of ten, besides its ends."""
 _MOST_GPUS = 2**20
-_SMALLEST = 1e8
+_SMALLEST = 3e8
 _LARGEST = 1e13
 
 
@@ -67,7 +67,7 @@ def model_sizes(text: str, option: str) -> list[float]:
     text: "1b..1t": 1, 3, 10, 30 billion and so on, and both ends. "7b,70b": these. Units are m, b
     and t. option: the name of the option, for errors.
 
-    Raises ConfigError for any other text, and for models below 0.1 or above 10,000 billion.
+    Raises ConfigError for any other text, and for models below 0.3 or above 10,000 billion.
     """
     first_word, dots, last_word = text.partition(_RANGE)
     if not dots:
@@ -95,7 +95,7 @@ def _size(word: str, text: str, option: str) -> float:
         )
     size = float(match[1]) * _UNITS[match[2].lower()]
     if not _SMALLEST <= size <= _LARGEST:
-        raise ConfigError(f"{option}={text}: expected models of 100m to 10t parameters")
+        raise ConfigError(f"{option}={text}: expected models of 300m to 10t parameters")
     return size
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from mesh_lm.planning.studies.replica_bytes import BytesRow
+from mesh_lm.planning.studies.strategies import NAMES, StrategyRow, points_of, winner
 
 GIB = 2**30
 
@@ -23,6 +24,53 @@ def replica_bytes_table(rows: Sequence[BytesRow]) -> Table:
     for strategy, cells in by_strategy.items():
         table.add_row(strategy, *cells)
     return table
+
+
+def winners_table(rows: Sequence[StrategyRow]) -> Table:
+    """Returns the strategy to use by size and number of GPUs, with the MFU at the fast end; "-"
+    where nothing fits.
+    """
+    points = points_of(rows)
+    counts = sorted({gpus for _, gpus in points})
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for header in ("", *(f"{gpus:,}" for gpus in counts)):
+        table.add_column(header, overflow="fold")
+    for size in dict.fromkeys(size for size, _ in points):
+        cells = []
+        for gpus in counts:
+            best = winner(points[size, gpus])
+            cells.append(f"{best.strategy} {best.mfu_fast or 0:.0%}" if best else "-")
+        table.add_row(size, *cells)
+    return table
+
+
+def strategies_table(rows: Sequence[StrategyRow]) -> Table:
+    """Returns all strategies of one point, in the order of `NAMES`."""
+    headers = ("state,\nGiB", "peak,\nGiB", "sent in a\nnode, GiB", "between\nnodes, GiB")
+    table = new_table(f"{rows[0].size} on\n{rows[0].gpus:,} GPUs", right=headers)
+    table.add_column("step, s, and MFU", overflow="fold")
+    for row in sorted(rows, key=lambda row: NAMES.index(row.strategy)):
+        step = _range(row.step_fast_s, row.step_slow_s, "{:.3g}")
+        mfu = _range(row.mfu_slow, row.mfu_fast, "{:.0%}")
+        table.add_row(
+            row.strategy,
+            _number(row.state_gib),
+            _number(row.peak_gib),
+            _number(row.inside_gib),
+            _number(row.between_gib),
+            f"{step}, {mfu}" if row.fits else row.status,
+        )
+    return table
+
+
+def _number(n: float | None) -> str:
+    return "" if n is None else f"{n:,.1f}"
+
+
+def _range(first: float | None, last: float | None, form: str) -> str:
+    if first is None or last is None:
+        return ""
+    return f"{form.format(first)} to {form.format(last)}"
 
 
 def new_table(*left: str, right: Sequence[str] = ()) -> Table:

@@ -46,7 +46,7 @@ def test_what_others_send(rows: dict[tuple[str, int], BytesRow]) -> None:
 def test_two_levels_send_an_eighth_between_nodes(rows: dict[tuple[str, int], BytesRow]) -> None:
     row = rows["DDP in two levels", 256]
     assert row.sent == pytest.approx(row.inside + row.between)
-    assert row.between == pytest.approx(rows["DDP", 32].sent / 8, rel=1e-3)
+    assert row.between == pytest.approx(rows["DDP", 32].sent / 8, rel=5e-3)
     assert rows["DDP in two levels", 8].status == "two levels need several nodes of 8 GPUs"
 
 
@@ -115,7 +115,7 @@ def test_other_ranges_of_gpus(text: str, message: str) -> None:
         ("1b..", "--sizes=1b..: expected a range of sizes, as 1b..1t, or sizes, as 7b,70b"),
         ("7", "expected a range of sizes"),
         ("70b..7b", "the range ends before it begins; write 7b..70b"),
-        ("1m", "expected models of 100m to 10t parameters"),
+        ("1m", "expected models of 300m to 10t parameters"),
     ],
 )
 def test_other_ranges_of_sizes(text: str, message: str) -> None:
