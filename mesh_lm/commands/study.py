@@ -2,6 +2,7 @@
 
 mesh-lm study bytes gpt_1_3b    what data parallelism sends over 1 to 256 GPUs; closed forms
 mesh-lm study strategies        all strategies side by side, for models of 1b to 1t parameters
+mesh-lm study scaling --weak    throughput over GPUs, compiled, beside published points
 
 --output=DIR writes CSV, pictures and one page; without it there is a table on the screen. Every
 time is predicted, never measured.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from mesh_lm.config import TrainConfig
     from mesh_lm.planning.studies.output import Study
+    from mesh_lm.planning.studies.scaling import Point
     from sharding_rules.lab import Report
 
 
@@ -83,8 +86,51 @@ class Strategies:
             raise ConfigError(f"--compile={self.compile}: expected a number of programs")
 
 
-Options = Bytes | Strategies
-COMMANDS: dict[str, type[Bytes] | type[Strategies]] = {"bytes": Bytes, "strategies": Strategies}
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """Throughput over numbers of GPUs, each point compiled with the layout that the planner finds.
+
+    One model with one batch; with --weak its batch grows with the GPUs; with --weak and no config
+    Megatron-LM's nine models grow with them. Published points stand beside. Ctrl-C shows what is
+    finished, and the same command continues. Times are predicted, never measured.
+    """
+
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("config",)
+
+    config: str = ""
+    """The config to scale: a name, or a path."""
+    gpus: str = ""
+    """Numbers of GPUs: a range, or a list. A range has the published numbers if there are some,
+    else it doubles from its first; empty: all that are published."""
+    weak: bool = False
+    """Whether the batch grows with the GPUs, or without a config the models."""
+    target: str = "h100"
+    """The GPU: h100, h200, a100 or b200."""
+    compiles: int = 3
+    """Programs that the search compiles at each point at most, besides the config as it is."""
+    keep: str = ""
+    """What the search leaves alone: mesh.tensor=8,mesh.pipeline=6."""
+    output: str = ""
+    """Directory for the CSV, the pictures and the page, and for finished points."""
+
+    def __post_init__(self) -> None:
+        if self.compiles < 1:
+            raise ConfigError(f"--compiles={self.compiles}: a search compiles at least 1 program")
+        if not self.config and not self.weak:
+            raise ConfigError(
+                "name a config, as mesh-lm study scaling megatron_177b, or add --weak for "
+                "Megatron-LM's models"
+            )
+        if not self.config and self.keep:
+            raise ConfigError("--keep needs a config: what the models keep is not the same")
+
+
+Options = Bytes | Strategies | Scaling
+COMMANDS: dict[str, type[Bytes] | type[Strategies] | type[Scaling]] = {
+    "bytes": Bytes,
+    "strategies": Strategies,
+    "scaling": Scaling,
+}
 
 
 def parse(argv: Sequence[str], prog: str = "mesh-lm study") -> Options:
@@ -107,8 +153,10 @@ def run(options: Options) -> int:
     """Makes the study, prints its table, writes its files and returns 0. Raises ConfigError."""
     if isinstance(options, Bytes):
         _bytes(options)
-    else:
+    elif isinstance(options, Strategies):
         _strategies(options)
+    else:
+        _scaling(options)
     return 0
 
 
@@ -160,6 +208,94 @@ def _strategies(options: Strategies) -> None:
     )
     _show(screen.winners_table(rows), study, options.output)
     print(f"\n{figures.ERROR_WORDS}")
+
+
+def _scaling(options: Scaling) -> None:
+    from mesh_lm.planning.best import parse_kept
+    from mesh_lm.planning.studies import figures, scaling, screen
+    from mesh_lm.planning.studies.output import require_folder
+    from sharding_rules.lab import LabError
+
+    points = _points(options)
+    _require_target(options.target)
+    parse_kept(options.keep)
+    if options.output:
+        require_folder(options.output)
+    kept = scaling.Kept(str(Path(options.output, "points.json")) if options.output else "")
+    rows = []
+    shares = []
+    try:
+        compile_one = _compiler(options.target)
+        search = scaling.Search(options.target, options.compiles, options.keep, compile_one)
+        for result in scaling.scaled(points, search, kept, _log):
+            rows.append(result.row)
+            shares += result.shares
+    except LabError as error:
+        raise ConfigError(str(error)) from error
+    if not rows:
+        raise ConfigError("interrupted before a point was finished; the same command continues")
+    study = figures.of_scaling(
+        *(rows, shares, _title(options), options.target, _typed(options)), grows=options.weak
+    )
+    _show(screen.scaling_table(rows), study, options.output)
+    print()
+    for sentence in study.sentences:
+        print(sentence)
+
+
+def _points(options: Scaling) -> list[Point]:
+    """Returns the points that the options ask for. Raises ConfigError."""
+    from mesh_lm.config import load
+    from mesh_lm.config.files import shipped
+    from mesh_lm.planning.studies import scaling
+    from mesh_lm.planning.studies.published import STRONG, WEAK
+    from mesh_lm.planning.studies.ranges import gpu_counts
+
+    if not options.config:
+        table_counts = [row.gpus for row in WEAK.values()]
+        counts = table_counts
+        if options.gpus:
+            counts = gpu_counts(options.gpus, "--gpus", table_counts)
+        points = [point for point in scaling.published_points() if point.gpus in counts]
+        if not points:
+            numbers = ", ".join(f"{n:,}" for n in table_counts)
+            raise ConfigError(
+                f"--gpus={options.gpus}: none of Megatron-LM's models is published for these; "
+                f"they are for {numbers}"
+            )
+        return points
+
+    config = load(options.config)
+    # A file of the user's own may have the name of a published model.
+    name = options.config if options.config in shipped() else Path(options.config).name
+    known = list(STRONG.get(name, {}))
+    if not options.gpus and not known:
+        raise ConfigError("--gpus: missing; a range of GPUs, as 8..64, or numbers, as 96,144,288")
+    counts = gpu_counts(options.gpus, "--gpus", known) if options.gpus else known
+    if not options.weak:
+        return scaling.strong_points(name, config, counts)
+    own_gpus = WEAK[name].gpus if name in WEAK else _mesh_size(config, options.config)
+    return scaling.weak_points(name, config, own_gpus, counts)
+
+
+def _mesh_size(config: TrainConfig, name: str) -> int:
+    """Returns the number of GPUs for which a config's batch is. Raises ConfigError if its mesh does
+    not say so.
+    """
+    sizes = config.mesh.sizes().values()
+    if -1 in sizes:
+        raise ConfigError(
+            f"--weak: the mesh of {name} has an axis of -1, so that its batch is for no number of "
+            "GPUs; set the axis in a config of your own"
+        )
+    return math.prod(sizes)
+
+
+def _title(options: Scaling) -> str:
+    if not options.config:
+        return "Megatron-LM's models, growing with the GPUs"
+    name = Path(options.config).stem
+    return f"{name}, its batch growing with the GPUs" if options.weak else f"{name}, one batch"
 
 
 def _require_target(target: str) -> None:

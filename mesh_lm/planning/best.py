@@ -102,11 +102,17 @@ class Found:
     """Layouts that were priced on paper."""
     no_formulas: str = ""
     """Why none was; empty if there are formulas."""
+    interrupted: bool = False
+    """Whether the user ended the search (control-C)."""
 
     @property
     def best(self) -> Trial | None:
         """The fastest that fits; of equal ones the config as it is."""
         return _fastest([*([self.committed] if self.committed else []), *self.trials])
+
+
+class Interrupted(LabError):
+    """The user ended a search before a layout was compiled."""
 
 
 def _fastest(trials: Sequence[Trial]) -> Trial | None:
@@ -281,6 +287,7 @@ def search(
         found.run()
     except KeyboardInterrupt:
         say("interrupted: the layouts compiled so far are compared")
+        return found.result(interrupted=True)
     return found.result()
 
 
@@ -397,14 +404,14 @@ class _Search:
                 changes = changes_of(fields, self.config)
                 self.trials.append(Trial(fields, changes, result, row))
 
-    def result(self) -> Found:
+    def result(self, *, interrupted: bool = False) -> Found:
         """Returns what was compiled. Raises LabError if that is nothing."""
         if not self.trials and not self.committed:
-            raise LabError(
-                next(iter(self.refused.values()), "interrupted before a layout was compiled")
-            )
+            if interrupted or not self.refused:
+                raise Interrupted("interrupted before a layout was compiled")
+            raise LabError(next(iter(self.refused.values())))
         trials = sorted(self.trials, key=lambda trial: (not trial.report.fits, trial.seconds))
-        return Found(tuple(trials), self.committed, len(self.layouts))
+        return Found(tuple(trials), self.committed, len(self.layouts), interrupted=interrupted)
 
     def name(self, fields: Fields) -> str:
         """Returns the words that set these fields, where the config has others."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesh_lm.planning.studies.replica_bytes import BytesRow
+from mesh_lm.planning.studies.scaling import ScalingRow, ShareRow
 from mesh_lm.planning.studies.strategies import (
     TIE,
     StrategyRow,
@@ -487,3 +488,244 @@ def _column_head(axes: Axes, title: str, *, legend: bool = True) -> None:
             loc="lower left", bbox_to_anchor=(-0.01, 1.025), ncols=2, frameon=False, fontsize=7.5,
             handlelength=0.8, columnspacing=1.0, borderpad=0,
         )  # fmt: skip
+
+
+# Figures 3, 4 and 5: scaling.
+
+_BAND_COLOUR = "#2f6db3"
+_PUBLISHED_COLOUR = "#b9504a"
+
+
+def draw_throughput(rows: Sequence[ScalingRow], title: str, about: str) -> Figure:
+    """Returns the picture of tokens per second over GPUs, with the line of perfect scaling from the
+    first point.
+    """
+    served = [row for row in rows if row.tokens_fast and row.tokens_slow]
+    with _style():
+        figure = _new_figure(7.6, 4.8, title, about)
+        axes = figure.add_axes((0.11, 0.115, 0.855, 0.685))
+        if served:
+            first = served[0]
+            counts = [row.gpus for row in served]
+            fast = [row.tokens_fast or 0 for row in served]
+            slow = [row.tokens_slow or 0 for row in served]
+            ideal = [(first.tokens_fast or 0) * gpus / first.gpus for gpus in counts]
+            axes.plot(counts, ideal, color=SOFT, linewidth=1, linestyle=(0, (4, 3)))
+            _draw_band(axes, counts, slow, fast)
+            _annotate_end(axes, counts[-1], ideal[-1], "perfect scaling", SOFT)
+            axes.set_yscale("log", base=10)
+        _mark_unserved(axes, rows)
+        _plain(axes, "tokens per second, slow to fast end")
+        axes.yaxis.set_major_formatter(_short_number)
+        axes.yaxis.set_minor_formatter(_short_number)
+        axes.tick_params(which="both", length=0, colors=SOFT, labelsize=_SMALL)
+        _gpu_axis(axes, [row.gpus for row in rows])
+    return figure
+
+
+def draw_efficiency(rows: Sequence[ScalingRow], title: str, about: str, *, named: bool) -> Figure:
+    """Returns the picture of the TFLOP/s of each GPU over GPUs, beside what is published.
+
+    named: whether each point has the name of its config, as models that grow do.
+    """
+    served = [row for row in rows if row.tflops_fast and row.tflops_slow]
+    published = [row for row in rows if row.published_tflops]
+    with _style():
+        figure = _new_figure(8.6, 4.8, title, about)
+        axes = figure.add_axes((0.075, 0.115, 0.9, 0.665))
+        counts = [row.gpus for row in served]
+        fast = [row.tflops_fast or 0 for row in served]
+        slow = [row.tflops_slow or 0 for row in served]
+        _draw_band(axes, counts, slow, fast)
+        heights = [row.published_tflops or 0 for row in published]
+        axes.plot(
+            *([row.gpus for row in published], heights),
+            color=_PUBLISHED_COLOUR, marker="D", markersize=5, linestyle="none",
+        )  # fmt: skip
+        axes.set_ylim(0, 1.18 * max([*fast, *heights, 1]))
+        if named:
+            _name_points(axes, served)
+        _mark_unserved(axes, rows)
+        _plain(axes, "TFLOP/s of each GPU, by Megatron-LM's formula")
+        _gpu_axis(axes, [row.gpus for row in rows])
+        _legend_of_scaling(figure, has_published=bool(published))
+    return figure
+
+
+def _draw_band(
+    axes: Axes, counts: Sequence[int], slow: Sequence[float], fast: Sequence[float]
+) -> None:
+    axes.fill_between(counts, slow, fast, color=_BAND_COLOUR, alpha=0.22, linewidth=0)
+    for heights in (slow, fast):
+        axes.plot(
+            *(counts, heights), color=_BAND_COLOUR, linewidth=1.2, marker="o", markersize=3
+        )  # fmt: skip
+
+
+def _mark_unserved(axes: Axes, rows: Sequence[ScalingRow]) -> None:
+    """Draws a cross on the axis at each point that no layout serves."""
+    gpus = [row.gpus for row in rows if row.status]
+    axes.plot(
+        *(gpus, [0.02] * len(gpus)), transform=axes.get_xaxis_transform(), color=SOFT, marker="x",
+        markersize=5, linestyle="none",
+    )  # fmt: skip
+
+
+def _name_points(axes: Axes, rows: Sequence[ScalingRow]) -> None:
+    for row in rows:
+        name = row.config.rpartition("megatron_")[2].replace("_", ".").upper()
+        highest = max(row.tflops_fast or 0, row.published_tflops or 0)
+        axes.annotate(
+            name, (row.gpus, highest), (0, 7), textcoords="offset points", ha="center",
+            fontsize=_SMALL,
+        )  # fmt: skip
+
+
+def _annotate_end(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
+    axes.annotate(
+        text, (x, y), (-4, 4), textcoords="offset points", ha="right", fontsize=_SMALL,
+        color=colour,
+    )  # fmt: skip
+
+
+def _legend_of_scaling(figure: Figure, *, has_published: bool) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    keys: list[Any] = [
+        Patch(color=_BAND_COLOUR, alpha=0.35, label=f"compiled, slow to fast end ({PREDICTED})")
+    ]
+    if has_published:
+        words = "Megatron-LM's own program, measured and published"
+        diamond = Line2D(
+            *([], []), color=_PUBLISHED_COLOUR, marker="D", markersize=5, linestyle="none",
+            label=words,
+        )  # fmt: skip
+        keys.append(diamond)
+    keys.append(Line2D([], [], color=SOFT, marker="x", linestyle="none", label="no layout"))
+    figure.legend(
+        handles=keys, loc="upper left", bbox_to_anchor=(0.05, 0.865), ncols=3, frameon=False,
+        fontsize=_SMALL, borderpad=0,
+    )  # fmt: skip
+
+
+def _short_number(n: float, _: object = None) -> str:
+    """Returns 1.2M for 1,200,000; empty for numbers that no tick should have."""
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= scale:
+            leading = f"{n:.0e}"[0]
+            return f"{n / scale:g}{unit}" if leading in "125" else ""
+    return f"{n:g}"
+
+
+# Figure 8: communication.
+
+AXES_COLOURS = ("#1f5563", "#2f6db3", "#8a63b8", "#b06a16", "#2b9a86", "#b9504a", "#8f9432")
+_SMALL_SHARE = 0.02
+"""Share of all bytes below which kinds are drawn as one."""
+_OTHERS = "others"
+
+
+def draw_communication(shares: Sequence[ShareRow], about: str) -> Figure:
+    """Returns the picture of communication by kind and axes: the bytes of each, and the share of
+    the step that waits for it, a bar for each point.
+    """
+    points = list(dict.fromkeys((row.config, row.gpus) for row in shares))
+    labels = _communication_labels(shares)
+    height = 2.2 + 0.42 * len(points) + 0.2 * -(-len(labels) // 3)
+    waits = {
+        point: sum(row.waits_share for row in shares if (row.config, row.gpus) == point)
+        for point in points
+    }
+    least = min(waits.values())
+    most = max(waits.values())
+    with _style():
+        figure = _new_figure(
+            *(10.2, height),
+            f"Compute waits for communication during {least:.0%} to {most:.0%} of a step",
+            f"{about}; {PREDICTED}, at the fast end",
+        )
+        tall = (0.42 * len(points)) / height
+        bottom = 0.45 / height
+        left = figure.add_axes((0.17, bottom, 0.38, tall))
+        right = figure.add_axes((0.6, bottom, 0.38, tall))
+        _draw_parts(left, shares, points, labels, waits=False)
+        _draw_parts(right, shares, points, labels, waits=True)
+        left.set_yticks(range(len(points)), [f"{name}, {gpus:,}" for name, gpus in points])
+        right.set_yticks([])
+        _plain(left, "share of the bytes that a GPU sends", grid="x")
+        _plain(right, "share of the step that waits", grid="x")
+        for axes in (left, right):
+            axes.xaxis.set_major_formatter("{x:.0%}")
+        left.set_xlim(0, 1)
+        _legend_of_communication(figure, labels, height)
+    return figure
+
+
+def _communication_labels(shares: Sequence[ShareRow]) -> dict[str, str]:
+    """Returns a label -> its colour, for what is more than a small share of a point's bytes or of
+    its step; then what remains.
+    """
+    sent_by_point: dict[tuple[str, int], float] = {}
+    for row in shares:
+        point = (row.config, row.gpus)
+        sent_by_point[point] = sent_by_point.get(point, 0.0) + row.sent_gib
+    axes_names: list[str] = []
+    names: list[tuple[str, str]] = []
+    for row in shares:
+        sent = sent_by_point[row.config, row.gpus]
+        is_large = row.waits_share >= 0.01 or (sent and row.sent_gib / sent >= _SMALL_SHARE)
+        if is_large and (row.axes, row.kind) not in names:
+            names.append((row.axes, row.kind))
+            if row.axes not in axes_names:
+                axes_names.append(row.axes)
+    labels: dict[str, str] = {}
+    for axes in axes_names:
+        kinds = sorted(kind for name, kind in names if name == axes)
+        base = AXES_COLOURS[axes_names.index(axes) % len(AXES_COLOURS)]
+        for i, kind in enumerate(kinds):
+            labels[f"{kind} over {axes}"] = _lighter(base, 0.24 * i)
+    labels[_OTHERS] = "#c9cdd1"
+    return labels
+
+
+def _lighter(colour: str, share: float) -> str:
+    """Returns a colour mixed with a share of white."""
+    share = min(share, 0.75)
+    channels = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in channels)
+
+
+def _draw_parts(
+    axes: Axes,
+    shares: Sequence[ShareRow],
+    points: Sequence[tuple[str, int]],
+    labels: Mapping[str, str],
+    *,
+    waits: bool,
+) -> None:
+    """Draws a stacked bar for each point."""
+    for position, point in enumerate(points):
+        parts = dict.fromkeys(labels, 0.0)
+        for row in shares:
+            if (row.config, row.gpus) != point:
+                continue
+            label = f"{row.kind} over {row.axes}"
+            value = row.waits_share if waits else row.sent_gib
+            parts[label if label in parts else _OTHERS] += value
+        total = 1.0 if waits else sum(parts.values()) or 1.0
+        begin = 0.0
+        for label, value in parts.items():
+            axes.barh(position, value / total, 0.66, left=begin, color=labels[label], linewidth=0)
+            begin += value / total
+    axes.set_ylim(len(points) - 0.5, -0.5)
+
+
+def _legend_of_communication(figure: Figure, labels: Mapping[str, str], height: float) -> None:
+    from matplotlib.patches import Patch
+
+    keys = [Patch(color=colour, label=label) for label, colour in labels.items()]
+    figure.legend(
+        handles=keys, loc="upper left", bbox_to_anchor=(0.045, 1 - 0.7 / height), ncols=3,
+        frameon=False, fontsize=_SMALL, handlelength=0.9, columnspacing=1.4, borderpad=0,
+    )  # fmt: skip

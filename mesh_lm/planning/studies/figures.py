@@ -9,8 +9,10 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.planning.best import hardware_of
 from mesh_lm.planning.paper.constants import HELD_OUT
 from mesh_lm.planning.studies import charts
+from mesh_lm.planning.studies.charts import PREDICTED
 from mesh_lm.planning.studies.output import Picture, Study
 from mesh_lm.planning.studies.replica_bytes import BytesRow
+from mesh_lm.planning.studies.scaling import ScalingRow, ShareRow, beside_published
 from mesh_lm.planning.studies.strategies import (
     TIE,
     StrategyRow,
@@ -18,6 +20,7 @@ from mesh_lm.planning.studies.strategies import (
     telling_point,
     winner,
 )
+from sharding_rules.lab.rates import OPTIMISTIC, SUSTAINED
 
 
 def of_replica_bytes(rows: Sequence[BytesRow], config: str, command: str) -> Study:
@@ -125,3 +128,76 @@ def point_of(rows: Sequence[StrategyRow], text: str) -> Sequence[StrategyRow]:
             f"{example_size}@{example_gpus}"
         )
     return points[size, int(gpus)]
+
+
+def of_scaling(
+    rows: Sequence[ScalingRow],
+    shares: Sequence[ShareRow],
+    title: str,
+    target: str,
+    command: str,
+    *,
+    grows: bool,
+) -> Study:
+    """Returns the study of the rows of `scaled`.
+
+    title: what is scaled. grows: whether the models or the batch grow with the GPUs.
+    """
+    about = f"{target.upper()}s; the fastest layout of those compiled at each point"
+    rates = {"fast": OPTIMISTIC.matmul.value, "slow": SUSTAINED.matmul.value}
+    sentences = [
+        f"{title}. Every point is compiled with the layout that the planner found; times are "
+        "predicted, never measured, from the fast to the slow end.",
+        *beside_published(rows, rates),
+    ]
+    unserved = [row for row in rows if row.status]
+    for row in unserved:
+        sentences.append(f"{row.config} on {row.gpus:,}: {row.status}.")
+    n_models = len({row.config for row in rows})
+    pictures = [
+        Picture(
+            "efficiency",
+            f"{title}: TFLOP/s of each GPU",
+            functools.partial(
+                *(charts.draw_efficiency, rows, _efficiency_title(rows, title), about),
+                named=n_models > 1,
+            ),
+        )
+    ]
+    if n_models == 1:
+        throughput = functools.partial(
+            charts.draw_throughput, rows, _throughput_title(rows, title), f"{about}, {PREDICTED}"
+        )
+        picture = Picture("throughput", f"{title}: tokens per second", throughput)
+        pictures.insert(0, picture)
+    if shares:
+        communication = functools.partial(charts.draw_communication, shares, about)
+        picture = Picture(
+            "communication", f"{title}: communication by kind and axis", communication
+        )
+        pictures.append(picture)
+    kind = "weak" if grows else "strong"
+    tables = {f"{kind}_scaling": rows, f"{kind}_communication": shares}
+    return Study(f"{kind}_scaling", title, sentences, command, tables, pictures)
+
+
+def _efficiency_title(rows: Sequence[ScalingRow], title: str) -> str:
+    """Returns the title of a picture: what is left of the first point's TFLOP/s at the last."""
+    predicted = [row.tflops_fast for row in rows if row.tflops_fast]
+    if len(predicted) < 2:
+        return title
+    text = f"{title}: the last point has {predicted[-1] / predicted[0]:.0%} of the first one's"
+    published = [row.published_tflops for row in rows if row.published_tflops]
+    if len(published) > 1:
+        text += f" (published: {published[-1] / published[0]:.0%})"
+    return text
+
+
+def _throughput_title(rows: Sequence[ScalingRow], title: str) -> str:
+    served = [row for row in rows if row.tokens_fast]
+    if len(served) < 2:
+        return title
+    first = served[0]
+    last = served[-1]
+    faster = (last.tokens_fast or 0) / (first.tokens_fast or 1)
+    return f"{title}: {last.gpus / first.gpus:.3g} times the GPUs, {faster:.3g} times the tokens"

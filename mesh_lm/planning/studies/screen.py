@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from mesh_lm.planning.studies.replica_bytes import BytesRow
+from mesh_lm.planning.studies.scaling import ScalingRow
 from mesh_lm.planning.studies.strategies import NAMES, StrategyRow, points_of, winner
 
 GIB = 2**30
@@ -58,7 +59,26 @@ def strategies_table(rows: Sequence[StrategyRow]) -> Table:
             _number(row.peak_gib),
             _number(row.inside_gib),
             _number(row.between_gib),
-            f"{step}, {mfu}" if row.fits else row.status,
+            f"{step}, {mfu}" if row.fits else row.status.partition(":")[0],
+        )
+    return table
+
+
+def scaling_table(rows: Sequence[ScalingRow]) -> Table:
+    """Returns the points with their bands, beside what is published."""
+    headers = ("GPUs", "step, s", "TFLOP/s", "published", "MFU", "peak,\nGiB")
+    table = new_table("", right=headers)
+    table.add_column("layout", overflow="fold")
+    for row in rows:
+        table.add_row(
+            row.config,
+            f"{row.gpus:,}",
+            _range(row.step_fast_s, row.step_slow_s, "{:.3g}"),
+            _range(row.tflops_slow, row.tflops_fast, "{:.0f}"),
+            "" if row.published_tflops is None else f"{row.published_tflops:.0f}",
+            _range(row.mfu_slow, row.mfu_fast, "{:.0%}"),
+            _number(row.peak_gib),
+            row.status or row.layout or "its own",
         )
     return table
 
