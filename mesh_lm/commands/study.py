@@ -239,8 +239,8 @@ def _scaling(options: Scaling) -> None:
     )
     _show(screen.scaling_table(rows), study, options.output)
     print()
-    for sentence in study.sentences:
-        print(sentence)
+    for line in (*screen.layout_lines(rows), *study.sentences):
+        print(line)
 
 
 def _points(options: Scaling) -> list[Point]:

@@ -375,7 +375,7 @@ def _draw_families(axes: Axes, points: Mapping[int, Sequence[StrategyRow]]) -> N
         fast = [row.mfu_fast or 0 for row in served.values()]
         slow = [row.mfu_slow or 0 for row in served.values()]
         axes.fill_between(list(served), slow, fast, color=colour, alpha=0.22, linewidth=0)
-        axes.plot(list(served), fast, color=colour, linewidth=1.6)
+        axes.plot(list(served), fast, color=colour, linewidth=1.6, marker="o", markersize=2.2)
         unserved = [gpus for gpus, row in best.items() if row is None]
         height = 0.012 if pure else 0.045
         axes.plot(
@@ -532,7 +532,7 @@ def draw_efficiency(rows: Sequence[ScalingRow], title: str, about: str, *, named
     published = [row for row in rows if row.published_tflops]
     with _style():
         figure = _new_figure(8.6, 4.8, title, about)
-        axes = figure.add_axes((0.075, 0.115, 0.9, 0.665))
+        axes = figure.add_axes((0.075, 0.115, 0.9, 0.64))
         counts = [row.gpus for row in served]
         fast = [row.tflops_fast or 0 for row in served]
         slow = [row.tflops_slow or 0 for row in served]
@@ -548,7 +548,11 @@ def draw_efficiency(rows: Sequence[ScalingRow], title: str, about: str, *, named
         _mark_unserved(axes, rows)
         _plain(axes, "TFLOP/s of each GPU, by Megatron-LM's formula")
         _gpu_axis(axes, [row.gpus for row in rows])
-        _legend_of_scaling(figure, has_published=bool(published))
+        _legend_of_scaling(
+            figure,
+            has_published=bool(published),
+            has_unserved=any(row.status for row in rows),
+        )
     return figure
 
 
@@ -588,21 +592,20 @@ def _annotate_end(axes: Axes, x: float, y: float, text: str, colour: str) -> Non
     )  # fmt: skip
 
 
-def _legend_of_scaling(figure: Figure, *, has_published: bool) -> None:
+def _legend_of_scaling(figure: Figure, *, has_published: bool, has_unserved: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    keys: list[Any] = [
-        Patch(color=_BAND_COLOUR, alpha=0.35, label=f"compiled, slow to fast end ({PREDICTED})")
-    ]
+    band = Patch(color=_BAND_COLOUR, alpha=0.35, label=f"slow to fast end, {PREDICTED}")
+    keys: list[Any] = [band]
     if has_published:
-        words = "Megatron-LM's own program, measured and published"
         diamond = Line2D(
             *([], []), color=_PUBLISHED_COLOUR, marker="D", markersize=5, linestyle="none",
-            label=words,
+            label="Megatron-LM's program, as published",
         )  # fmt: skip
         keys.append(diamond)
-    keys.append(Line2D([], [], color=SOFT, marker="x", linestyle="none", label="no layout"))
+    if has_unserved:
+        keys.append(Line2D([], [], color=SOFT, marker="x", linestyle="none", label="no layout"))
     figure.legend(
         handles=keys, loc="upper left", bbox_to_anchor=(0.05, 0.865), ncols=3, frameon=False,
         fontsize=_SMALL, borderpad=0,
@@ -632,7 +635,8 @@ def draw_communication(shares: Sequence[ShareRow], about: str) -> Figure:
     """
     points = list(dict.fromkeys((row.config, row.gpus) for row in shares))
     labels = _communication_labels(shares)
-    height = 2.2 + 0.42 * len(points) + 0.2 * -(-len(labels) // 3)
+    n_legend_rows = -(-len(labels) // 3)
+    height = 1.55 + 0.36 * len(points) + 0.19 * n_legend_rows
     waits = {
         point: sum(row.waits_share for row in shares if (row.config, row.gpus) == point)
         for point in points
@@ -645,18 +649,20 @@ def draw_communication(shares: Sequence[ShareRow], about: str) -> Figure:
             f"Compute waits for communication during {least:.0%} to {most:.0%} of a step",
             f"{about}; {PREDICTED}, at the fast end",
         )
-        tall = (0.42 * len(points)) / height
+        tall = 0.36 * len(points) / height
         bottom = 0.45 / height
-        left = figure.add_axes((0.17, bottom, 0.38, tall))
-        right = figure.add_axes((0.6, bottom, 0.38, tall))
+        left = figure.add_axes((0.165, bottom, 0.37, tall))
+        right = figure.add_axes((0.6, bottom, 0.37, tall))
         _draw_parts(left, shares, points, labels, waits=False)
         _draw_parts(right, shares, points, labels, waits=True)
-        left.set_yticks(range(len(points)), [f"{name}, {gpus:,}" for name, gpus in points])
+        is_one_model = len({name for name, _ in points}) == 1
+        names = [f"{gpus:,} GPUs" if is_one_model else f"{name}, {gpus:,}" for name, gpus in points]
+        left.set_yticks(range(len(points)), names)
         right.set_yticks([])
         _plain(left, "share of the bytes that a GPU sends", grid="x")
         _plain(right, "share of the step that waits", grid="x")
-        for axes in (left, right):
-            axes.xaxis.set_major_formatter("{x:.0%}")
+        left.xaxis.set_major_formatter("{x:.0%}")
+        right.xaxis.set_major_formatter("{x:.0%}" if most > 0.06 else "{x:.1%}")
         left.set_xlim(0, 1)
         _legend_of_communication(figure, labels, height)
     return figure

@@ -143,7 +143,7 @@ def of_scaling(
 
     title: what is scaled. grows: whether the models or the batch grow with the GPUs.
     """
-    about = f"{target.upper()}s; the fastest layout of those compiled at each point"
+    about = f"{target.upper()}s; at each point the fastest of the layouts that were compiled"
     rates = {"fast": OPTIMISTIC.matmul.value, "slow": SUSTAINED.matmul.value}
     sentences = [
         f"{title}. Every point is compiled with the layout that the planner found; times are "
@@ -183,11 +183,12 @@ def of_scaling(
 
 def _efficiency_title(rows: Sequence[ScalingRow], title: str) -> str:
     """Returns the title of a picture: what is left of the first point's TFLOP/s at the last."""
-    predicted = [row.tflops_fast for row in rows if row.tflops_fast]
-    if len(predicted) < 2:
+    served = [row for row in rows if row.tflops_fast]
+    if len(served) < 2:
         return title
-    text = f"{title}: the last point has {predicted[-1] / predicted[0]:.0%} of the first one's"
-    published = [row.published_tflops for row in rows if row.published_tflops]
+    kept = (served[-1].tflops_fast or 0) / (served[0].tflops_fast or 1)
+    text = f"{title}: {served[-1].gpus:,} GPUs keep {kept:.0%} of the rate on {served[0].gpus:,}"
+    published = [row.published_tflops for row in served if row.published_tflops]
     if len(published) > 1:
         text += f" (published: {published[-1] / published[0]:.0%})"
     return text

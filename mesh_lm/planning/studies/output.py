@@ -14,7 +14,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from mesh_lm.errors import ConfigError
 from sharding_rules.lab.markup import Number, document, section, table
@@ -22,6 +22,7 @@ from sharding_rules.lab.markup import Number, document, section, table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+T = TypeVar("T")
 NO_MATPLOTLIB = "no pictures: matplotlib is not installed (pip install matplotlib)"
 _STYLE = "<style>figure img{max-width:100%;height:auto;background:#fff}pre{overflow-x:auto}</style>"
 
@@ -103,6 +104,31 @@ def csv_text(rows: Sequence[Any]) -> str:
     for row in rows:
         writer.writerow([_cell(value) for value in row])
     return text.getvalue()
+
+
+def read_csv(text: str, cls: type[T]) -> list[T]:
+    """Returns the rows that `csv_text` has written, with its rounded numbers.
+
+    cls: the NamedTuple, of str, int, float and bool, or of these and None.
+    """
+    hints = get_type_hints(cls)
+    rows = []
+    for words in csv.DictReader(io.StringIO(text)):
+        values = {name: _parsed(word, hints[name]) for name, word in words.items()}
+        rows.append(cls(**values))
+    return rows
+
+
+def _parsed(word: str, hint: Any) -> Any:
+    """Returns the text of a cell as a value of its type."""
+    kinds = get_args(hint) or (hint,)
+    if str in kinds:
+        return word
+    if not word:
+        return None
+    if bool in kinds:
+        return word == "True"
+    return int(word) if int in kinds else float(word)
 
 
 def _cell(value: Any) -> str:

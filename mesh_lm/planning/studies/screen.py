@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
@@ -28,20 +28,21 @@ def replica_bytes_table(rows: Sequence[BytesRow]) -> Table:
 
 
 def winners_table(rows: Sequence[StrategyRow]) -> Table:
-    """Returns the strategy to use by size and number of GPUs, with the MFU at the fast end; "-"
+    """Returns the strategy to use by number of GPUs and size, with the MFU at the fast end; "-"
     where nothing fits.
     """
     points = points_of(rows)
-    counts = sorted({gpus for _, gpus in points})
+    sizes = list(dict.fromkeys(size for size, _ in points))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for header in ("", *(f"{gpus:,}" for gpus in counts)):
-        table.add_column(header, overflow="fold")
-    for size in dict.fromkeys(size for size, _ in points):
+    table.add_column("GPUs", justify="right", no_wrap=True)
+    for size in sizes:
+        table.add_column(size)
+    for gpus in sorted({gpus for _, gpus in points}):
         cells = []
-        for gpus in counts:
+        for size in sizes:
             best = winner(points[size, gpus])
-            cells.append(f"{best.strategy} {best.mfu_fast or 0:.0%}" if best else "-")
-        table.add_row(size, *cells)
+            cells.append(f"{best.strategy}\n{best.mfu_fast or 0:.0%}" if best else "-")
+        table.add_row(f"{gpus:,}", *cells)
     return table
 
 
@@ -66,21 +67,27 @@ def strategies_table(rows: Sequence[StrategyRow]) -> Table:
 
 def scaling_table(rows: Sequence[ScalingRow]) -> Table:
     """Returns the points with their bands, beside what is published."""
-    headers = ("GPUs", "step, s", "TFLOP/s", "published", "MFU", "peak,\nGiB")
+    headers = ("GPUs", "step, s", "TFLOP/s", "published", "MFU", "peak, GiB")
     table = new_table("", right=headers)
-    table.add_column("layout", overflow="fold")
     for row in rows:
+        step = "no layout" if row.status else _range(row.step_fast_s, row.step_slow_s, "{:.3g}")
         table.add_row(
             row.config,
             f"{row.gpus:,}",
-            _range(row.step_fast_s, row.step_slow_s, "{:.3g}"),
+            step,
             _range(row.tflops_slow, row.tflops_fast, "{:.0f}"),
             "" if row.published_tflops is None else f"{row.published_tflops:.0f}",
             _range(row.mfu_slow, row.mfu_fast, "{:.0%}"),
             _number(row.peak_gib),
-            row.status or row.layout or "its own",
         )
     return table
+
+
+def layout_lines(rows: Sequence[ScalingRow]) -> Iterator[str]:
+    """Yields the layout of each point in a line."""
+    for row in rows:
+        if not row.status:
+            yield f"{row.config} on {row.gpus:,}: {row.layout or 'the layout of the config'}"
 
 
 def _number(n: float | None) -> str:
