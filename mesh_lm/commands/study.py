@@ -293,7 +293,7 @@ def _mesh_size(config: TrainConfig, name: str) -> int:
 
 def _title(options: Scaling) -> str:
     if not options.config:
-        return "Megatron-LM's models, growing with the GPUs"
+        return "Models that grow with the GPUs"
     name = Path(options.config).stem
     return f"{name}, its batch growing with the GPUs" if options.weak else f"{name}, one batch"
 

@@ -29,6 +29,8 @@ GIB = 2**30
 PREDICTED = "predicted, never measured"
 _SMALL = 8.5
 """Size of small text, in points."""
+_CHARACTER_WIDTH = 0.108
+"""Inches of a character of a title in 12 points."""
 
 REPLICA_COLOURS = {
     "DDP": "#2f6db3",
@@ -89,7 +91,10 @@ def _new_figure(width: float, height: float, title: str, subtitle: str) -> Figur
 
     figure = Figure(figsize=(width, height), dpi=160, facecolor=PAPER)
     left = 0.5 / width
-    figure.text(left, 1 - 0.3 / height, title, fontsize=12, fontweight="bold", va="center")
+    # Inches that a title in 12 points needs, at most.
+    needed = _CHARACTER_WIDTH * len(title)
+    points = 12 * min(1, (width - 0.7) / needed)
+    figure.text(left, 1 - 0.3 / height, title, fontsize=points, fontweight="bold", va="center")
     figure.text(left, 1 - 0.55 / height, subtitle, fontsize=_SMALL, color=SOFT, va="center")
     return figure
 
@@ -116,11 +121,11 @@ def _gpu_axis(axes: Axes, counts: Sequence[int], label: str = "GPUs") -> None:
 
 
 def _thinned(counts: Sequence[int]) -> list[int]:
-    """Returns at most nine of the numbers, those that are too near to another left out."""
+    """Returns at most eleven of the numbers, those that are too near to another left out."""
     counts = sorted(set(counts))
     if len(counts) < 2:
         return counts
-    least_ratio = (counts[-1] / counts[0]) ** (1 / 9)
+    least_ratio = (counts[-1] / counts[0]) ** (1 / 10)
     shown: list[int] = []
     for n in reversed(counts):
         if not shown or shown[-1] / n >= max(1.3, 0.99 * least_ratio):
@@ -147,9 +152,9 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def _merged(labels: Iterable[Label], distance: float) -> list[Label]:
-    """Returns the labels, ascending; those of lines that cannot be told apart are one.
+    """Returns the labels, ascending; those of lines that look like one are one.
 
-    distance: the least between two lines that can.
+    distance: the least between two lines that look like two.
     """
     merged: list[Label] = []
     for label in sorted(labels, key=lambda label: label.height):

@@ -77,8 +77,8 @@ def of_strategies(
         f"Models of GPT's shape on {about}. Times are on paper, predicted, never measured; bytes "
         "are those of the closed forms.",
         ERROR_WORDS,
-        f"Of the strategies within {TIE:.0%} of the fastest, the map names the one with the fewest "
-        "decisions. The speed of links is assumed, not measured.",
+        f"The map names the strategy with the fewest decisions among those within {TIE:.0%} of the "
+        "fastest. The speed of links is assumed, not measured.",
     ]
     if n_unserved:
         sentences.append(f"No layout fits at {n_unserved} of {len(of_points)} points.")

@@ -32,7 +32,7 @@ class Picture:
     """A picture that is not drawn yet."""
 
     name: str
-    """Of its file, without .png."""
+    """The name of the file, without .png."""
     caption: str
     """What it shows, in a sentence."""
     draw: Callable[[], Figure]
@@ -43,7 +43,7 @@ class Study:
     """A study's rows, and the pictures of them."""
 
     name: str
-    """Of its page, without .html."""
+    """The name of the page, without .html."""
     title: str
     sentences: Sequence[str]
     """What the study found, and on what it rests."""

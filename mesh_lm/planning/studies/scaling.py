@@ -33,7 +33,7 @@ from sharding_rules.lab.targets import TARGETS, require_whole_nodes
 
 GIB = 2**30
 _FORMAT = 1
-"""Of a kept point; one of another format is made again."""
+"""The format of a kept point; points of another format are made again."""
 Compile = Callable[[TrainConfig, int], Report]
 """Compiles a config for a number of GPUs."""
 

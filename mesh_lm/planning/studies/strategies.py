@@ -55,7 +55,7 @@ class StrategyRow(NamedTuple):
     """One strategy, for a model on a number of GPUs. What is not known is None."""
 
     size: str
-    """Of the model, as 30b."""
+    """The size of the model, as 30b."""
     parameters: int
     gpus: int
     strategy: str
