@@ -43,6 +43,10 @@ REPLICA_COLOURS = {
     "distributed, int8 sums": "#83c9bc",
     "ZeRO-3": "#8a63b8",
     "FSDP": "#c9719f",
+    "EP, gathered": "#d8a24a",
+    "EP, padded": "#c77f1a",
+    "EP, padded + distributed": "#9c5a10",
+    "EP, padded + ZeRO-3": "#6b3d0b",
 }
 
 
@@ -133,14 +137,17 @@ def _thinned(counts: Sequence[int]) -> list[int]:
     return shown[::-1]
 
 
-def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Returns heights that are at least `gap` apart, as near to the given ones as that allows, in
-    the same order. heights: ascending.
+def spread(heights: Sequence[float], extents: Sequence[float]) -> list[float]:
+    """Returns the middles of texts that do not overlap, as near to the given ones as that allows,
+    in the same order.
+
+    heights: the middles, ascending. extents: the height of each text.
     """
     placed = list(heights)
     for _ in range(200):
         moved = False
         for i in range(len(placed) - 1):
+            gap = (extents[i] + extents[i + 1]) / 2
             overlap = gap - (placed[i + 1] - placed[i])
             if overlap > 1e-9:
                 placed[i] -= overlap / 2
@@ -167,13 +174,17 @@ def _merged(labels: Iterable[Label], distance: float) -> list[Label]:
 
 
 def _label_ends(axes: Axes, labels: Iterable[Label], gap: float) -> None:
-    """Writes labels to the right of the axes, apart from each other. gap: share of its height."""
+    """Writes labels to the right of the axes, apart from each other.
+
+    gap: the height of a line, as a share of the axes.
+    """
     low, high = axes.get_ylim()
     ordered = [
-        label._replace(text=textwrap.fill(label.text, 22))
+        label._replace(text=textwrap.fill(label.text, 24))
         for label in _merged(labels, 0.01 * (high - low))
     ]
-    heights = spread([label.height for label in ordered], gap * (high - low))
+    extents = [gap * (high - low) * (1 + label.text.count("\n")) for label in ordered]
+    heights = spread([label.height for label in ordered], extents)
     across = axes.get_yaxis_transform()
     for label, height in zip(ordered, heights, strict=True):
         axes.text(
@@ -193,7 +204,7 @@ def draw_replica_bytes(rows: Sequence[BytesRow], config: str) -> Figure:
     with _style():
         figure = _new_figure(
             *(10.2, 4.6),
-            "Data parallelism sends hardly more from 16 GPUs on: the type of the sums decides",
+            _title_of_bytes(rows),
             f"{config}: each GPU in one step, by closed forms; no program was compiled",
         )
         left = figure.add_axes((0.06, 0.12, 0.355, 0.66))
@@ -201,6 +212,14 @@ def draw_replica_bytes(rows: Sequence[BytesRow], config: str) -> Figure:
         _draw_bytes_over_gpus(left, rows, counts)
         _draw_networks(right, [row for row in rows if row.gpus == counts[-1] and not row.status])
     return figure
+
+
+def _title_of_bytes(rows: Sequence[BytesRow]) -> str:
+    if any(row.strategy.startswith("EP") for row in rows):
+        return (
+            "A mixture of experts: expert parallelism sends tokens, data parallelism sends weights"
+        )
+    return "Data parallelism sends hardly more from 16 GPUs on: the type of the sums decides"
 
 
 def _draw_bytes_over_gpus(axes: Axes, rows: Sequence[BytesRow], counts: Sequence[int]) -> None:

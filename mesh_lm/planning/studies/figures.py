@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning.best import hardware_of
 from mesh_lm.planning.paper.constants import HELD_OUT
 from mesh_lm.planning.studies import charts
 from mesh_lm.planning.studies.charts import PREDICTED
@@ -14,8 +13,10 @@ from mesh_lm.planning.studies.output import Picture, Study
 from mesh_lm.planning.studies.replica_bytes import BytesRow
 from mesh_lm.planning.studies.scaling import ScalingRow, ShareRow, beside_published
 from mesh_lm.planning.studies.strategies import (
+    HEADROOM,
     TIE,
     StrategyRow,
+    fitting_bytes,
     points_of,
     telling_point,
     winner,
@@ -70,13 +71,14 @@ def of_strategies(
     `side_by_side`.
     """
     about = f"{target.upper()}s, {batch:,} sequences of {seq_len:,} tokens a step"
-    limit = hardware_of(target).memory / GIB
+    limit = fitting_bytes(target) / GIB
     of_points = points_of(rows)
     n_unserved = sum(winner(of_point) is None for of_point in of_points.values())
     sentences = [
         f"Models of GPT's shape on {about}. Times are on paper, predicted, never measured; bytes "
         "are those of the closed forms.",
-        ERROR_WORDS,
+        f"{ERROR_WORDS} A layout counts as fitting if its peak leaves {HEADROOM:.0%} of it free "
+        "besides the margin of a plan.",
         f"The map names the strategy with the fewest decisions among those within {TIE:.0%} of the "
         "fastest. The speed of links is assumed, not measured.",
     ]

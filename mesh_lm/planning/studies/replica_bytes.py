@@ -6,14 +6,15 @@ Nothing is compiled. Compiled programs are held to these forms (docs/closed_form
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mesh_lm.errors import ConfigError
+from mesh_lm.planning.closed_forms.config import models_without_form
 from mesh_lm.planning.closed_forms.step import expected
 from mesh_lm.planning.closed_forms.subjects import Decoder, NoFormError, Strategy
 from mesh_lm.planning.closed_forms.terms import Term, total
-from mesh_lm.planning.paper.sizes import why_no_formulas
 
 NODE = 8
 """GPUs of a node, between which NVLink goes."""
@@ -45,6 +46,19 @@ REPLICAS = (
 )
 
 
+EXPERT_REPLICAS = (
+    Replicas("DDP", "ddp"),
+    Replicas("distributed", "distributed"),
+    Replicas("ZeRO-3", "zero3"),
+    Replicas("EP, gathered", "experts_gather", "expert"),
+    Replicas("EP, padded", "experts_padded", "expert"),
+    Replicas("EP, padded + distributed", "distributed+experts_padded", "expert"),
+    Replicas("EP, padded + ZeRO-3", "zero3+experts_padded", "expert"),
+)
+"""The same for a mixture of experts. EP: the experts of a layer are divided among the GPUs of a
+node."""
+
+
 class BytesRow(NamedTuple):
     """What one GPU sends in a step. Bytes, as a ring sends them."""
 
@@ -67,22 +81,24 @@ class BytesRow(NamedTuple):
 def replica_bytes(
     config: Any, counts: Sequence[int], microbatches: int = 1, node: int = NODE
 ) -> list[BytesRow]:
-    """Returns a row for each strategy and number of GPUs, in the order of `REPLICAS`.
+    """Returns a row for each strategy and number of GPUs, in the order of `REPLICAS`, or of
+    `EXPERT_REPLICAS` for a mixture of experts.
 
     Args:
       config: whose model it is (a `TrainConfig`); its mesh and its rules do not count.
       counts: numbers of GPUs.
-      microbatches: of a step. Strategies whose layers gather their weights do so in each.
+      microbatches: of a step, with one sequence on each GPU. Strategies whose layers gather their
+        weights do so in each, and experts exchange the tokens of each.
       node: GPUs of a node.
 
     Raises ConfigError for a model without closed forms.
     """
-    reason = why_no_formulas(config)
-    if reason:
-        raise ConfigError(f"there are no formulas for this model: {reason}")
+    problems = list(models_without_form(config))
+    if problems:
+        raise ConfigError(f"there is no closed form for this model: {' and '.join(problems)}")
     model = Decoder.of(config.model)
     rows = []
-    for replicas in REPLICAS:
+    for replicas in EXPERT_REPLICAS if model.experts else REPLICAS:
         for gpus in counts:
             rows.append(_row(replicas, model, config.model.n_params(), gpus, microbatches, node))
     return rows
@@ -95,8 +111,8 @@ def _row(
     if status:
         return BytesRow(replicas.label, replicas.rules, gpus, status, 0, 0, 0, 0, 0)
     try:
-        # What replicas exchange does not depend on the sequences of a microbatch.
-        terms = expected(model, _strategy(replicas, gpus, node), 1, microbatches)
+        # Only what experts exchange depends on the sequences of a microbatch.
+        terms = expected(model, _strategy(replicas, model, gpus, node), 1, microbatches)
     except NoFormError as error:
         return BytesRow(replicas.label, replicas.rules, gpus, str(error), 0, 0, 0, 0, 0)
     sent = total(terms)
@@ -117,6 +133,8 @@ def _row(
 
 def _why_not(replicas: Replicas, model: Decoder, gpus: int, node: int) -> str:
     """Returns why a strategy does not serve a number of GPUs; empty if it does."""
+    if replicas.axis == "expert" and gpus % _expert_ways(model, gpus, node):
+        return f"{gpus:,} GPUs do not divide by {_expert_ways(model, gpus, node)}"
     if replicas.rules == "by_node" and (gpus <= node or gpus % node):
         return f"two levels need several nodes of {node} GPUs"
     if replicas.rules in ("zero1", "zero2", "fsdp") and model.d_model % gpus:
@@ -124,7 +142,18 @@ def _why_not(replicas: Replicas, model: Decoder, gpus: int, node: int) -> str:
     return ""
 
 
-def _strategy(replicas: Replicas, gpus: int, node: int) -> Strategy:
+def _expert_ways(model: Decoder, gpus: int, node: int) -> int:
+    """Returns the GPUs among which the experts of a layer are divided: of a node, at most as many
+    as there are experts.
+    """
+    n_experts = model.experts.number if model.experts else 1
+    return math.gcd(n_experts, min(node, gpus))
+
+
+def _strategy(replicas: Replicas, model: Decoder, gpus: int, node: int) -> Strategy:
+    if replicas.axis == "expert":
+        expert = _expert_ways(model, gpus, node)
+        return Strategy(replicas.rules, data=gpus // expert, expert=expert)
     preset = replicas.rules.partition("+")[0]
     if preset == "by_node":
         return Strategy(preset, data=gpus // node, node=node)
@@ -135,4 +164,4 @@ def _strategy(replicas: Replicas, gpus: int, node: int) -> Strategy:
 
 def _is_inside(term: Term, gpus: int, node: int) -> bool:
     """Whether the group of a collective is in one node."""
-    return gpus <= node or term.axes == ("node",)
+    return gpus <= node or term.axes in (("node",), ("expert",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
@@ -16,7 +17,8 @@ GIB = 2**30
 def replica_bytes_table(rows: Sequence[BytesRow]) -> Table:
     """Returns GiB by strategy and number of GPUs; "-" where a strategy does not serve them."""
     counts = sorted({row.gpus for row in rows})
-    digits = 2 if max(row.sent for row in rows) < 10 * GIB else 1
+    largest = max(row.sent for row in rows) / GIB
+    digits = max(0, 2 - math.floor(math.log10(max(largest, 1))))
     table = new_table("GiB sent on", right=[f"{gpus:,}" for gpus in counts])
     by_strategy: dict[str, list[str]] = {}
     for row in rows:

@@ -46,6 +46,9 @@ from sharding_rules.mesh import AXES
 GIB = 2**30
 TIE = HELD_OUT.step_mean
 """Share of the step within which the formulas tell no two strategies apart."""
+HEADROOM = HELD_OUT.peak_mean
+"""Share of the peak on paper that must be free as well: programs whose peak on paper barely fits do
+not fit when they are compiled, or are slow because XLA saves memory."""
 _NO_TIME = "no formula for its time: compile it"
 _RING = 8
 """GPUs over which context parallelism shards a sequence here: those of a node."""
@@ -62,7 +65,7 @@ class StrategyRow(NamedTuple):
     status: str
     """Empty; or why the strategy does not serve this point, or what is not known of it."""
     fits: bool
-    """Whether the peak on paper leaves the margin free."""
+    """Whether the peak on paper leaves HEADROOM free, besides the margin of a plan."""
     state_gib: float | None = None
     """Weights, gradients and Adam's moments of a GPU, by arithmetic."""
     peak_gib: float | None = None
@@ -238,7 +241,7 @@ def _rows(point: _Point) -> list[StrategyRow]:
         if not prices or not len(at):
             by_name[strategy.name] = _unserved(point, strategy.name, _why_none(point, strategy))
             continue
-        i = _representative(prices, at, fast_hardware)
+        i = _representative(prices, at, fitting_bytes(point.target))
         layout = layouts.row(i)
         chosen[strategy.name] = layout
         by_name[strategy.name] = _priced(point, strategy.name, layout, prices, i, slow_hardware)
@@ -247,9 +250,17 @@ def _rows(point: _Point) -> list[StrategyRow]:
     return [by_name[name] for name in NAMES]
 
 
-def _representative(prices: Price, at: np.ndarray, hardware: Hardware) -> int:
-    """Returns the fastest layout that fits among these; if none fits, the one that needs least."""
-    fits = prices.peak[at] <= hardware.memory
+def fitting_bytes(target: str) -> float:
+    """Returns the highest peak on paper that counts as fitting."""
+    return hardware_of(target).memory / (1 + HEADROOM)
+
+
+def _representative(prices: Price, at: np.ndarray, limit: float) -> int:
+    """Returns the fastest layout that fits among these; if none fits, the one that needs least.
+
+    limit: the highest peak that fits.
+    """
+    fits = prices.peak[at] <= limit
     if fits.any():
         return int(at[np.argmin(np.where(fits, prices.seconds[at], np.inf))])
     return int(at[np.argmin(prices.peak[at])])
@@ -267,7 +278,7 @@ def _priced(
     fast = float(prices.seconds[i])
     peak = float(prices.peak[i])
     slow = float(price(point.sizes, Layouts.of([dict(layout)]), slow_hardware).seconds[0])
-    fits = peak <= slow_hardware.memory
+    fits = peak <= fitting_bytes(point.target)
     inside, between = _bytes_by_network(with_fields(point.config, fields), slow_hardware.node)
     status = "" if fits else f"does not fit: {peak / GIB:,.0f} GiB on paper"
     changes = changes_of(fields, point.config)

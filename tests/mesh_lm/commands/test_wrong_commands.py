@@ -68,7 +68,7 @@ ANSWERS = {
     "study byte": "not byte; did you mean bytes?",
     "study bytes gpt_nope": "--config=gpt_nope: there is no such config",
     "study bytes --gpus=256..1": "--gpus=256..1: the range ends before it begins; write 1..256",
-    "study bytes mixtral_8x7b": "there are no formulas for this model: its layers are not all dense",
+    "study bytes gpt_tiny": "there is no closed form for this model: model.dtype=float32",
     "study strategies --sizes=big": "--sizes=big: expected a range of sizes, as 1b..1t, or sizes, as 7b,70b",
     "study strategies --target=h1000": "--target=h1000: expected one of the targets h100, h200, a100, b200",
     "study strategies --size=1b": "--size: there is no such option; did you mean --sizes?",

@@ -8,8 +8,14 @@ import pytest
 
 from mesh_lm.config import load
 from mesh_lm.errors import ConfigError
+from mesh_lm.model import DecoderConfig
 from mesh_lm.planning.studies.ranges import gpu_counts, model_sizes, size_word
-from mesh_lm.planning.studies.replica_bytes import REPLICAS, BytesRow, replica_bytes
+from mesh_lm.planning.studies.replica_bytes import (
+    EXPERT_REPLICAS,
+    REPLICAS,
+    BytesRow,
+    replica_bytes,
+)
 
 COUNTS = [2**i for i in range(9)]
 
@@ -75,9 +81,29 @@ def test_counts_that_do_not_divide_are_marked() -> None:
     assert rows["DDP"].status == ""
 
 
+def test_experts_send_tokens() -> None:
+    """Each GPU of a node has an eighth of the experts: it sums their gradients with one GPU of each
+    other node, and exchanges tokens inside of the node."""
+    config = load("mixtral_8x7b")
+    rows = {(row.strategy, row.gpus): row for row in replica_bytes(config, [8, 64])}
+    assert {name for name, _ in rows} == {one.label for one in EXPERT_REPLICAS}
+    model = config.model
+    assert isinstance(model, DecoderConfig)
+    experts = model.n_layers * model.experts.number * 3 * model.d_model * model.d_expert
+    around_nodes = 2 * 7 / 8 * 4 * experts / 8
+    others = 2 * 63 / 64 * 4 * (model.n_params() - experts)
+    padded = rows["EP, padded", 64]
+    assert padded.between == pytest.approx(around_nodes + others, rel=0.01)
+    assert padded.inside > 0 and padded.sent < rows["DDP", 64].sent / 4
+    # Twice the microbatches, twice the tokens.
+    twice = {row.strategy: row for row in replica_bytes(config, [64], microbatches=2)}
+    assert twice["EP, padded"].inside == pytest.approx(2 * padded.inside, rel=0.01)
+    assert rows["EP, padded", 8].between == pytest.approx(0, abs=1)
+
+
 def test_a_model_without_forms_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no formulas for this model: its layers are not all"):
-        replica_bytes(load("mixtral_8x7b"), [8])
+    with pytest.raises(ConfigError, match=r"no closed form for this model: model\.dtype=float32"):
+        replica_bytes(load("gpt_tiny"), [8])
 
 
 def test_ranges() -> None:
