@@ -201,6 +201,7 @@ def _strategies(options: Strategies) -> None:
             )  # fmt: skip
         except LabError as error:
             raise ConfigError(str(error)) from error
+        detail = figures.point_of(rows, f"{detail[0].size}@{detail[0].gpus}")
     Console().print(screen.strategies_table(detail))
     print()
     study = figures.of_strategies(
@@ -235,7 +236,9 @@ def _scaling(options: Scaling) -> None:
     if not rows:
         raise ConfigError("interrupted before a point was finished; the same command continues")
     study = figures.of_scaling(
-        *(rows, shares, _title(options), options.target, _typed(options)), grows=options.weak
+        *(rows, shares, _title(options), options.target, _typed(options)),
+        grows=options.weak,
+        n_points=len(points),
     )
     _show(screen.scaling_table(rows), study, options.output)
     print()

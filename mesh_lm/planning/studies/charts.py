@@ -319,9 +319,13 @@ def _draw_cell(axes: Axes, x: int, y: int, best: StrategyRow | None) -> None:
     name = best.strategy + ("*" if best.compiled_fits is not None else "")
     axes.text(x, y + 0.16, name, ha="center", va="center", fontsize=7.2, color=ink)
     axes.text(
-        *(x, y - 0.22, f"{best.mfu_fast or 0:.0%}"),
+        *(x, y - 0.22, f"{_fast_mfu(best):.0%}"),
         ha="center", va="center", fontsize=7.2, color=ink,
     )  # fmt: skip
+
+
+def _fast_mfu(row: StrategyRow) -> float:
+    return row.mfu[1] if row.mfu else 0.0
 
 
 def _legend_of_strategies(figure: Figure, height: float, names: Sequence[str]) -> None:
@@ -396,8 +400,8 @@ def _draw_families(axes: Axes, points: Mapping[int, Sequence[StrategyRow]]) -> N
     for pure, colour in ((True, PURE_COLOUR), (False, HYBRID_COLOUR)):
         best = {gpus: best_of(rows, pure=pure) for gpus, rows in points.items()}
         served = {gpus: row for gpus, row in best.items() if row}
-        fast = [row.mfu_fast or 0 for row in served.values()]
-        slow = [row.mfu_slow or 0 for row in served.values()]
+        slow = [row.mfu[0] if row.mfu else 0.0 for row in served.values()]
+        fast = [_fast_mfu(row) for row in served.values()]
         axes.fill_between(list(served), slow, fast, color=colour, alpha=0.22, linewidth=0)
         axes.plot(list(served), fast, color=colour, linewidth=1.6, marker="o", markersize=2.2)
         unserved = [gpus for gpus, row in best.items() if row is None]
@@ -477,6 +481,7 @@ def _draw_sent(axes: Axes, rows: Sequence[StrategyRow]) -> None:
     axes.barh(positions, between, 0.62, color="#1f5563", label="between nodes")
     axes.barh(positions, inside, 0.62, left=between, color="#b8cfcf", label="inside a node")
     _plain(axes, grid="x")
+    axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     _column_head(axes, "Sent in a step, GiB by each GPU")
 

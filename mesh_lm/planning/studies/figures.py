@@ -140,10 +140,12 @@ def of_scaling(
     command: str,
     *,
     grows: bool,
+    n_points: int,
 ) -> Study:
     """Returns the study of the rows of `scaled`.
 
-    title: what is scaled. grows: whether the models or the batch grow with the GPUs.
+    title: what is scaled. grows: whether the models or the batch grow with the GPUs. n_points: the
+    points that the study has when it is finished.
     """
     about = f"{target.upper()}s; at each point the fastest of the layouts that were compiled"
     rates = {"fast": OPTIMISTIC.matmul.value, "slow": SUSTAINED.matmul.value}
@@ -152,6 +154,11 @@ def of_scaling(
         "predicted, never measured, from the fast to the slow end.",
         *beside_published(rows, rates),
     ]
+    if len(rows) < n_points:
+        sentences.append(
+            f"The study was interrupted: {n_points - len(rows)} of {n_points} points are missing. "
+            "The same command continues."
+        )
     unserved = [row for row in rows if row.status]
     for row in unserved:
         sentences.append(f"{row.config} on {row.gpus:,}: {row.status}.")

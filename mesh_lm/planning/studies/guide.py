@@ -33,9 +33,6 @@ def advice(rows: Iterable[StrategyRow]) -> list[Advice]:
         if last and (last.size, last.strategy) == (size, strategy):
             found[-1] = last._replace(last_gpus=gpus)
             continue
-        mfu = None
-        if best and best.mfu_slow and best.mfu_fast:
-            mfu = (best.mfu_slow, best.mfu_fast)
         found.append(
             Advice(
                 size=size,
@@ -44,7 +41,7 @@ def advice(rows: Iterable[StrategyRow]) -> list[Advice]:
                 strategy=strategy,
                 reason=reason(of_point),
                 options=best.options if best else "",
-                mfu=mfu,
+                mfu=best.mfu if best else None,
             )
         )
     return found

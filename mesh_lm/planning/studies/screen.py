@@ -43,7 +43,7 @@ def winners_table(rows: Sequence[StrategyRow]) -> Table:
         cells = []
         for size in sizes:
             best = winner(points[size, gpus])
-            cells.append(f"{best.strategy}\n{best.mfu_fast or 0:.0%}" if best else "-")
+            cells.append(f"{best.strategy}\n{best.mfu[1]:.0%}" if best and best.mfu else "-")
         table.add_row(f"{gpus:,}", *cells)
     return table
 
@@ -54,22 +54,33 @@ def strategies_table(rows: Sequence[StrategyRow]) -> Table:
     table = new_table(f"{rows[0].size} on\n{rows[0].gpus:,} GPUs", right=headers)
     table.add_column("step, s, and MFU", overflow="fold")
     for row in sorted(rows, key=lambda row: NAMES.index(row.strategy)):
-        step = _range(row.step_fast_s, row.step_slow_s, "{:.3g}")
-        mfu = _range(row.mfu_slow, row.mfu_fast, "{:.0%}")
         table.add_row(
             row.strategy,
             _number(row.state_gib),
             _number(row.peak_gib),
             _number(row.inside_gib),
             _number(row.between_gib),
-            f"{step}, {mfu}" if row.fits else row.status.partition(":")[0],
+            _outcome(row),
         )
     return table
 
 
+def _outcome(row: StrategyRow) -> str:
+    """Returns the step and the MFU of a strategy, or why there are none."""
+    if not row.fits:
+        return row.status.partition(":")[0]
+    step = _range(row.step_fast_s, row.step_slow_s, "{:.3g}")
+    text = f"{step}, {_range(row.mfu_slow, row.mfu_fast, '{:.0%}')}"
+    if row.compiled_fits is None:
+        return text
+    compiled = _range(row.compiled_fast_s, row.compiled_slow_s, "{:.3g}")
+    verb = "fits" if row.compiled_fits else "does not fit"
+    return f"{text}\ncompiled: {compiled}, {verb}"
+
+
 def scaling_table(rows: Sequence[ScalingRow]) -> Table:
     """Returns the points with their bands, beside what is published."""
-    headers = ("GPUs", "step, s", "TFLOP/s", "published", "MFU", "peak, GiB")
+    headers = ("GPUs", "step, s", "TFLOP/s", "published", "MFU", "peak,\nGiB")
     table = new_table("", right=headers)
     for row in rows:
         step = "no layout" if row.status else _range(row.step_fast_s, row.step_slow_s, "{:.3g}")

@@ -99,6 +99,16 @@ class StrategyRow(NamedTuple):
             return math.inf
         return self.step_fast_s
 
+    @property
+    def mfu(self) -> tuple[float, float] | None:
+        """The slow and the fast end of the MFU: compiled if it was, else on paper."""
+        if not (self.mfu_fast and self.mfu_slow and self.step_fast_s and self.step_slow_s):
+            return None
+        if not (self.compiled_fast_s and self.compiled_slow_s):
+            return self.mfu_slow, self.mfu_fast
+        slow = self.mfu_slow * self.step_slow_s / self.compiled_slow_s
+        return slow, self.mfu_fast * self.step_fast_s / self.compiled_fast_s
+
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:

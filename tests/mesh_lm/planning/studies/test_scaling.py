@@ -13,7 +13,7 @@ import pytest
 
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.errors import ConfigError
-from mesh_lm.planning.studies import scaling
+from mesh_lm.planning.studies import figures, scaling
 from mesh_lm.planning.studies.published import STRONG, WEAK
 from mesh_lm.planning.studies.scaling import (
     Kept,
@@ -246,3 +246,12 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
     result = Result(row(380.0), shares_of("one", lab_report.report()))
     kept.add("key", result)
     assert Kept(str(tmp_path / "points.json")).find("key") == result
+
+
+def test_the_study_says_what_is_missing() -> None:
+    arguments = ([row(380.0)], [], "one", "h100", "mesh-lm study scaling one")
+    interrupted = figures.of_scaling(*arguments, grows=False, n_points=3)
+    assert any("2 of 3 points are missing" in sentence for sentence in interrupted.sentences)
+    finished = figures.of_scaling(*arguments, grows=True, n_points=1)
+    assert not any("missing" in sentence for sentence in finished.sentences)
+    assert list(finished.tables) == ["weak_scaling", "weak_communication"]

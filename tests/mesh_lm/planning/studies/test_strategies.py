@@ -211,3 +211,13 @@ def test_the_error_is_that_of_the_results() -> None:
     rows = json.loads(newest.read_text(encoding="utf-8"))["tables"]["Errors"]["rows"]
     for name, value in HELD_OUT._asdict().items():
         assert value == round(max(row[name] for row in rows), 2), name
+
+
+def test_the_mfu_of_a_compiled_program_is_its_own() -> None:
+    row = StrategyRow(
+        "1b", 1, 8, "DDP", "", True, step_fast_s=1.0, step_slow_s=1.2, mfu_fast=0.6, mfu_slow=0.5
+    )
+    assert row.mfu == (0.5, 0.6)
+    compiled_row = row._replace(compiled_fast_s=2.0, compiled_slow_s=2.4, compiled_fits=True)
+    assert compiled_row.mfu == pytest.approx((0.25, 0.3))
+    assert StrategyRow("1b", 1, 8, "DDP", "none", False).mfu is None
