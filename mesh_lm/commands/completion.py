@@ -18,6 +18,7 @@ from mesh_lm.commands import (
     huggingface,
     pipeline,
     prepare,
+    study,
 )
 from mesh_lm.commands.command_line import SPELLINGS
 from mesh_lm.commands.options import Group, completion_script, spelled
@@ -57,9 +58,13 @@ def shell_script(shell: str, prog: str, abouts: Mapping[str, str]) -> str:
     convert_group: Group = {}
     for name, cls in convert.COMMANDS.items():
         convert_group[name] = (cls, (cls.__doc__ or "").partition("\n")[0])
+    study_group: Group = {}
+    for name, cls in study.COMMANDS.items():
+        study_group[name] = (cls, (cls.__doc__ or "").partition("\n")[0])
     classes: dict[str, type | Group] = {
         "train": _dataclass("Train", [*run, *plan]),
         "plan": _dataclass("PlanRun", plan_run),
+        "study": study_group,
         "configs": configs.Configs,
         "explain": _dataclass("ExplainRun", [*run, *_fields(explain.Explain)]),
         "prepare": prepare.Prepare,

@@ -58,6 +58,11 @@ COMMANDS = {
     "explain": Command(
         "explain", "Say which collective of a step a name in a log is, and which ranks it joins"
     ),
+    "study": Command(
+        "study",
+        "Figures over many GPUs and models, without them: bytes, strategies, scaling",
+        jax=False,
+    ),
     "prepare": Command("prepare", "Tokenize a corpus into .bin/.idx files", jax=False),
     "generate": Command("generate", "Continue texts with a trained model"),
     "evaluate": Command(

@@ -37,7 +37,7 @@ from mesh_lm.training.check import check
 from sharding_rules import REDUCTIONS, ShardingRuleError, did_you_mean, preset
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Candidate
-from sharding_rules.lab.rates import OPTIMISTIC
+from sharding_rules.lab.rates import OPTIMISTIC, Rates
 from sharding_rules.lab.report import MARGIN
 from sharding_rules.lab.side_by_side import compiled_side_by_side, parallel
 from sharding_rules.lab.targets import TARGETS
@@ -102,11 +102,17 @@ class Found:
     """Layouts that were priced on paper."""
     no_formulas: str = ""
     """Why none was; empty if there are formulas."""
+    interrupted: bool = False
+    """Whether the user ended the search (control-C)."""
 
     @property
     def best(self) -> Trial | None:
         """The fastest that fits; of equal ones the config as it is."""
         return _fastest([*([self.committed] if self.committed else []), *self.trials])
+
+
+class Interrupted(LabError):
+    """The user ended a search before a layout was compiled."""
 
 
 def _fastest(trials: Sequence[Trial]) -> Trial | None:
@@ -185,23 +191,23 @@ def _with_kept(layouts: Layouts, kept: Mapping[str, float]) -> Layouts:
     return layouts
 
 
-def hardware_of(target: str) -> Hardware:
-    """Returns what a GPU reaches at the optimistic rates."""
+def hardware_of(target: str, rates: Rates = OPTIMISTIC) -> Hardware:
+    """Returns what a GPU reaches at these rates."""
     gpu = TARGETS[target]
     peak = gpu.flops["bf16"]
     attention, attention_backward = (
-        peak * OPTIMISTIC.attention_share(128, 0, backward=backward, deterministic=False)
+        peak * rates.attention_share(128, 0, backward=backward, deterministic=False)
         for backward in (False, True)
     )
     return Hardware(
         # The formulas take off what small matmuls lose.
-        matmul=1.04 * OPTIMISTIC.matmul.value * peak,
+        matmul=1.04 * rates.matmul.value * peak,
         attention=attention,
         attention_backward=attention_backward,
-        memory_bandwidth=OPTIMISTIC.memory["bf16"].value * gpu.hbm_bandwidth,
+        memory_bandwidth=rates.memory["bf16"].value * gpu.hbm_bandwidth,
         memory=gpu.usable / (1 + MARGIN),
-        nvlink=OPTIMISTIC.nvlink.value * gpu.nvlink,
-        network=OPTIMISTIC.network.value * gpu.network,
+        nvlink=rates.nvlink.value * gpu.nvlink,
+        network=rates.network.value * gpu.network,
         node=gpu.node,
     )
 
@@ -281,6 +287,7 @@ def search(
         found.run()
     except KeyboardInterrupt:
         say("interrupted: the layouts compiled so far are compared")
+        return found.result(interrupted=True)
     return found.result()
 
 
@@ -397,14 +404,14 @@ class _Search:
                 changes = changes_of(fields, self.config)
                 self.trials.append(Trial(fields, changes, result, row))
 
-    def result(self) -> Found:
+    def result(self, *, interrupted: bool = False) -> Found:
         """Returns what was compiled. Raises LabError if that is nothing."""
         if not self.trials and not self.committed:
-            raise LabError(
-                next(iter(self.refused.values()), "interrupted before a layout was compiled")
-            )
+            if interrupted or not self.refused:
+                raise Interrupted("interrupted before a layout was compiled")
+            raise LabError(next(iter(self.refused.values())))
         trials = sorted(self.trials, key=lambda trial: (not trial.report.fits, trial.seconds))
-        return Found(tuple(trials), self.committed, len(self.layouts))
+        return Found(tuple(trials), self.committed, len(self.layouts), interrupted=interrupted)
 
     def name(self, fields: Fields) -> str:
         """Returns the words that set these fields, where the config has others."""

@@ -73,6 +73,7 @@ def climb(
         search.run(compiles)
     except KeyboardInterrupt:
         say("interrupted: the layouts compiled so far are compared")
+        return search.result(reason, interrupted=True)
     return search.result(reason)
 
 
@@ -196,11 +197,11 @@ class _Climb:
     def name(self, changes: Fields) -> str:
         return " ".join(options(changes)) or "the config as it is"
 
-    def result(self, reason: str) -> Found:
+    def result(self, reason: str, *, interrupted: bool = False) -> Found:
         is_own = not self.trials[0].changes
         committed = self.trials[0] if is_own else None
         trials = sorted(self.trials[1:] if is_own else self.trials, key=_order)
-        return Found(tuple(trials), committed, 0, reason)
+        return Found(tuple(trials), committed, 0, reason, interrupted)
 
 
 def _order(trial: Trial) -> tuple[bool, float, int]:

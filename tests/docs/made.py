@@ -31,6 +31,7 @@ PAGES = (
     "docs/sharding.md",
     "docs/errors.md",
     "docs/experts.md",
+    "docs/guide.md",
     "docs/lab.md",
     "docs/pipeline.md",
     "docs/planner.md",
@@ -66,6 +67,7 @@ def tables() -> dict[str, Any]:
         closed_form_tables,
         expert_tables,
         overlap_tables,
+        guide_tables,
         planner_tables,
         preset_tables,
         rate_tables,
@@ -99,6 +101,7 @@ def tables() -> dict[str, Any]:
         **overlap_tables.TABLES,
         **rate_tables.TABLES,
         **planner_tables.TABLES,
+        **guide_tables.TABLES,
         **argument_tables,
     }
 

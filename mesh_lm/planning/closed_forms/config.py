@@ -39,17 +39,8 @@ def expected_outer_of(config: Any) -> list[Term]:
     return expected_outer(Decoder.of(config.model), _strategy(config))
 
 
-def _require_forms(config: Any) -> None:
-    problems = [
-        *_models_without_form(config),
-        *_rules_without_form(config),
-        *_stages_without_form(config),
-    ]
-    if problems:
-        raise NoFormError(f"this config has no closed form for {' and '.join(problems)}")
-
-
-def _models_without_form(config: Any) -> Iterator[str]:
+def models_without_form(config: Any) -> Iterator[str]:
+    """Yields what in the model of a `TrainConfig` has no form, whatever its rules and its mesh."""
     model = config.model
     if not hasattr(model, "segment_configs"):
         yield f"a model of the class {type(model).__name__}"
@@ -67,6 +58,16 @@ def _models_without_form(config: Any) -> Iterator[str]:
         yield "model.batch_halves"
     if config.data.documents != "joined" and model.positions == "learned":
         yield f"data.documents={config.data.documents} with learned positions, which are looked up"
+
+
+def _require_forms(config: Any) -> None:
+    problems = [
+        *models_without_form(config),
+        *_rules_without_form(config),
+        *_stages_without_form(config),
+    ]
+    if problems:
+        raise NoFormError(f"this config has no closed form for {' and '.join(problems)}")
 
 
 def _rules_without_form(config: Any) -> Iterator[str]:

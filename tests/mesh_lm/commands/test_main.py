@@ -119,6 +119,8 @@ COMPLETED = {
     "mesh-lm plan bytes --dev": "--devices",
     "mesh-lm plan bytes --tar": "",
     "mesh-lm by": "",
+    "mesh-lm study sc": "scaling",
+    "mesh-lm study strategies --seq": "--seq-len",
     "mesh-lm train --init": "--init_from",
 }
 
@@ -157,6 +159,9 @@ def test_bash_completes(tmp_path: Path) -> None:
         "import",
         "plan",
         "plan bytes",
+        "study bytes",
+        "study strategies",
+        "study scaling",
         "pipeline",
     ],
 )
@@ -193,6 +198,8 @@ LIGHT = {
     "launch --help": HEAVY[:2],
     "launch nowhere.py": HEAVY[:2],
     "pipeline --help": HEAVY[:2],
+    "study scaling --help": HEAVY[:2],
+    "study strategies --compile=-1": HEAVY[:2],
     "bench": HEAVY,
     "train --help": ("flax", "optax", "orbax", "grain", "matplotlib"),
 }
