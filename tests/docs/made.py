@@ -66,8 +66,8 @@ def tables() -> dict[str, Any]:
     from tests.docs import (
         closed_form_tables,
         expert_tables,
-        overlap_tables,
         guide_tables,
+        overlap_tables,
         planner_tables,
         preset_tables,
         rate_tables,
