@@ -1,0 +1,193 @@
+"""A report at other speeds: the compiled program is kept, and only its times are predicted again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from sharding_rules.lab import hlo
+from sharding_rules.lab.machine import Constant, Machine, Range, moved_rates, rate_value
+from sharding_rules.lab.provenance import Provenance
+from sharding_rules.lab.rates import OPTIMISTIC, Rates
+from sharding_rules.lab.report import LabError, Report, Timeline, unpacked
+from sharding_rules.lab.targets import TARGETS, Target
+from sharding_rules.lab.timeline import SPANS, in_parallel, priced, replay
+
+
+class Replay:
+    """A report's program, parsed once and replayed at several speeds."""
+
+    def __init__(self, report: Report) -> None:
+        """Raises LabError if the report has no program, or is for no target."""
+        if not report.program or report.target not in TARGETS:
+            raise LabError(
+                f"the report of {report.name} holds no program to replay: it is of an older "
+                "version, or was not compiled for a target; plan the config again"
+            )
+        self.report = report
+        probabilities = {one.scope: one.probability for one in report.conditionals}
+        self._module = hlo.parse(unpacked(report.program), report.slots, probabilities)
+        self._provenance = Provenance(self._module, report.vocabulary)
+        self._parallel = in_parallel(report.options)
+
+    def timeline(self, target: Target, rates: Rates = OPTIMISTIC, n_spans: int = 0) -> Timeline:
+        """Returns the program's timeline on such a target at these rates."""
+        return replay(
+            *(self._module, self._provenance, self.report.collectives, target),
+            parallel=self._parallel,
+            rates=rates,
+            n_spans=n_spans,
+        )
+
+    def on(self, machine: Machine) -> Report:
+        """Returns the report with the times, memory limit and power of another machine.
+
+        The program, its bytes and its schedule stay. Raises LabError for another device, and for
+        nodes of another size than it was compiled for.
+        """
+        report = self.report
+        if machine.target.name != report.target:
+            raise LabError(
+                f"{report.name} was compiled for {report.target}, not for {machine.target.name}: "
+                "plan its config with --hw, which compiles it"
+            )
+        _require_same_program(report, machine)
+        timeline = self.timeline(machine.target, machine.fast, SPANS)
+        return dataclasses.replace(
+            report,
+            hbm=machine.target.usable,
+            collectives=priced(report.collectives, timeline, machine.target, machine.fast),
+            timeline=timeline,
+            sustained=self.timeline(machine.target, machine.slow),
+            model_us=timeline.model_us(report.model_flops, report.attention_flops),
+            peak_flops=machine.target.flops["bf16"],
+            changes=machine.changes,
+            watts=machine.target.watts,
+        )
+
+
+def _require_same_program(report: Report, machine: Machine) -> None:
+    """Raises LabError if a constant that XLA reads is another than that of the compiled program."""
+    compiled = {change.name: change.value for change in report.changes}
+    wanted = {change.name: change.value for change in machine.changes}
+    for name in machine.recompiled:
+        if compiled.get(name) != wanted[name]:
+            raise LabError(
+                f"--hw={name}: XLA reads it, and {report.name} was compiled for another value: "
+                "plan its config with --hw, which compiles it"
+            )
+    for name in compiled.keys() & {"node", "memory", "bandwidth"}:
+        if name not in wanted:
+            raise LabError(
+                f"{report.name} was compiled with {name} {compiled[name]}: give the same to --hw"
+            )
+
+
+def compiled_on(report: Report, machine: Machine) -> Report:
+    """Returns the report of a program that was compiled for this machine, at its speeds."""
+    if not machine.changes:
+        return report
+    return Replay(dataclasses.replace(report, changes=machine.changes)).on(machine)
+
+
+class Effect(NamedTuple):
+    """What one constant alone does to the predicted step."""
+
+    constant: Constant
+    low_text: str
+    high_text: str
+    source: str
+    low_us: float
+    """Predicted microseconds of the step at the range's low end."""
+    high_us: float
+
+    def us(self, base_us: float) -> float:
+        """Returns the width of the step's range, the unchanged step included."""
+        ends = (self.low_us, self.high_us, base_us)
+        return max(ends) - min(ends)
+
+
+class WhatIf(NamedTuple):
+    """The predicted step, and what each constant does to it."""
+
+    base_us: float
+    effects: tuple[Effect, ...]
+    """The largest first."""
+
+
+def what_if(report: Report, machine: Machine) -> WhatIf:
+    """Returns the effect of each constant, moved alone through its stated range.
+
+    Args:
+      report: of a program that was compiled for this machine.
+      machine: its fast rates are those of the unchanged step.
+
+    Raises LabError as `Replay`.
+    """
+    program = Replay(report)
+    base_us = program.timeline(machine.target, machine.fast).step
+    effects = [_effect(program, machine, one) for one in machine.ranges()]
+    effects.sort(key=lambda effect: -effect.us(base_us))
+    return WhatIf(base_us, tuple(effects))
+
+
+def _effect(program: Replay, machine: Machine, one: Range) -> Effect:
+    low = program.timeline(machine.target, one.low).step
+    high = program.timeline(machine.target, one.high).step
+    return Effect(one.constant, one.low_text, one.high_text, one.source, low, high)
+
+
+class Suspect(NamedTuple):
+    """A constant that alone may explain measured steps."""
+
+    constant: Constant
+    value: float
+    """With which the predictions are nearest to the measurements, in the unit of the code."""
+    error: float
+    """Mean of |predicted / measured - 1| that is left."""
+
+
+def suspects(
+    measured_us: Mapping[str, float], programs: Mapping[str, Replay], machine: Machine
+) -> list[Suspect]:
+    """Returns which constant, changed alone, explains measured steps best: the best first.
+
+    Args:
+      measured_us: microseconds of a step, by the name of its program.
+      programs: several, which use the constants differently. One program alone cannot tell two
+        slow links apart.
+      machine: whose fast rates the others keep.
+    """
+    found = []
+    for one in machine.ranges():
+        found.append(_best_value(one.constant, measured_us, programs, machine))
+    return sorted(found, key=lambda suspect: suspect.error)
+
+
+_FACTORS = tuple(2 ** (n / 2) for n in range(-8, 9))
+"""Of a constant, first; then finer steps around the best."""
+_REFINEMENTS = 4
+
+
+def _best_value(
+    constant: Constant,
+    measured_us: Mapping[str, float],
+    programs: Mapping[str, Replay],
+    machine: Machine,
+) -> Suspect:
+    def error(value: float) -> float:
+        rates = moved_rates(machine.fast, constant, value)
+        errors = []
+        for name, us in measured_us.items():
+            errors.append(abs(programs[name].timeline(machine.target, rates).step / us - 1))
+        return sum(errors) / len(errors)
+
+    best = rate_value(constant, machine.fast) or 1.0
+    step = 2**0.5
+    tried = [best * factor for factor in _FACTORS]
+    best = min(tried, key=error)
+    for _ in range(_REFINEMENTS):
+        step **= 0.5
+        best = min((best / step, best, best * step), key=error)
+    return Suspect(constant, best, error(best))
