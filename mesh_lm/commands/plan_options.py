@@ -6,16 +6,20 @@ Flax and the lab are imported when the commands run.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from mesh_lm.commands import command_line, plan_bytes
+from mesh_lm.commands import command_line, plan_bytes, plan_replay
 from mesh_lm.commands.options import HELP, print_help
 from mesh_lm.commands.plan_bytes import Bytes
+from mesh_lm.commands.plan_replay import PICTURE, Replayed
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
 from sharding_rules.lab.flags import FLAG_SETS
+from sharding_rules.lab.machine import Machine
+from sharding_rules.lab.report import LabError
 from sharding_rules.lab.targets import TARGETS
 
 SCREEN = "screen"
@@ -32,6 +36,12 @@ class Plan:
     Perfetto) or .json; also --output."""
     target: str = "h100"
     """The GPU: h100, h200, a100 or b200."""
+    hw: str = ""
+    """Other hardware than the target: h100,nvlink=off,nic=25,node=72 changes constants, FILE.json
+    is a profile that `mesh-lm bench comm` has measured (docs/hardware.md)."""
+    what_if: bool = False
+    """Move each constant of the hardware alone through its range, and list what that does to the
+    predicted step, instead of the report; --output=FILE.png draws it."""
     devices: int = 0
     """Number of GPUs; 0: the size of the mesh; if an axis is -1, the fewest complete nodes that
     hold it."""
@@ -68,6 +78,11 @@ class Plan:
             raise ConfigError(
                 f"--target={self.target}: expected one of the targets {', '.join(TARGETS)}"
             )
+        if self.hw and self.target != "h100" and self.machine.target.name != self.target:
+            raise ConfigError(
+                f"--target={self.target} and --hw={self.hw} name two devices: leave --target out"
+            )
+        _ = self.machine  # which refuses what --hw does not know
         if self.flags not in flag_sets:
             raise ConfigError(
                 f"--flags={self.flags}: expected one of the sets of flags {', '.join(flag_sets)}"
@@ -91,11 +106,22 @@ class Plan:
             raise ConfigError(f"--save={self.save}: the layout is a file that ends in .json")
         if self.devices < 0:
             raise ConfigError(f"--devices={self.devices}: a plan is for at least 1 device")
-        if self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):
+        if self.what_if:
+            if self.plan != SCREEN and Path(self.plan).suffix != PICTURE:
+                raise ConfigError(f"{self.plan}: a what-if is drawn to a file that ends in .png")
+        elif self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):
             raise ConfigError(
                 f"{self.plan}: the report is a file that ends in .html or .json; without a file it "
                 "goes to the screen"
             )
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        """The target with the changes of --hw. Raises ConfigError for what it does not know."""
+        try:
+            return Machine.of(self.hw, self.target)
+        except LabError as error:
+            raise ConfigError(str(error)) from error
 
     def _require_search(self) -> None:
         """Raises ConfigError for options of a plan that a search has no use for."""
@@ -104,6 +130,7 @@ class Plan:
             "--against": bool(self.against),
             "--max-microbatch": self.max_microbatch,
             "--flags": self.flags != "auto",
+            "--what-if": self.what_if,
         }
         for option, is_given in others.items():
             if is_given:
@@ -112,13 +139,19 @@ class Plan:
                 )
 
 
-def parse(argv: Sequence[str], prog: str) -> tuple[Plan | Bytes, TrainConfig]:
+Request = tuple["Plan | Bytes | Replayed", "TrainConfig | None"]
+"""Options, and the run; a saved report needs no run."""
+
+
+def parse(argv: Sequence[str], prog: str) -> Request:
     """Returns the plan, or the options of `mesh-lm plan bytes`, and the run on the command line of
-    `mesh-lm plan`. Raises ConfigError.
+    `mesh-lm plan`; for `mesh-lm plan replay` its options alone. Raises ConfigError.
 
     --output=FILE names the report; the run's own directory is --config.output. A config of the name
-    bytes is chosen by its path, or by --config.
+    bytes or replay is chosen by its path, or by --config.
     """
+    if argv and argv[0] == plan_replay.COMMAND:
+        return plan_replay.parse(argv[1:], f"{prog} {plan_replay.COMMAND}"), None
     if argv and argv[0] == plan_bytes.COMMAND:
         return plan_bytes.parse(argv[1:], f"{prog} {plan_bytes.COMMAND}")
     words = []
@@ -143,7 +176,8 @@ def parse_either(
             Plan,
             "What a run would do on GPUs, without them. FILE and its options are those of "
             "`mesh-lm train --help`. `mesh-lm plan bytes FILE` compiles nothing, and lists what "
-            "one step sends.",
+            "one step sends. `mesh-lm plan replay REPORT.json --hw=...` predicts the times of a "
+            "saved report on other hardware.",
             prog,
         )
     config, changes = command_line.parse_with(Plan, argv, prog=prog, alone={_REPORT: SCREEN})
@@ -156,9 +190,14 @@ def parse_either(
     return dataclasses.replace(default or Plan(SCREEN), **changes), config
 
 
-def run(arguments: tuple[Plan | Bytes, TrainConfig]) -> int:
-    """Returns the status of `mesh_lm.commands.plan.show`, or of `plan_bytes.show`."""
+def run(arguments: Request) -> int:
+    """Returns the status of `mesh_lm.commands.plan.show`, `plan_bytes.show` or
+    `plan_replay.show`.
+    """
     options, config = arguments
+    if isinstance(options, Replayed) or config is None:
+        assert isinstance(options, Replayed)
+        return plan_replay.show(options)
     if isinstance(options, Bytes):
         return plan_bytes.show(options, config)
     # Imported here, so that a mistake in the arguments is answered first.

@@ -267,8 +267,12 @@ class Range(NamedTuple):
 
 
 def machine_of(hardware: str | Machine) -> Machine:
-    """Returns the machine itself, or that of a target's name, or of the words of --hw."""
-    return hardware if isinstance(hardware, Machine) else Machine.of(hardware)
+    """Returns the machine itself, or that of a target's name. Raises LabError for no target."""
+    if isinstance(hardware, Machine):
+        return hardware
+    if hardware not in TARGETS:
+        raise LabError(f"no target {hardware!r}{did_you_mean(hardware, list(TARGETS))}")
+    return Machine(TARGETS[hardware])
 
 
 def constants_of(target: Target) -> Iterator[tuple[str, str, str]]:
@@ -400,5 +404,3 @@ def _target(names: Sequence[str], profiles: Sequence[Profile], default: str) -> 
 def _target_of(device: str) -> str:
     by_description = {target.description: target.name for target in TARGETS.values()}
     return by_description.get(device, "")
-
-

@@ -53,7 +53,8 @@ def collective_us(one: Collective, target: Target, rates: Rates = OPTIMISTIC) ->
     latency = _latency_us(one.kind, one.group, one.nodes, rates)
     if measured is not None:
         # The latency of another group than the measured one grows as the assumed latencies do.
-        latency *= measured.latency_us / _latency_us(one.kind, measured.group, measured.nodes, rates)
+        assumed = _latency_us(one.kind, measured.group, measured.nodes, rates)
+        latency *= measured.latency_us / assumed
         slowest_bytes = network_bytes if one.nodes > 1 else nvlink_bytes
         return 1e6 * slowest_bytes / measured.bytes_per_s + latency
     transfer = max(

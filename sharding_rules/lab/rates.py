@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-
 LinkName = Literal["NVLink", "network"]
 
 

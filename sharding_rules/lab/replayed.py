@@ -1,4 +1,4 @@
-"""A report at other speeds: the compiled program is kept, and only its times are predicted again."""
+"""A report at other speeds: its compiled program is kept, and its times are predicted again."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class Replay:
             peak_flops=machine.target.flops["bf16"],
             changes=machine.changes,
             watts=machine.target.watts,
+            node=machine.target.node,
         )
 
 

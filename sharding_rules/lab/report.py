@@ -422,6 +422,8 @@ class Report:
     """The constants of the target that are not those of its data sheet or of the lab's rates."""
     watts: float = 0.0
     """Power limit of one device; 0: that of the target."""
+    node: int = 0
+    """Devices of a node; 0: those of the target."""
     program: str = ""
     """The compiled program, packed (`packed`), from which the timeline is replayed at other speeds;
     empty in reports of older versions."""
