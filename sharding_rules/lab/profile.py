@@ -165,11 +165,11 @@ def load_profile(file: str) -> Profile:
     except ValueError as error:
         raise LabError(f"{file} is no profile: it is not JSON") from error
     if not isinstance(data, dict) or not data.keys() >= _KEYS:
-        raise LabError(f"{file} is no profile; `mesh-lm bench comm --output={file}` writes one")
+        raise LabError(f"{file} is no profile; `mesh-lm bench comm --profile={file}` writes one")
     if data["format"] != FORMAT:
         raise LabError(
             f"{file} has format {data['format']}, and this version reads format {FORMAT}: measure "
-            f"again with `mesh-lm bench comm --output={file}`"
+            f"again with `mesh-lm bench comm --profile={file}`"
         )
     try:
         return _profile(data, path.name)
