@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
             *(mesh, sizes),
             kinds=kinds,
             seconds=0.005 if arguments.quick else arguments.seconds,
-            samples=3 if arguments.quick else 7,
+            samples=3 if arguments.quick else 5,
             say=processes.print_on_process0,
         ):
             processes.print_on_process0(_line(one))
