@@ -1,4 +1,4 @@
-"""`mesh-lm plan replay REPORT.json --hw=...`: a saved report on other hardware. Nothing is compiled.
+"""`mesh-lm plan replay REPORT.json --hw=...`: a saved report on other hardware, without a compile.
 
 The lab is imported when the command runs.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,14 +33,18 @@ class Replayed:
 
     POSITIONAL: ClassVar[tuple[str, ...]] = ("report",)
 
-    report: str
-    """The .json that `mesh-lm plan FILE --output=REPORT.json` has written."""
+    report: tuple[str, ...]
+    """The .json that `mesh-lm plan FILE --output=REPORT.json` has written; several with
+    --measured."""
     hw: str = ""
     """The hardware: changes of the report's target, nvlink=off,nic=25, or FILE.json, a profile that
     `mesh-lm bench comm` has measured (docs/hardware.md)."""
     what_if: bool = False
     """List what each constant does to the predicted step, instead of the report; --output=FILE.png
     draws it."""
+    measured: tuple[float, ...] = ()
+    """Measured seconds of a step, one for each report: list which constant of the hardware, changed
+    alone, would explain them."""
     tokens: float = 0.0
     """Tokens of the whole run, as 2e12: also say how many days it takes, and the energy."""
     gpu_hour: float = 0.0
@@ -51,6 +56,15 @@ class Replayed:
         endings = (PICTURE,) if self.what_if else (".html", ".json")
         if self.output and Path(self.output).suffix not in endings:
             raise ConfigError(f"--output={self.output}: expected {' or '.join(endings)}")
+        if self.measured and len(self.measured) != len(self.report):
+            raise ConfigError(
+                f"--measured has {len(self.measured)} steps for {len(self.report)} reports: give "
+                "each report its own"
+            )
+        if not all(0 < seconds < math.inf for seconds in self.measured):
+            raise ConfigError("--measured: expected seconds of a step, above 0")
+        if len(self.report) > 1 and not self.measured:
+            raise ConfigError("several reports go with --measured; give one report")
         for name in ("tokens", "gpu_hour"):
             if not getattr(self, name) >= 0:
                 option = name.replace("_", "-")
@@ -71,15 +85,26 @@ def show(options: Replayed) -> int:
     # Imported here, so that a mistake in the arguments is answered first.
     from rich.console import Console
 
-    from mesh_lm.commands.what_if import show_what_if
+    from mesh_lm.commands.what_if import show_suspects, show_what_if
     from sharding_rules.lab.replayed import Replay
     from sharding_rules.lab.saved import content, load, write
     from sharding_rules.lab.summary import headline
     from sharding_rules.lab.text import screen
 
     try:
-        saved = load(options.report)
+        all_saved = [load(file) for file in options.report]
+        saved = all_saved[0]
         machine = Machine.of(options.hw, saved.target or "h100")
+        if options.measured:
+            programs = {
+                file: Replay(Replay(one).on(machine))
+                for file, one in zip(options.report, all_saved, strict=True)
+            }
+            measured_us = {
+                file: 1e6 * seconds
+                for file, seconds in zip(options.report, options.measured, strict=True)
+            }
+            return show_suspects(measured_us, programs, machine)
         report = Replay(saved).on(machine)
         if options.what_if:
             return show_what_if(report, machine, options.output)
@@ -90,7 +115,7 @@ def show(options: Replayed) -> int:
         text = content(options.output, report, facts=facts)
         if options.output.endswith(".json"):
             data = json.loads(text)
-            text = json.dumps({**_saved_data(options.report), **data, "facts": dict(facts)})
+            text = json.dumps({**_saved_data(options.report[0]), **data, "facts": dict(facts)})
         write(options.output, text)
     except LabError as error:
         raise ConfigError(str(error)) from error
@@ -104,7 +129,7 @@ def replayed_facts(options: Replayed, report: Report) -> Iterator[tuple[str, str
     from mesh_lm.planning.run_cost import RunSize, facts_of, hardware_facts
 
     yield from hardware_facts(report)
-    run = _saved_data(options.report).get("run")
+    run = _saved_data(options.report[0]).get("run")
     if run:
         yield from facts_of(RunSize(**run), report, options.tokens, options.gpu_hour)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from mesh_lm.errors import ConfigError
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.machine import Machine
-from sharding_rules.lab.replayed import Effect, WhatIf, what_if
+from sharding_rules.lab.replayed import Effect, Replay, WhatIf, suspects, what_if
 from sharding_rules.lab.saved import require_writable
 from sharding_rules.lab.summary import changes_words
 
@@ -43,6 +43,33 @@ def show_what_if(report: Report, machine: Machine, picture: str = "") -> int:
     if picture:
         write_tornado(result, title, picture)
         print(f"wrote {picture}")
+    return 0
+
+
+def show_suspects(
+    measured_us: Mapping[str, float], programs: Mapping[str, Replay], machine: Machine
+) -> int:
+    """Prints which constant, changed alone, would explain the measured steps. Returns the status
+    0.
+    """
+    table = Table(
+        title=f"What would explain the measured steps, of {machine.name}, if it alone changed",
+        box=None,
+        padding=(0, 2, 0, 0),
+        title_justify="left",
+    )
+    table.add_column("constant")
+    for name in ("assumed", "needed", "error left"):
+        table.add_column(name, justify="right")
+    for suspect in suspects(measured_us, programs, machine):
+        constant = suspect.constant
+        table.add_row(
+            Text(constant.name),
+            Text(constant.text(suspect.usual)),
+            Text(constant.text(suspect.value)),
+            Text(f"{suspect.error:.1%}"),
+        )
+    Console().print(table)
     return 0
 
 
@@ -104,7 +131,8 @@ def write_tornado(result: WhatIf, title: str, file: str) -> None:
     for row, effect in enumerate(reversed(effects)):
         _draw(axes, row, effect, base)
     axes.axvline(base, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(effects)), [effect.constant.name for effect in reversed(effects)])
+    names = [f"{effect.constant.name} ({effect.usual_text})" for effect in reversed(effects)]
+    axes.set_yticks(range(len(effects)), names)
     axes.set_xlabel(f"seconds of a step ({PREDICTED})")
     axes.set_title(title, fontsize=10, loc="left")
     axes.margins(x=0.22)

@@ -47,7 +47,7 @@ class Constant(NamedTuple):
     rate_fields: tuple[str, ...] = ()
     """The fields of Rates that it sets."""
     is_compiled: bool = False
-    """XLA reads it: a program is compiled for one value of it, and cannot be replayed at another."""
+    """XLA reads it: a program is compiled for one value of it, and is not replayed at another."""
 
     def text(self, value: float) -> str:
         """Returns a value, in the unit of the code, as a person writes it."""

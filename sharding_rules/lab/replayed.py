@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -96,6 +97,8 @@ class Effect(NamedTuple):
     """What one constant alone does to the predicted step."""
 
     constant: Constant
+    usual_text: str
+    """The value of the unchanged step."""
     low_text: str
     high_text: str
     source: str
@@ -136,59 +139,99 @@ def what_if(report: Report, machine: Machine) -> WhatIf:
 def _effect(program: Replay, machine: Machine, one: Range) -> Effect:
     low = program.timeline(machine.target, one.low).step
     high = program.timeline(machine.target, one.high).step
-    return Effect(one.constant, one.low_text, one.high_text, one.source, low, high)
+    usual = one.constant.text(rate_value(one.constant, machine.fast))
+    return Effect(one.constant, usual, one.low_text, one.high_text, one.source, low, high)
 
 
 class Suspect(NamedTuple):
     """A constant that alone may explain measured steps."""
 
     constant: Constant
+    usual: float
+    """The value at the fast end."""
     value: float
-    """With which the predictions are nearest to the measurements, in the unit of the code."""
+    """With which the predictions are nearest to the measurements."""
     error: float
     """Mean of |predicted / measured - 1| that is left."""
+    change: float
+    """|log(value / usual)|."""
 
 
 def suspects(
     measured_us: Mapping[str, float], programs: Mapping[str, Replay], machine: Machine
 ) -> list[Suspect]:
-    """Returns which constant, changed alone, explains measured steps best: the best first.
+    """Returns which constants, changed alone, explain measured steps: the best first.
+
+    Of equally good ones that which changes least is first. Constants without an effect are left
+    out.
 
     Args:
       measured_us: microseconds of a step, by the name of its program.
-      programs: several, which use the constants differently. One program alone cannot tell two
-        slow links apart.
-      machine: whose fast rates the others keep.
+      programs: by the same names. One program alone is explained by many constants; several that
+        use the constants differently tell them apart.
+      machine: whose fast rates the other constants keep.
     """
-    found = []
-    for one in machine.ranges():
-        found.append(_best_value(one.constant, measured_us, programs, machine))
-    return sorted(found, key=lambda suspect: suspect.error)
+    fits = [_Fit(one.constant, measured_us, programs, machine) for one in machine.ranges()]
+    found = [fit.best() for fit in fits if fit.has_effect()]
+    return sorted(found, key=lambda suspect: (round(suspect.error, 3), suspect.change))
 
 
-_FACTORS = tuple(2 ** (n / 2) for n in range(-8, 9))
-"""Of a constant, first; then finer steps around the best."""
-_REFINEMENTS = 4
+_WIDEST = 8.0
+"""The factor by which a constant is tried smaller and larger."""
+_GOLDEN = (5**0.5 - 1) / 2
+_NARROWINGS = 13
+"""Of the range in which the best value is: to a hundredth of it."""
 
 
-def _best_value(
-    constant: Constant,
-    measured_us: Mapping[str, float],
-    programs: Mapping[str, Replay],
-    machine: Machine,
-) -> Suspect:
-    def error(value: float) -> float:
-        rates = moved_rates(machine.fast, constant, value)
-        errors = []
-        for name, us in measured_us.items():
-            errors.append(abs(programs[name].timeline(machine.target, rates).step / us - 1))
+class _Fit:
+    """The value of one constant with which predictions are nearest to measurements."""
+
+    def __init__(
+        self,
+        constant: Constant,
+        measured_us: Mapping[str, float],
+        programs: Mapping[str, Replay],
+        machine: Machine,
+    ) -> None:
+        self._constant = constant
+        self._measured_us = measured_us
+        self._programs = programs
+        self._machine = machine
+        self._usual = rate_value(constant, machine.fast) or 1.0
+
+    def has_effect(self) -> bool:
+        """Whether a program's step depends on the constant."""
+        slow = self._steps(self._usual / _WIDEST)
+        return slow != self._steps(self._usual * _WIDEST)
+
+    def best(self) -> Suspect:
+        """Returns the best value, by golden section on its logarithm."""
+        low = -math.log(_WIDEST)
+        high = math.log(_WIDEST)
+        inner = [high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)]
+        errors = [self._error(point) for point in inner]
+        for _ in range(_NARROWINGS):
+            if errors[0] <= errors[1]:
+                high = inner[1]
+                inner = [high - _GOLDEN * (high - low), inner[0]]
+                errors = [self._error(inner[0]), errors[0]]
+            else:
+                low = inner[0]
+                inner = [inner[1], low + _GOLDEN * (high - low)]
+                errors = [errors[1], self._error(inner[1])]
+        point = inner[0] if errors[0] <= errors[1] else inner[1]
+        return Suspect(
+            self._constant, self._usual, self._usual * math.exp(point), min(errors), abs(point)
+        )
+
+    def _error(self, point: float) -> float:
+        steps = self._steps(self._usual * math.exp(point))
+        errors = [abs(steps[name] / us - 1) for name, us in self._measured_us.items()]
         return sum(errors) / len(errors)
 
-    best = rate_value(constant, machine.fast) or 1.0
-    step = 2**0.5
-    tried = [best * factor for factor in _FACTORS]
-    best = min(tried, key=error)
-    for _ in range(_REFINEMENTS):
-        step **= 0.5
-        best = min((best / step, best, best * step), key=error)
-    return Suspect(constant, best, error(best))
+    def _steps(self, value: float) -> dict[str, float]:
+        rates = moved_rates(self._machine.fast, self._constant, value)
+        target = self._machine.target
+        return {
+            name: self._programs[name].timeline(target, rates).step for name in self._measured_us
+        }
