@@ -25,8 +25,8 @@ from sharding_rules.lab.profile import Measured, Point
 
 DTYPE = jnp.float32
 """On a CPU XLA would turn bf16 into f32 around an all-reduce, which then sends twice the bytes."""
-Local = Callable[[jax.Array], jax.Array]
-"""What one device does with its shard."""
+Collective = Callable[[jax.Array, str, int], jax.Array]
+"""(a device's shard, mesh axis, its size) -> the result on the device."""
 
 
 def _broadcast(x: jax.Array, axis: str, n: int) -> jax.Array:
@@ -64,7 +64,7 @@ def _all_to_all(x: jax.Array, axis: str, n: int) -> jax.Array:
     return lax.all_to_all(x, axis, 0, 0, tiled=True)
 
 
-COLLECTIVES: dict[str, Callable[[jax.Array, str, int], jax.Array]] = {
+COLLECTIVES: dict[str, Collective] = {
     "all-reduce": _all_reduce,
     "all-gather": _all_gather,
     "reduce-scatter": _reduce_scatter,
@@ -156,12 +156,11 @@ def looped(mesh: Mesh, axis: str, kind: str, n_local: int) -> tuple[Any, tuple[A
     collective = COLLECTIVES[kind]
     spec = P(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)
-    local = functools.partial(collective, axis=axis, n=mesh.shape[axis])
 
     def region(x: jax.Array, y: jax.Array, n_runs: jax.Array) -> tuple[jax.Array, jax.Array]:
         def body(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             x, _ = carry
-            return lax.optimization_barrier((x, local(x)))
+            return lax.optimization_barrier((x, collective(x, axis, mesh.shape[axis])))
 
         return lax.fori_loop(0, n_runs, body, (x, y))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -36,8 +35,7 @@ def measured(sizes: Sequence[int], *, seconds: float = 1.0, samples: int = 3) ->
 def _repeated(
     left: jax.Array, right: jax.Array, result: jax.Array, n_runs: jax.Array
 ) -> tuple[jax.Array, ...]:
-    body = functools.partial(_once)
-    return lax.fori_loop(0, n_runs, body, (left, right, result))
+    return lax.fori_loop(0, n_runs, _once, (left, right, result))
 
 
 def _once(_: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

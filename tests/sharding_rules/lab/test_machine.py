@@ -27,7 +27,8 @@ from sharding_rules.lab.summary import rates_words
 from sharding_rules.lab.vocabulary import NEUTRAL
 
 GATHER = (
-    "%{name} = bf16[{size}]{{0}} all-gather(%p), channel_id=1, "
+    "%s = bf16[{shard}]{{0}} parameter(2)\n"
+    "  %g = bf16[{size}]{{0}} all-gather(%s), channel_id=1, "
     "replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{0}}, use_global_device_ids=true"
 )
 MATMUL = "%d = f32[8192,8192]{1,0} dot(%m, %m), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
@@ -54,7 +55,8 @@ def saved(*lines: str, nodes: int = 1, **changes: Any) -> Report:
 
 
 def gather(n_bytes: int) -> str:
-    return GATHER.format(name="g", size=n_bytes // 2)
+    """Returns the lines of a gather to so many bytes."""
+    return GATHER.format(shard=n_bytes // 16, size=n_bytes // 2)
 
 
 def test_a_program_is_packed_without_loss() -> None:
