@@ -27,6 +27,7 @@ from sharding_rules.mesh import AXES
 
 _SMALLEST = 4 << 10
 _LARGEST = 64 << 20
+_QUICK_DEVICES = 4
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -99,7 +100,8 @@ _NOTE = (
 def _start(arguments: argparse.Namespace) -> None:
     """Starts JAX, and connects the processes that a launcher has started."""
     config = TrainConfig(DecoderConfig(), "bench_comm")
-    launch = dataclasses.replace(config.launch, cpu_devices=arguments.devices)
+    devices = arguments.devices or (_QUICK_DEVICES if arguments.quick else 0)
+    launch = dataclasses.replace(config.launch, cpu_devices=devices)
     config = dataclasses.replace(config, launch=launch)
     processes.start(config, {"bench": "comm", "mesh": arguments.mesh, "sizes": arguments.sizes})
 

@@ -23,6 +23,7 @@ from sharding_rules.lab.report import LabError
 from sharding_rules.lab.targets import TARGETS
 
 SCREEN = "screen"
+_DEFAULT_TARGET = "h100"
 _REPORT = "--plan"
 _OUTPUT = "--output"
 
@@ -34,14 +35,8 @@ class Plan:
     plan: str = ""
     """Where the report goes: the screen, or a file: .html (a page with charts), .trace.json (for
     Perfetto) or .json; also --output."""
-    target: str = "h100"
+    target: str = _DEFAULT_TARGET
     """The GPU: h100, h200, a100 or b200."""
-    hw: str = ""
-    """Other hardware than the target: h100,nvlink=off,nic=25,node=72 changes constants, FILE.json
-    is a profile that `mesh-lm bench comm` has measured (docs/hardware.md)."""
-    what_if: bool = False
-    """Move each constant of the hardware alone through its range, and list what that does to the
-    predicted step, instead of the report; --output=FILE.png draws it."""
     devices: int = 0
     """Number of GPUs; 0: the size of the mesh; if an axis is -1, the fewest complete nodes that
     hold it."""
@@ -71,6 +66,12 @@ class Plan:
     flags: str = "auto"
     """Set of XLA flags to compile with (sharding_rules/lab/flags.py); auto: the flags of the run
     (launch.xla_flags)."""
+    hw: str = ""
+    """Other hardware than the target: h100,nvlink=off,nic=25,node=72 changes constants, FILE.json
+    is a profile that `mesh-lm bench comm` has measured (docs/hardware.md)."""
+    what_if: bool = False
+    """Move each constant of the hardware alone through its range, and list what that does to the
+    predicted step, instead of the report; --output=FILE.png draws it."""
 
     def __post_init__(self) -> None:
         flag_sets = ("auto", *FLAG_SETS)
@@ -78,11 +79,11 @@ class Plan:
             raise ConfigError(
                 f"--target={self.target}: expected one of the targets {', '.join(TARGETS)}"
             )
-        if self.hw and self.target != "h100" and self.machine.target.name != self.target:
+        # Reading the machine refuses what --hw does not know.
+        if self.machine.target.name != self.target != _DEFAULT_TARGET:
             raise ConfigError(
                 f"--target={self.target} and --hw={self.hw} name two devices: leave --target out"
             )
-        _ = self.machine  # which refuses what --hw does not know
         if self.flags not in flag_sets:
             raise ConfigError(
                 f"--flags={self.flags}: expected one of the sets of flags {', '.join(flag_sets)}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -52,12 +52,8 @@ def show_suspects(
     """Prints which constant, changed alone, would explain the measured steps. Returns the status
     0.
     """
-    table = Table(
-        title=f"What would explain the measured steps, of {machine.name}, if it alone changed",
-        box=None,
-        padding=(0, 2, 0, 0),
-        title_justify="left",
-    )
+    title = f"What would explain the measured steps, of {machine.name}, if it alone changed"
+    table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("constant")
     for name in ("assumed", "needed", "error left"):
         table.add_column(name, justify="right")
@@ -69,21 +65,13 @@ def show_suspects(
             Text(constant.text(suspect.value)),
             Text(f"{suspect.error:.1%}"),
         )
-    Console().print(table)
+    Console().print(Group(Text(title), table))
     return 0
 
 
 def effects_table(result: WhatIf, title: str) -> RenderableType:
     """Returns the table: each constant, its range, and the step at both ends of it."""
-    table = Table(
-        title=f"{title}: step {_seconds(result.base_us)}, {PREDICTED}",
-        caption="Each constant moves alone, the others stay at their fast ends. The program stays "
-        "as it was compiled.",
-        box=None,
-        padding=(0, 2, 0, 0),
-        title_justify="left",
-        caption_justify="left",
-    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("constant", "from", "to"):
         table.add_column(name)
     for name in ("step", "step", "effect"):
@@ -102,9 +90,14 @@ def effects_table(result: WhatIf, title: str) -> RenderableType:
         )
         table.add_row(*map(Text, cells))
     names = [effect.constant.name for effect in result.effects if effect not in shown]
+    foot = (
+        "Each constant moves alone, and the others stay at their fast ends. The program stays as "
+        "it was compiled."
+    )
     if names:
-        table.add_row(Text(f"below {_SMALL:.2%}: {', '.join(names)}"), style="dim")
-    return table
+        foot += f" Below {_SMALL:.2%}: {', '.join(names)}."
+    head = f"{title}: step {_seconds(result.base_us)}, {PREDICTED}"
+    return Group(Text(head), table, Text(foot))
 
 
 def _seconds(us: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import statistics
@@ -30,9 +29,11 @@ Collective = Callable[[jax.Array, str, int], jax.Array]
 
 
 def _broadcast(x: jax.Array, axis: str, n: int) -> jax.Array:
-    if jax.default_backend() != "cpu":
-        return lax.pbroadcast(x, (axis,), 0)
-    # XLA has no broadcast for CPUs: in each round the devices that have the array send it on.
+    return lax.pbroadcast(x, (axis,), 0)
+
+
+def _broadcast_in_rounds(x: jax.Array, axis: str, n: int) -> jax.Array:
+    """Returns what `_broadcast` does. In each round the devices that have the array send it on."""
     position = lax.axis_index(axis)
     n_done = 1
     while n_done < n:
@@ -144,16 +145,22 @@ def _point(mesh: Mesh, axis: str, kind: str, size: int, seconds: float, samples:
     return Point(payload, wire_bytes(kind, payload, n), us, spread)
 
 
-def looped(mesh: Mesh, axis: str, kind: str, n_local: int) -> tuple[Any, tuple[Any, ...]]:
+def looped(
+    mesh: Mesh, axis: str, kind: str, n_local: int, *, abstract: bool = False
+) -> tuple[Any, tuple[Any, ...]]:
     """Returns a program that runs a collective as often as its last argument says, and its first
     two arguments, which it takes over.
 
     A barrier makes each run wait for the one before it, and keeps XLA from moving the collective
     out of the loop.
 
-    n_local: elements of a device's shard.
+    Args:
+      n_local: elements of a device's shard.
+      abstract: the arguments are shapes, for devices that are not here.
     """
     collective = COLLECTIVES[kind]
+    if kind == "collective-broadcast" and mesh.devices.flat[0].platform == "cpu":
+        collective = _broadcast_in_rounds  # XLA has no broadcast for CPUs
     spec = P(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)
 
@@ -168,8 +175,9 @@ def looped(mesh: Mesh, axis: str, kind: str, n_local: int) -> tuple[Any, tuple[A
         region, mesh=mesh, in_specs=(spec, spec, P()), out_specs=(spec, spec), check_vma=False
     )
     n_result = _result_elements(kind, n_local, mesh.shape[axis])
-    x = _zeros(n_local * mesh.size, sharding)
-    y = _zeros(n_result * mesh.size, sharding)
+    make = _shape if abstract else _zeros
+    x = make(n_local * mesh.size, sharding)
+    y = make(n_result * mesh.size, sharding)
     return jax.jit(in_region, donate_argnums=(0, 1)), (x, y)
 
 
@@ -180,7 +188,12 @@ def _result_elements(kind: str, n_local: int, n: int) -> int:
 
 
 def _zeros(n_elements: int, sharding: NamedSharding) -> jax.Array:
-    return jax.jit(functools.partial(jnp.zeros, n_elements, DTYPE), out_shardings=sharding)()
+    shard = np.zeros(sharding.shard_shape((n_elements,)), DTYPE)
+    return jax.make_array_from_callback((n_elements,), sharding, lambda index: shard)
+
+
+def _shape(n_elements: int, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((n_elements,), DTYPE, sharding=sharding)
 
 
 def median_us(
