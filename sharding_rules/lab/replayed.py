@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from sharding_rules.lab import hlo
 from sharding_rules.lab.machine import Constant, Machine, Range, moved_rates, rate_value
 from sharding_rules.lab.provenance import Provenance
@@ -176,11 +178,11 @@ def suspects(
     return sorted(found, key=lambda suspect: (round(suspect.error, 3), suspect.change))
 
 
-_WIDEST = 8.0
-"""The factor by which a constant is tried smaller and larger."""
-_GOLDEN = (5**0.5 - 1) / 2
-_NARROWINGS = 13
-"""Of the range in which the best value is: to a hundredth of it."""
+_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
+"""By which a constant is tried smaller and larger. Between two of them a step is linear in the time
+that the constant stands for, but for what compute hides."""
+_GRID = 2000
+"""Values between the smallest and the largest of which the best is taken."""
 
 
 class _Fit:
@@ -198,39 +200,49 @@ class _Fit:
         self._programs = programs
         self._machine = machine
         self._usual = rate_value(constant, machine.fast) or 1.0
+        self._slowest = self._steps(1 / 8)
+        self._fastest = self._steps(8.0)
 
     def has_effect(self) -> bool:
         """Whether a program's step depends on the constant."""
-        slow = self._steps(self._usual / _WIDEST)
-        return slow != self._steps(self._usual * _WIDEST)
+        return self._slowest != self._fastest
 
     def best(self) -> Suspect:
-        """Returns the best value, by golden section on its logarithm."""
-        low = -math.log(_WIDEST)
-        high = math.log(_WIDEST)
-        inner = [high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)]
-        errors = [self._error(point) for point in inner]
-        for _ in range(_NARROWINGS):
-            if errors[0] <= errors[1]:
-                high = inner[1]
-                inner = [high - _GOLDEN * (high - low), inner[0]]
-                errors = [self._error(inner[0]), errors[0]]
-            else:
-                low = inner[0]
-                inner = [inner[1], low + _GOLDEN * (high - low)]
-                errors = [errors[1], self._error(inner[1])]
-        point = inner[0] if errors[0] <= errors[1] else inner[1]
+        """Returns the best value, from steps that are interpolated, and its error from a replay."""
+        steps = {1 / 8: self._slowest, 8.0: self._fastest}
+        for factor in _FACTORS:
+            steps.setdefault(factor, self._steps(factor))
+        factors = np.geomspace(_FACTORS[0], _FACTORS[-1], _GRID)
+        times = self._times(factors)
+        order = np.argsort(times)
+        errors = np.zeros(_GRID)
+        tried = sorted(_FACTORS, key=lambda factor: float(self._times(np.array(factor))))
+        for name, us in self._measured_us.items():
+            at = np.array([self._times(np.array(factor)) for factor in tried])
+            known = np.array([steps[factor][name] for factor in tried])
+            interpolated = np.empty(_GRID)
+            interpolated[order] = np.interp(times[order], at, known)
+            errors += np.abs(interpolated / us - 1)
+        factor = float(factors[errors.argmin()])
         return Suspect(
-            self._constant, self._usual, self._usual * math.exp(point), min(errors), abs(point)
+            constant=self._constant,
+            usual=self._usual,
+            value=self._usual * factor,
+            error=self._error(factor),
+            change=abs(math.log(factor)),
         )
 
-    def _error(self, point: float) -> float:
-        steps = self._steps(self._usual * math.exp(point))
+    def _times(self, factors: np.ndarray) -> np.ndarray:
+        """Returns what the time is proportional to: microseconds themselves, or 1 / share."""
+        return factors if self._constant.unit else 1 / factors
+
+    def _error(self, factor: float) -> float:
+        steps = self._steps(factor)
         errors = [abs(steps[name] / us - 1) for name, us in self._measured_us.items()]
         return sum(errors) / len(errors)
 
-    def _steps(self, value: float) -> dict[str, float]:
-        rates = moved_rates(self._machine.fast, self._constant, value)
+    def _steps(self, factor: float) -> dict[str, float]:
+        rates = moved_rates(self._machine.fast, self._constant, factor * self._usual)
         target = self._machine.target
         return {
             name: self._programs[name].timeline(target, rates).step for name in self._measured_us
