@@ -135,7 +135,7 @@ def replayed_facts(options: Replayed, report: Report) -> Iterator[tuple[str, str
 
 
 _OF_THE_RUN = ("run", "state")
-"""What a saved plan says of the run, which other hardware does not change."""
+"""Keys of a saved plan that other hardware does not change."""
 
 
 def _saved_data(file: str) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def write_tornado(result: WhatIf, title: str, file: str) -> None:
 
 
 _COLOURS = ("tab:blue", "tab:orange")
-"""Of the end of a range at which the step is shorter, and longer, than the unchanged one."""
+"""Colours of the ends at which a step is shorter, and longer, than the unchanged one."""
 
 
 def _draw(axes: Any, row: int, effect: Effect, base: float) -> None:

@@ -156,7 +156,7 @@ def looped(
 
     Args:
       n_local: elements of a device's shard.
-      abstract: the arguments are shapes, for devices that are not here.
+      abstract: the arguments are shapes, for absent devices.
     """
     collective = COLLECTIVES[kind]
     if kind == "collective-broadcast" and mesh.devices.flat[0].platform == "cpu":

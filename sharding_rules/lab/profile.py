@@ -26,7 +26,7 @@ class Fit(NamedTuple):
 
     latency_us: float
     bytes_per_s: float
-    """Of the bytes that a device sends in a ring (bus bandwidth)."""
+    """Bandwidth of the bytes that a device sends in a ring (bus bandwidth)."""
     error: float
     """Mean of |fitted / measured - 1|."""
 
@@ -67,7 +67,7 @@ class Matmul:
     us: float
     flops_per_s: float
     share: float | None
-    """Of the peak on the data sheet; None where the device's peak is not known."""
+    """Share of the peak on the data sheet; None where the device's peak is not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Profile:
     def link_rates(self) -> dict[tuple[str, LinkName], LinkRate]:
         """Returns the speed of each kind of collective over each kind of link.
 
-        Of several axes over the same kind of link, the one with the most devices counts.
+        Where several axes have the same kind of link, the one with the most devices counts.
         """
         rates: dict[tuple[str, LinkName], LinkRate] = {}
         for one in sorted(self.collectives, key=lambda one: one.group):

@@ -30,6 +30,7 @@ PAGES = (
     "docs/sharding.md",
     "docs/errors.md",
     "docs/experts.md",
+    "docs/hardware.md",
     "docs/lab.md",
     "docs/planner.md",
     "docs/tours/from_megatron.md",
@@ -63,6 +64,7 @@ def tables() -> dict[str, Any]:
     from tests.docs import (
         closed_form_tables,
         expert_tables,
+        hardware_tables,
         planner_tables,
         preset_tables,
         rate_tables,
@@ -82,6 +84,7 @@ def tables() -> dict[str, Any]:
         **preset_tables.TABLES,
         **expert_tables.TABLES,
         **rate_tables.TABLES,
+        **hardware_tables.TABLES,
         **planner_tables.TABLES,
         **argument_tables,
     }
