@@ -79,11 +79,7 @@ class Plan:
             raise ConfigError(
                 f"--target={self.target}: expected one of the targets {', '.join(TARGETS)}"
             )
-        # Reading the machine refuses what --hw does not know.
-        if self.machine.target.name != self.target != _DEFAULT_TARGET:
-            raise ConfigError(
-                f"--target={self.target} and --hw={self.hw} name two devices: leave --target out"
-            )
+        self._require_hardware()
         if self.flags not in flag_sets:
             raise ConfigError(
                 f"--flags={self.flags}: expected one of the sets of flags {', '.join(flag_sets)}"
@@ -118,11 +114,19 @@ class Plan:
 
     @functools.cached_property
     def machine(self) -> Machine:
-        """The target with the changes of --hw. Raises ConfigError for what it does not know."""
-        try:
-            return Machine.of(self.hw, self.target)
-        except LabError as error:
-            raise ConfigError(str(error)) from error
+        """The target with the changes of --hw. Raises ConfigError for a profile that cannot be
+        read, or is of other hardware.
+        """
+        return _machine(self.hw, self.target)
+
+    def _require_hardware(self) -> None:
+        """Raises ConfigError for words of --hw that nobody knows. Profiles are read later."""
+        words = [word for word in self.hw.split(",") if not word.endswith(".json")]
+        machine = _machine(",".join(words), self.target)
+        if machine.target.name != self.target != _DEFAULT_TARGET:
+            raise ConfigError(
+                f"--target={self.target} and --hw={self.hw} name two devices: leave --target out"
+            )
 
     def _require_search(self) -> None:
         """Raises ConfigError for options of a plan that a search has no use for."""
@@ -138,6 +142,13 @@ class Plan:
                 raise ConfigError(
                     f"{option} does not go with --best: plan the layout that it finds"
                 )
+
+
+def _machine(words: str, target: str) -> Machine:
+    try:
+        return Machine.of(words, target)
+    except LabError as error:
+        raise ConfigError(str(error)) from error
 
 
 Request = tuple["Plan | Bytes | Replayed", "TrainConfig | None"]
