@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from mesh_lm.commands import command_line, plan_bytes, plan_replay
 from mesh_lm.commands.options import HELP, print_help
 from mesh_lm.commands.plan_bytes import Bytes
-from mesh_lm.commands.plan_replay import PICTURE, Replayed
+from mesh_lm.commands.plan_replay import PICTURE, Replayed, require_cost
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
 from sharding_rules.lab.flags import FLAG_SETS
@@ -84,11 +83,7 @@ class Plan:
             raise ConfigError(
                 f"--flags={self.flags}: expected one of the sets of flags {', '.join(flag_sets)}"
             )
-        for name in ("tokens", "gpu_hour"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                option = name.replace("_", "-")
-                raise ConfigError(f"--{option}={value:g}: expected a number of at least 0")
+        require_cost(self.tokens, self.gpu_hour)
         if self.compiles < 0:
             raise ConfigError(f"--compiles={self.compiles}: a search compiles at least 1 program")
         if self.max_tensor < 0:

@@ -55,20 +55,25 @@ class Replayed:
     def __post_init__(self) -> None:
         endings = (PICTURE,) if self.what_if else (".html", ".json")
         if self.output and Path(self.output).suffix not in endings:
-            raise ConfigError(f"--output={self.output}: expected {' or '.join(endings)}")
+            words = " or ".join(endings)
+            raise ConfigError(f"--output={self.output}: the replay is a file that ends in {words}")
         if self.measured and len(self.measured) != len(self.report):
             raise ConfigError(
-                f"--measured has {len(self.measured)} steps for {len(self.report)} reports: give "
-                "each report its own"
+                "give each report its own measured step: there are "
+                f"{len(self.measured)} for {len(self.report)} reports"
             )
         if not all(0 < seconds < math.inf for seconds in self.measured):
             raise ConfigError("--measured: expected seconds of a step, above 0")
         if len(self.report) > 1 and not self.measured:
             raise ConfigError("several reports go with --measured; give one report")
-        for name in ("tokens", "gpu_hour"):
-            if not getattr(self, name) >= 0:
-                option = name.replace("_", "-")
-                raise ConfigError(f"--{option}: expected a number of at least 0")
+        require_cost(self.tokens, self.gpu_hour)
+
+
+def require_cost(tokens: float, gpu_hour: float) -> None:
+    """Raises ConfigError for less than no tokens, or a price below 0."""
+    for option, value in (("tokens", tokens), ("gpu-hour", gpu_hour)):
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"--{option}={value:g}: expected a number of at least 0")
 
 
 def parse(argv: Sequence[str], prog: str) -> Replayed:

@@ -64,12 +64,18 @@ def test_mistakes_in_a_plan(options: dict[str, str], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"output": "x.png"}, "--output=x.png: expected .html or .json"),
-        ({"output": "x.json", "what_if": True}, "--output=x.json: expected .png"),
-        ({"measured": (1.0, 2.0)}, "--measured has 2 steps for 1 reports"),
+        ({"output": "x.png"}, "--output=x.png: the replay is a file that ends in .html or .json"),
+        (
+            {"output": "x.json", "what_if": True},
+            "--output=x.json: the replay is a file that ends in .png",
+        ),
+        (
+            {"measured": (1.0, 2.0)},
+            "give each report its own measured step: there are 2 for 1 reports",
+        ),
         ({"measured": (0.0,)}, "--measured: expected seconds of a step, above 0"),
         ({"report": ("a.json", "b.json")}, "several reports go with --measured"),
-        ({"tokens": -1.0}, "--tokens: expected a number of at least 0"),
+        ({"tokens": -1.0}, "--tokens=-1: expected a number of at least 0"),
     ],
 )
 def test_mistakes_in_a_replay(options: dict[str, str], message: str) -> None:
