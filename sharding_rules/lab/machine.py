@@ -69,7 +69,7 @@ CONSTANTS = (
     ),
     Constant(
         "memory", " GiB", "memory of one GPU",
-        2**30, "what the driver reports", ("hbm",), is_compiled=True,
+        2**30, _DATA_SHEET, ("hbm",), is_compiled=True,
     ),
     Constant(
         "bandwidth", " GB/s", "bytes/s between a GPU and its memory",

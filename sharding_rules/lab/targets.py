@@ -66,8 +66,8 @@ class Target:
     network: float
     """Bytes/s in one direction between nodes: one 400 Gb/s port per GPU is 50e9."""
     pcie: float
-    """Bytes/s in one direction of the bus that connects the GPU to its host. GPUs of a node without
-    NVLink send over it."""
+    """Bytes/s in one direction of the bus that connects the GPU to its host, over which GPUs of a
+    node without NVLink send: PCIe of generation 4 (A100) or 5 (data sheets; assumed for a B200)."""
     watts: float
     """Power limit of one GPU."""
     l2: int
