@@ -1,4 +1,4 @@
-"""What `mesh-lm bench comm` and `mesh-lm bench matmul` have measured on one kind of hardware.
+"""Speeds of links and matmuls that were measured on one kind of hardware.
 
 A profile is a JSON file. Its speeds take the place of those that the lab assumes.
 """
@@ -165,11 +165,11 @@ def load_profile(file: str) -> Profile:
     except ValueError as error:
         raise LabError(f"{file} is no profile: it is not JSON") from error
     if not isinstance(data, dict) or not data.keys() >= _KEYS:
-        raise LabError(f"{file} is no profile; `mesh-lm bench comm --profile={file}` writes one")
+        raise LabError(f"{file} is no profile: it names no format, platform, device and date")
     if data["format"] != FORMAT:
         raise LabError(
             f"{file} has format {data['format']}, and this version reads format {FORMAT}: measure "
-            f"again with `mesh-lm bench comm --profile={file}`"
+            "the profile again"
         )
     try:
         return _profile(data, path.name)

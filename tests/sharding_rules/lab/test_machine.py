@@ -323,7 +323,7 @@ def test_a_profile_that_does_not_fit_is_refused(
 
 def test_other_files_are_no_profiles(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
-    for text, message in (("{", "it is not JSON"), ("[]", "is no profile; `mesh-lm bench comm")):
+    for text, message in (("{", "it is not JSON"), ("[]", "is no profile: it names no format")):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(LabError, match=message):
             load_profile(str(file))
