@@ -19,6 +19,7 @@ from rich.console import Console
 from mesh_lm.commands import command_line
 from mesh_lm.commands.plan_options import SCREEN as SCREEN
 from mesh_lm.commands.plan_options import Plan as Plan
+from mesh_lm.commands.what_if import show_what_if
 from mesh_lm.config import TrainConfig
 from mesh_lm.config.layout import saved_layout
 from mesh_lm.errors import ConfigError
@@ -40,9 +41,10 @@ from sharding_rules.lab.fixes import Candidate, Fix, rank
 from sharding_rules.lab.flags import options
 from sharding_rules.lab.lint import Finding, lint
 from sharding_rules.lab.lint_reductions import reduced
+from sharding_rules.lab.machine import Machine
 from sharding_rules.lab.saved import TRACE, content, load, require_writable, write
 from sharding_rules.lab.summary import alike, amount, flop, headline, ratios, whose
-from sharding_rules.lab.targets import TARGETS, require_whole_nodes
+from sharding_rules.lab.targets import require_whole_nodes
 from sharding_rules.lab.text import screen
 from sharding_rules.lab.why import why
 
@@ -63,13 +65,13 @@ def show(plan: Plan, config: TrainConfig) -> int:
     jax.config.update("jax_platforms", "cpu")
     if plan.best:
         return show_best(plan, config)
-    n_devices = devices_for(config, plan.devices)
+    n_devices = devices_for(config, plan.devices, plan.machine.target.node)
     flags = _flag_set(plan, config)
 
     def compile_changed(changed: TrainConfig) -> Report:
         try:
             changed_flags = options(_flag_set(plan, changed))
-            return compile_config(changed, plan.target, n_devices, changed_flags)
+            return compile_config(changed, plan.machine, n_devices, changed_flags)
         except ShardingRuleError as error:
             # Rules that lack a row for an axis of the user's own model.
             raise LabError(str(error)) from error
@@ -78,21 +80,25 @@ def show(plan: Plan, config: TrainConfig) -> int:
         if plan.plan != SCREEN:
             require_writable(plan.plan)
         against = _against(plan, n_devices) if plan.against else None
-        program = Program.of(config, plan.target, n_devices)
+        program = Program.of(config, plan.machine, n_devices)
         if plan.plan != SCREEN:
-            _log(f"compiling {Path(config.output).name} for {n_devices:,} x {plan.target}")
+            _log(f"compiling {Path(config.output).name} for {n_devices:,} x {plan.machine.name}")
         report = program.compile(options(flags))
+        if plan.what_if:
+            return show_what_if(report, plan.machine, "" if plan.plan == SCREEN else plan.plan)
         outer_report = program.compile_outer(options(flags))
         # Before the search for fixes, which may be interrupted.
         if plan.plan != SCREEN or not report.fits:
-            _log(f"{report.name} on {n_devices:,} x {plan.target}: {headline(report)}")
+            _log(f"{report.name} on {n_devices:,} x {plan.machine.name}: {headline(report)}")
         findings = lint(report, config.rules, program.layout.axes)
         fixes: Sequence[Fix] = ()
         if not report.fits:
-            fixes = rank(
-                report, fix_candidates(config, report, n_devices, compile_changed), say=_log
+            candidates_of_run = fix_candidates(
+                config, report, n_devices, compile_changed, plan.machine
             )
+            fixes = rank(report, candidates_of_run, say=_log)
         facts = [
+            *run_cost.hardware_facts(report),
             *_facts(config, report),
             *run_cost.report_facts(config, report, plan.tokens, plan.gpu_hour),
             *state_bytes.report_facts(program.declared),
@@ -103,13 +109,14 @@ def show(plan: Plan, config: TrainConfig) -> int:
             facts += largest_microbatch(
                 *(config, n_devices, compile_changed),
                 say=_log,
-                on_paper=lambda changed: best.peak_on_paper(changed, n_devices, plan.target),
+                on_paper=lambda changed: best.peak_on_paper(changed, n_devices, plan.machine),
             )
         comparison = why(report, against) if against else ""
     except LabError as error:
         raise ConfigError(str(error)) from error
     state = {name: part.nbytes for name, part in program.declared.items()}
-    _write(plan, report, findings, fixes, facts, state)
+    run = run_cost.RunSize.of(config)
+    _write(plan, report, findings, fixes, facts, state, run)
     if comparison:
         print(comparison)
     if not report.fits:
@@ -122,11 +129,12 @@ def fix_candidates(
     report: Report,
     n_devices: int,
     compiled: Callable[[TrainConfig], Report],
+    hardware: str | Machine = "",
 ) -> Iterator[Candidate]:
     """Yields what may make a run fit: the layout that is expected to be the fastest that fits, and
     then single changes and pairs.
     """
-    layout = best.fitting_candidate(config, report, compiled)
+    layout = best.fitting_candidate(config, report, compiled, hardware)
     if layout:
         yield layout
     yield from candidates(config, n_devices, compiled)
@@ -138,12 +146,13 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
 
     Raises ConfigError as `show`, also if nothing fits, and for what a search cannot do.
     """
-    n_devices = devices_for(config, plan.devices)
+    machine = plan.machine
+    n_devices = devices_for(config, plan.devices, machine.target.node)
 
     def compiled(changed: TrainConfig) -> Report:
         flags = options(_flag_set(plan, changed))
         try:
-            return compile_config(changed, plan.target, n_devices, flags)
+            return compile_config(changed, machine, n_devices, flags)
         except (ConfigError, ShardingRuleError) as error:
             raise LabError(str(error)) from error
 
@@ -151,19 +160,19 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
     try:
         if plan.save:
             require_writable(plan.save)
-        require_whole_nodes(TARGETS[plan.target], n_devices)
-        mesh_for(plan.target, n_devices)  # first, as without a compiler nothing is worth a try
+        require_whole_nodes(machine.target, n_devices)
+        mesh_for(machine, n_devices)  # first, as without a compiler nothing is worth a try
         no_formulas = best.why_only_compiled(config)
         find = functools.partial(climb, reason=no_formulas) if no_formulas else best.search
         found = find(
-            *(config, n_devices, plan.target, compiled),
+            *(config, n_devices, machine, compiled),
             compiles=plan.compiles or best.COMPILES,
             kept=kept,
             most_tensor=plan.max_tensor,
             say=_log,
         )
         if plan.save and found.best:
-            write(plan.save, _layout(found.best, config, n_devices, plan.target))
+            write(plan.save, _layout(found.best, config, n_devices, machine.name))
     except LabError as error:
         raise ConfigError(str(error)) from error
     console = Console()
@@ -182,7 +191,7 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
         tried = [*found.trials, *([found.committed] if found.committed else [])]
         smallest = min((trial.report for trial in tried), key=lambda report: report.peak_bytes)
         fewest = best.fewest_devices(
-            *(config, n_devices, plan.target), kept=kept, most_tensor=plan.max_tensor
+            *(config, n_devices, machine), kept=kept, most_tensor=plan.max_tensor
         )
         advice = f"\n  - on paper it fits from {fewest:,} devices on" if fewest else ""
         raise ConfigError(refusal(smallest, ()) + advice)
@@ -204,7 +213,7 @@ def _log(text: str) -> None:
 
 
 def _flag_set(plan: Plan, config: TrainConfig) -> str:
-    return flags_of(config, plan.target) if plan.flags == "auto" else plan.flags
+    return flags_of(config, plan.machine.target.name) if plan.flags == "auto" else plan.flags
 
 
 def _against(plan: Plan, n_devices: int) -> Report:
@@ -223,7 +232,7 @@ def _against(plan: Plan, n_devices: int) -> Report:
     if not devices and -1 in config.mesh.sizes().values():
         devices = n_devices
     flags = options(_flag_set(plan, config))
-    report = compile_config(config, plan.target, devices_for(config, devices), flags)
+    report = compile_config(config, plan.machine, devices_for(config, devices), flags)
     return dataclasses.replace(report, name=Path(plan.against).stem)
 
 
@@ -279,6 +288,7 @@ def _write(
     fixes: Sequence[Fix],
     facts: Sequence[Fact],
     state: Mapping[str, int],
+    run: run_cost.RunSize,
 ) -> None:
     """Prints the report, or writes it to the plan's file."""
     if plan.plan == SCREEN:
@@ -295,6 +305,7 @@ def _write(
                 "fixes": [_plain(fix) for fix in fixes],
                 "facts": dict(facts),
                 "state": state,
+                "run": run._asdict(),
                 "ratios": ratios(report),
             }
         )

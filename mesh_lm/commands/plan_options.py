@@ -6,19 +6,23 @@ Flax and the lab are imported when the commands run.
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from mesh_lm.commands import command_line, plan_bytes
+from mesh_lm.commands import command_line, plan_bytes, plan_replay
 from mesh_lm.commands.options import HELP, print_help
 from mesh_lm.commands.plan_bytes import Bytes
+from mesh_lm.commands.plan_replay import PICTURE, Replayed, require_cost
 from mesh_lm.config import TrainConfig
 from mesh_lm.errors import ConfigError
 from sharding_rules.lab.flags import FLAG_SETS
+from sharding_rules.lab.machine import Machine
+from sharding_rules.lab.report import LabError
 from sharding_rules.lab.targets import TARGETS
 
 SCREEN = "screen"
+_DEFAULT_TARGET = "h100"
 _REPORT = "--plan"
 _OUTPUT = "--output"
 
@@ -30,7 +34,7 @@ class Plan:
     plan: str = ""
     """Where the report goes: the screen, or a file: .html (a page with charts), .trace.json (for
     Perfetto) or .json; also --output."""
-    target: str = "h100"
+    target: str = _DEFAULT_TARGET
     """The GPU: h100, h200, a100 or b200."""
     devices: int = 0
     """Number of GPUs; 0: the size of the mesh; if an axis is -1, the fewest complete nodes that
@@ -61,6 +65,12 @@ class Plan:
     flags: str = "auto"
     """Set of XLA flags to compile with (sharding_rules/lab/flags.py); auto: the flags of the run
     (launch.xla_flags)."""
+    hw: str = ""
+    """Other hardware than the target: h100,nvlink=off,nic=25,node=72 changes constants, FILE.json
+    is a profile that `mesh-lm bench comm` has measured (docs/hardware.md)."""
+    what_if: bool = False
+    """Move each constant of the hardware alone through its range, and list what that does to the
+    predicted step, instead of the report; --output=FILE.png draws it."""
 
     def __post_init__(self) -> None:
         flag_sets = ("auto", *FLAG_SETS)
@@ -68,15 +78,12 @@ class Plan:
             raise ConfigError(
                 f"--target={self.target}: expected one of the targets {', '.join(TARGETS)}"
             )
+        self._require_hardware()
         if self.flags not in flag_sets:
             raise ConfigError(
                 f"--flags={self.flags}: expected one of the sets of flags {', '.join(flag_sets)}"
             )
-        for name in ("tokens", "gpu_hour"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                option = name.replace("_", "-")
-                raise ConfigError(f"--{option}={value:g}: expected a number of at least 0")
+        require_cost(self.tokens, self.gpu_hour)
         if self.compiles < 0:
             raise ConfigError(f"--compiles={self.compiles}: a search compiles at least 1 program")
         if self.max_tensor < 0:
@@ -91,10 +98,29 @@ class Plan:
             raise ConfigError(f"--save={self.save}: the layout is a file that ends in .json")
         if self.devices < 0:
             raise ConfigError(f"--devices={self.devices}: a plan is for at least 1 device")
-        if self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):
+        if self.what_if:
+            if self.plan != SCREEN and Path(self.plan).suffix != PICTURE:
+                raise ConfigError(f"{self.plan}: a what-if is drawn to a file that ends in .png")
+        elif self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):
             raise ConfigError(
                 f"{self.plan}: the report is a file that ends in .html or .json; without a file it "
                 "goes to the screen"
+            )
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        """The target with the changes of --hw. Raises ConfigError for a profile that cannot be
+        read, or is of other hardware.
+        """
+        return _machine(self.hw, self.target)
+
+    def _require_hardware(self) -> None:
+        """Raises ConfigError for words of --hw that nobody knows. Profiles are read later."""
+        words = [word for word in self.hw.split(",") if not word.endswith(".json")]
+        machine = _machine(",".join(words), self.target)
+        if machine.target.name != self.target != _DEFAULT_TARGET:
+            raise ConfigError(
+                f"--target={self.target} and --hw={self.hw} name two devices: leave --target out"
             )
 
     def _require_search(self) -> None:
@@ -104,6 +130,7 @@ class Plan:
             "--against": bool(self.against),
             "--max-microbatch": self.max_microbatch,
             "--flags": self.flags != "auto",
+            "--what-if": self.what_if,
         }
         for option, is_given in others.items():
             if is_given:
@@ -112,13 +139,26 @@ class Plan:
                 )
 
 
-def parse(argv: Sequence[str], prog: str) -> tuple[Plan | Bytes, TrainConfig]:
+def _machine(words: str, target: str) -> Machine:
+    try:
+        return Machine.of(words, target)
+    except LabError as error:
+        raise ConfigError(str(error)) from error
+
+
+Request = tuple["Plan | Bytes | Replayed", "TrainConfig | None"]
+"""Options, and the run; a saved report needs no run."""
+
+
+def parse(argv: Sequence[str], prog: str) -> Request:
     """Returns the plan, or the options of `mesh-lm plan bytes`, and the run on the command line of
-    `mesh-lm plan`. Raises ConfigError.
+    `mesh-lm plan`; for `mesh-lm plan replay` its options alone. Raises ConfigError.
 
     --output=FILE names the report; the run's own directory is --config.output. A config of the name
-    bytes is chosen by its path, or by --config.
+    bytes or replay is chosen by its path, or by --config.
     """
+    if argv and argv[0] == plan_replay.COMMAND:
+        return plan_replay.parse(argv[1:], f"{prog} {plan_replay.COMMAND}"), None
     if argv and argv[0] == plan_bytes.COMMAND:
         return plan_bytes.parse(argv[1:], f"{prog} {plan_bytes.COMMAND}")
     words = []
@@ -143,7 +183,8 @@ def parse_either(
             Plan,
             "What a run would do on GPUs, without them. FILE and its options are those of "
             "`mesh-lm train --help`. `mesh-lm plan bytes FILE` compiles nothing, and lists what "
-            "one step sends.",
+            "one step sends. `mesh-lm plan replay REPORT.json --hw=...` predicts the times of a "
+            "saved report on other hardware.",
             prog,
         )
     config, changes = command_line.parse_with(Plan, argv, prog=prog, alone={_REPORT: SCREEN})
@@ -156,9 +197,14 @@ def parse_either(
     return dataclasses.replace(default or Plan(SCREEN), **changes), config
 
 
-def run(arguments: tuple[Plan | Bytes, TrainConfig]) -> int:
-    """Returns the status of `mesh_lm.commands.plan.show`, or of `plan_bytes.show`."""
+def run(arguments: Request) -> int:
+    """Returns the status of `mesh_lm.commands.plan.show`, `plan_bytes.show` or
+    `plan_replay.show`.
+    """
     options, config = arguments
+    if isinstance(options, Replayed) or config is None:
+        assert isinstance(options, Replayed)
+        return plan_replay.show(options)
     if isinstance(options, Bytes):
         return plan_bytes.show(options, config)
     # Imported here, so that a mistake in the arguments is answered first.

@@ -37,10 +37,10 @@ from mesh_lm.training.check import check
 from sharding_rules import REDUCTIONS, ShardingRuleError, did_you_mean, preset
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Candidate
-from sharding_rules.lab.rates import OPTIMISTIC, Rates
+from sharding_rules.lab.machine import Machine, machine_of
+from sharding_rules.lab.rates import Rates
 from sharding_rules.lab.report import MARGIN
 from sharding_rules.lab.side_by_side import compiled_side_by_side, parallel
-from sharding_rules.lab.targets import TARGETS
 
 TIE = 0.03
 """Share of the step within which two layouts are equally fast, for all that a prediction says."""
@@ -123,7 +123,7 @@ def _fastest(trials: Sequence[Trial]) -> Trial | None:
 def fewest_devices(
     config: TrainConfig,
     n_devices: int,
-    target: str,
+    target: str | Machine,
     kept: Mapping[str, float] | None = None,
     most_tensor: int = 0,
 ) -> int | None:
@@ -142,7 +142,7 @@ def fewest_devices(
     return None
 
 
-def peak_on_paper(config: TrainConfig, n_devices: int, target: str) -> float | None:
+def peak_on_paper(config: TrainConfig, n_devices: int, target: str | Machine) -> float | None:
     """Returns the bytes that a run needs at its peak, on paper; None without formulas."""
     sizes = ModelSizes.of(config)
     row = layout_of(config, n_devices)
@@ -152,7 +152,10 @@ def peak_on_paper(config: TrainConfig, n_devices: int, target: str) -> float | N
 
 
 def fitting_candidate(
-    config: TrainConfig, report: Report, compiled: Callable[[TrainConfig], Report]
+    config: TrainConfig,
+    report: Report,
+    compiled: Callable[[TrainConfig], Report],
+    target: str | Machine = "",
 ) -> Candidate | None:
     """Returns the layout that is expected to be the fastest of those that fit, for a run that does
     not; None if there is none on paper, or there are no formulas.
@@ -160,9 +163,10 @@ def fitting_candidate(
     Args:
       report: of the run as it is, by which the formulas are corrected.
       compiled: compiles a config for the same devices.
+      target: the hardware; empty: the report's target.
     """
     n_devices = report.n_devices
-    found = _Search(config, n_devices, report.target, compiled, 1, lambda text: None)
+    found = _Search(config, n_devices, target or report.target, compiled, 1, lambda text: None)
     try:
         found.enumerate({}, 0)
     except ConfigError:
@@ -191,9 +195,11 @@ def _with_kept(layouts: Layouts, kept: Mapping[str, float]) -> Layouts:
     return layouts
 
 
-def hardware_of(target: str, rates: Rates = OPTIMISTIC) -> Hardware:
-    """Returns what a GPU reaches at these rates."""
-    gpu = TARGETS[target]
+def hardware_of(target: str | Machine, rates: Rates | None = None) -> Hardware:
+    """Returns what a GPU reaches at these rates; None: at the machine's fast ones."""
+    machine = machine_of(target)
+    gpu = machine.target
+    rates = rates or machine.fast
     peak = gpu.flops["bf16"]
     attention, attention_backward = (
         peak * rates.attention_share(128, 0, backward=backward, deterministic=False)
@@ -256,7 +262,7 @@ def kept_fields(kept: Mapping[str, float]) -> Fields:
 def search(
     config: TrainConfig,
     n_devices: int,
-    target: str,
+    target: str | Machine,
     compiled: Callable[[TrainConfig], Report],
     *,
     compiles: int = COMPILES,
@@ -307,7 +313,7 @@ class _Search:
         self,
         config: TrainConfig,
         n_devices: int,
-        target: str,
+        target: str | Machine,
         compiled: Callable[[TrainConfig], Report],
         compiles: int,
         say: Callable[[str], None],

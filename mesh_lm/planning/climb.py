@@ -31,8 +31,8 @@ from mesh_lm.planning.paper.layouts import MOST_UNROLLED
 from mesh_lm.training.check import check
 from sharding_rules import ShardingRuleError, preset
 from sharding_rules.lab import LabError, Report
+from sharding_rules.lab.machine import Machine, machine_of
 from sharding_rules.lab.side_by_side import compiled_side_by_side, parallel
-from sharding_rules.lab.targets import TARGETS
 from sharding_rules.mesh import AXES
 
 _ROOMY = 0.75
@@ -52,7 +52,7 @@ class Lever(NamedTuple):
 def climb(
     config: TrainConfig,
     n_devices: int,
-    target: str,
+    target: str | Machine,
     compiled: Callable[[TrainConfig], Report],
     *,
     compiles: int = COMPILES,
@@ -82,14 +82,14 @@ class _Climb:
         self,
         config: TrainConfig,
         n_devices: int,
-        target: str,
+        target: str | Machine,
         compiled: Callable[[TrainConfig], Report],
         kept: Mapping[str, float],
         most_tensor: int,
         say: Callable[[str], None],
     ) -> None:
         self.n_devices = n_devices
-        self.most_tensor = most_tensor or TARGETS[target].node
+        self.most_tensor = most_tensor or machine_of(target).target.node
         self.compiled = compiled
         self.say = say
         self.kept = kept_fields(kept)

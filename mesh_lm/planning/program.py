@@ -28,29 +28,33 @@ from sharding_rules import Shard
 from sharding_rules.lab import LabError, Report, compile_module, compile_report, lower_for
 from sharding_rules.lab.flags import auto
 from sharding_rules.lab.hlo import Module
+from sharding_rules.lab.machine import Machine, machine_of
+from sharding_rules.lab.replayed import compiled_on
 from sharding_rules.lab.report import CompilerMissing, Slot
 from sharding_rules.lab.targets import NODE, TARGETS, require_whole_nodes
 
 
-def devices_for(config: TrainConfig, devices: int | None) -> int:
+def devices_for(config: TrainConfig, devices: int | None, node: int = NODE) -> int:
     """Returns the number of devices to plan for: `devices`, else the size of the mesh.
 
     If an axis of the mesh is -1, that is the fewest full nodes that hold the other axes.
+
+    node: GPUs of a node.
     """
     if devices:
         return devices
     sizes = config.mesh.sizes().values()
     n_fixed = math.prod(size for size in sizes if size != -1)
-    return math.lcm(n_fixed, NODE) if -1 in sizes else n_fixed
+    return math.lcm(n_fixed, node) if -1 in sizes else n_fixed
 
 
-def mesh_for(target: str, n_devices: int, **axes: Any) -> Mesh:
+def mesh_for(hardware: str | Machine, n_devices: int, **axes: Any) -> Mesh:
     """Returns a mesh of absent GPUs.
 
     Raises LabError as `lower_for`, with what to install where the compiler is missing.
     """
     try:
-        return lower_for(target, n_devices, **axes)
+        return lower_for(machine_of(hardware).target, n_devices, **axes)
     except CompilerMissing as error:
         raise LabError(f"{error.subject}; {INSTALL}") from error
 
@@ -63,22 +67,26 @@ class Program:
     """The checked config, with an attention that can be compiled here."""
     mesh: Mesh
     layout: ModelLayout
+    machine: Machine
+    """The hardware at whose speeds the report's times are predicted."""
 
     @classmethod
-    def of(cls, config: TrainConfig, target: str, n_devices: int) -> Program:
+    def of(cls, config: TrainConfig, hardware: str | Machine, n_devices: int) -> Program:
         """Returns the program of a config.
+
+        hardware: a target's name, or a machine whose changed constants XLA reads where it can.
 
         Raises ConfigError if the config cannot run on n_devices, and LabError if the compiler for
         the target is missing.
         """
         # First, because a config that fits a part of a node is no help.
-        if target in TARGETS:
-            require_whole_nodes(TARGETS[target], n_devices)
+        machine = machine_of(hardware)
+        require_whole_nodes(machine.target, n_devices)
         config = check(config, n_devices)
-        mesh = mesh_for(target, n_devices, **dataclasses.asdict(config.mesh))
-        config = with_compilable_attention(config, target)
+        mesh = mesh_for(machine, n_devices, **dataclasses.asdict(config.mesh))
+        config = with_compilable_attention(config, machine.target.name)
         layout = ModelLayout.of(config.model, Shard(config.rules, mesh), config.pipeline)
-        return cls(config, mesh, layout)
+        return cls(config, mesh, layout, machine)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -144,7 +152,7 @@ class Program:
         cache = None
         if self.config.launch.compile_cache:
             cache = os.path.join(os.path.expanduser(self.config.launch.compile_cache), "reports")
-        return compile_report(
+        report = compile_report(
             program,
             *arguments,
             mesh=self.mesh,
@@ -155,6 +163,7 @@ class Program:
             cache=cache,
             **facts,
         )
+        return compiled_on(report, self.machine)
 
     def module(self, options: Mapping[str, Any] | None = None) -> Module:
         """Compiles the step, and returns the program for queries (`sharding_rules.lab.structure`).
@@ -184,13 +193,16 @@ class Program:
 
 
 def compile_config(
-    config: TrainConfig, target: str, n_devices: int, options: Mapping[str, Any] | None = None
+    config: TrainConfig,
+    hardware: str | Machine,
+    n_devices: int,
+    options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Compiles one training step of this config, and returns the lab's report.
 
     Raises as `Program.of` and `Program.compile`.
     """
-    return Program.of(config, target, n_devices).compile(options)
+    return Program.of(config, hardware, n_devices).compile(options)
 
 
 def flags_of(config: TrainConfig, target: str) -> str:

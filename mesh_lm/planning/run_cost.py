@@ -5,15 +5,35 @@ the fast to the slow end of the prediction.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from mesh_lm.config import TrainConfig
 from sharding_rules.lab import Report
 from sharding_rules.lab.report import Band
-from sharding_rules.lab.summary import amount
+from sharding_rules.lab.summary import amount, changes_words
 from sharding_rules.lab.targets import TARGETS
 
 Fact = tuple[str, str]
 """A line of the report: its label and its text."""
+
+
+def hardware_facts(report: Report) -> Iterator[Fact]:
+    """Yields the constants of the hardware that are not the usual ones."""
+    if report.changes:
+        yield "hardware", changes_words(report)
+
+
+class RunSize(NamedTuple):
+    """What the duration of a run depends on, beside the step."""
+
+    tokens_per_step: int
+    steps: int
+
+    @staticmethod
+    def of(config: TrainConfig) -> RunSize:
+        """Returns the size of a config's run."""
+        return RunSize(config.tokens_per_step, config.train.steps)
+
 
 _DAY = 24
 """Hours of a day."""
@@ -21,6 +41,13 @@ _DAY = 24
 
 def report_facts(
     config: TrainConfig, report: Report, tokens: float = 0, gpu_hour: float = 0
+) -> Iterator[Fact]:
+    """Yields what `facts_of` does, for the run of a config."""
+    return facts_of(RunSize.of(config), report, tokens, gpu_hour)
+
+
+def facts_of(
+    run: RunSize, report: Report, tokens: float = 0, gpu_hour: float = 0
 ) -> Iterator[Fact]:
     """Yields the speed of a run, and the duration, cost and energy of its tokens.
 
@@ -31,13 +58,13 @@ def report_facts(
     if step is None:
         return
     n_devices = report.n_devices
-    speed = Band(*(1e6 * config.tokens_per_step / us for us in step))
+    speed = Band(*(1e6 * run.tokens_per_step / us for us in step))
     each = Band(*(rate / n_devices for rate in speed))
     yield "speed", f"{_slow_to_fast(speed)} tokens/s, {_slow_to_fast(each)} on each GPU"
 
     if not tokens and not gpu_hour:
         return
-    tokens = tokens or config.train.steps * config.tokens_per_step
+    tokens = tokens or run.steps * run.tokens_per_step
     hours = Band(*(tokens / rate / 3600 for rate in speed))
     gpu_hours = Band(*(n_devices * each_hours for each_hours in hours))
     words = [_duration(hours), f"{_fast_to_slow(gpu_hours)} GPU hours"]
@@ -45,9 +72,10 @@ def report_facts(
         price = Band(*(gpu_hour * n for n in gpu_hours))
         words.append(f"{_fast_to_slow(price)} at {gpu_hour:g} each")
     target = TARGETS.get(report.target)
-    if target:
-        energy = Band(*(n * target.watts / 1e6 for n in gpu_hours))
-        words.append(f"{_fast_to_slow(energy)} MWh at {target.watts:g} W each")
+    watts = report.watts or (target.watts if target else 0)
+    if watts:
+        energy = Band(*(n * watts / 1e6 for n in gpu_hours))
+        words.append(f"{_fast_to_slow(energy)} MWh at {watts:g} W each")
     yield f"{amount(tokens)} tokens", ", ".join(words)
 
 

@@ -38,7 +38,7 @@ from sharding_rules.lab.memory import memory
 from sharding_rules.lab.origins import used_in_part, with_origins
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.rates import SUSTAINED
-from sharding_rules.lab.report import Argument, LabError, Report, Slot
+from sharding_rules.lab.report import Argument, LabError, Report, Slot, packed
 from sharding_rules.lab.targets import TARGETS, request_of
 from sharding_rules.lab.timeline import estimates, in_parallel, priced, replay
 from sharding_rules.lab.vocabulary import NEUTRAL, Vocabulary
@@ -318,6 +318,7 @@ def _key(lowered: Any, mesh: Mesh, request: _Request, arguments: tuple[Argument,
     report therefore shows the source lines of the run that made it.
     """
     devices = [(device.id, node_of(device)) for device in mesh.devices.flat]
+    topology = request_of(mesh.devices.flat[0])
     platform = mesh.devices.flat[0].client.platform_version
     environment = [os.environ.get(name, "") for name in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")]
     digest = hashlib.sha256()
@@ -327,6 +328,7 @@ def _key(lowered: Any, mesh: Mesh, request: _Request, arguments: tuple[Argument,
         arguments,
         dict(mesh.shape),
         devices,
+        topology,
         platform,
         request,
         environment,
@@ -436,6 +438,7 @@ def _compile(
         peak_flops=target.flops["bf16"] if target else 0.0,
         vocabulary=request.vocabulary,
         segments=request.segments,
+        program=packed(compiled.text) if target else "",
     )
 
 

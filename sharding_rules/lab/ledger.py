@@ -110,7 +110,7 @@ def _collective(
         shapes=tuple(map(str, whole_arrays)),
         dtype=whole_arrays[0].dtype if whole_arrays else "",
         payload=payload,
-        wire=_wire_bytes(kind, payload, group.size) if group.members.size else 0.0,
+        wire=wire_bytes(kind, payload, group.size) if group.members.size else 0.0,
         loops=visit.loops,
         conditional=visit.conditional,
         where=_location(provenance, start, inside, is_alone),
@@ -165,7 +165,7 @@ def _whole_arrays(
     return whole_arrays
 
 
-def _wire_bytes(kind: str, payload: int, group_size: int) -> float:
+def wire_bytes(kind: str, payload: int, group_size: int) -> float:
     """Returns the bytes that a device sends in a ring; an all-reduce goes around it twice."""
     if kind in ("collective-permute", "collective-broadcast"):
         return float(payload)

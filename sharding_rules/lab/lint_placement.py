@@ -76,7 +76,7 @@ def placement(context: LintContext) -> Iterator[Finding]:
     report = context.report
     if report.target not in TARGETS:
         return
-    node_size = TARGETS[report.target].node
+    node_size = report.node or TARGETS[report.target].node
     n_inner = 1  # devices along the axes inside of this one
     for axis, n in reversed(report.mesh.items()):
         n_needed = math.ceil(n * n_inner / max(n_inner, node_size))

@@ -19,18 +19,9 @@ from typing import NamedTuple
 
 from sharding_rules.lab.hlo import CALLS, Array, Instruction, Module
 from sharding_rules.lab.provenance import Provenance
-from sharding_rules.lab.rates import OPTIMISTIC, Rates
+from sharding_rules.lab.rates import OPTIMISTIC, LinkName, Rates
 from sharding_rules.lab.report import Collective
 from sharding_rules.lab.targets import Target
-
-# Times in microseconds.
-
-# Latency of a collective. Assumed.
-_START = 8.0
-_START_BETWEEN_NODES = 7.0
-"""Added once to `_START` for groups that span nodes."""
-_NVLINK_STEP = 1.5
-_NETWORK_STEP = 6.0
 
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -52,37 +43,65 @@ def collective_us(one: Collective, target: Target, rates: Rates = OPTIMISTIC) ->
     The bandwidth is that of its slowest link. A ring through nodes with k members in each has k
     network ports between two nodes; pairs of devices (all-to-all, permute) have one each. Only
     what leaves the node in an all-to-all passes the port, the rest passes NVLink. Latency of
-    a ring is linear in the nodes; that of an all-reduce is of NCCL's double tree.
+    a ring is linear in the nodes; that of an all-reduce is of NCCL's double tree. A kind that a
+    profile has measured over the slowest link has the bandwidth and the latency of that.
     """
-    is_pairwise = one.kind in _PAIRWISE
-    members_per_node = max(1, one.group // one.nodes)
-
-    # Bytes that a device sends, per link.
-    nvlink_bytes = one.wire
-    network_bytes = 0.0
-    if one.kind in _ALL_TO_ALL and one.nodes > 1:
-        # A device sends as much to each of the others.
-        network_bytes = one.wire * (one.group - members_per_node) / (one.group - 1)
-        nvlink_bytes = one.wire - network_bytes
-    elif one.nodes > 1:
-        n_ports = 1 if is_pairwise else members_per_node
-        network_bytes = one.wire / n_ports
+    link: LinkName = "network" if one.nodes > 1 else "NVLink"
+    kind = "all-to-all" if one.kind in _ALL_TO_ALL else one.kind
+    measured = rates.links.get((kind, link))
+    nvlink_bytes, network_bytes = link_bytes(one.kind, one.wire, one.group, one.nodes)
+    latency = _latency_us(one.kind, one.group, one.nodes, rates)
+    if measured is not None:
+        # The latency of another group than the measured one grows as the assumed latencies do.
+        assumed = _latency_us(one.kind, measured.group, measured.nodes, rates)
+        latency *= measured.latency_us / assumed
+        slowest_bytes = network_bytes if one.nodes > 1 else nvlink_bytes
+        return 1e6 * slowest_bytes / measured.bytes_per_s + latency
     transfer = max(
         nvlink_bytes / (rates.nvlink.value * target.nvlink),
         network_bytes / (rates.network.value * target.network),
     )
-
-    if one.kind == "all-reduce":
-        network_steps = 2 * math.ceil(math.log2(one.nodes))
-    elif is_pairwise:
-        network_steps = min(one.nodes - 1, 1)
-    else:
-        network_steps = one.nodes - 1
-    nvlink_steps = 1 if is_pairwise else members_per_node - 1
-    latency = _START + _NVLINK_STEP * nvlink_steps + _NETWORK_STEP * network_steps
-    if one.nodes > 1:
-        latency += _START_BETWEEN_NODES
     return 1e6 * transfer + latency
+
+
+def link_bytes(kind: str, wire: float, group: int, nodes: int) -> tuple[float, float]:
+    """Returns the bytes that a device sends over NVLink and through a network port.
+
+    Args:
+      kind: of the collective.
+      wire: bytes that a device sends in a ring.
+      group: devices of the group, equally many on each of its nodes.
+      nodes: that the group spans.
+    """
+    if nodes == 1:
+        return wire, 0.0
+    members_per_node = max(1, group // nodes)
+    if kind in _ALL_TO_ALL:
+        # A device sends as much to each of the others.
+        network_bytes = wire * (group - members_per_node) / (group - 1)
+        return wire - network_bytes, network_bytes
+    n_ports = 1 if kind in _PAIRWISE else members_per_node
+    return wire, wire / n_ports
+
+
+def _latency_us(kind: str, group: int, nodes: int, rates: Rates) -> float:
+    """Returns the assumed microseconds of a collective of no bytes."""
+    is_pairwise = kind in _PAIRWISE
+    if kind == "all-reduce":
+        network_steps = 2 * math.ceil(math.log2(nodes))
+    elif is_pairwise:
+        network_steps = min(nodes - 1, 1)
+    else:
+        network_steps = nodes - 1
+    nvlink_steps = 1 if is_pairwise else max(1, group // nodes) - 1
+    latency = (
+        rates.start_us.value
+        + rates.nvlink_step_us.value * nvlink_steps
+        + rates.network_step_us.value * network_steps
+    )
+    if nodes > 1:
+        latency += rates.between_us.value
+    return latency
 
 
 class Kernel(NamedTuple):

@@ -14,13 +14,15 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+LinkName = Literal["NVLink", "network"]
+
 
 class Rate(NamedTuple):
     """A number, and where it is from."""
 
     value: float
-    source: Literal["measured", "published", "assumed"]
-    """published: by others, of similar kernels."""
+    source: Literal["measured", "published", "assumed", "given"]
+    """published: by others, of similar kernels; given: by the user, with --hw."""
     origin: str
     """Which card and when, or which publication."""
 
@@ -37,6 +39,21 @@ class AttentionRates:
     deterministic: Rate
     """Share of the two kernels of the deterministic backward pass, which compute seven matmuls, not
     five."""
+
+
+class LinkRate(NamedTuple):
+    """A kind of collective over one kind of link, as a profile of this hardware has measured it."""
+
+    latency_us: float
+    """Microseconds of a collective of no bytes."""
+    bytes_per_s: float
+    """Bytes/s of one GPU's port in one direction (bus bandwidth over the ports of a node)."""
+    group: int
+    """Devices of the group that was measured."""
+    nodes: int
+    """Nodes that it spanned."""
+    origin: str
+    """Which profile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +82,17 @@ class Rates:
     same)."""
     kernel_us: Rate
     """Microseconds of the shortest kernel."""
+    start_us: Rate
+    """Microseconds of the start of a collective."""
+    between_us: Rate
+    """Microseconds added once for a group that spans nodes."""
+    nvlink_step_us: Rate
+    """Microseconds of one step of a collective inside a node."""
+    network_step_us: Rate
+    """Microseconds of one step of a collective between nodes."""
+    links: Mapping[tuple[str, LinkName], LinkRate] = dataclasses.field(default_factory=dict)
+    """By kind of collective and link, what a profile has measured. It takes the place of the shares
+    and latencies above."""
 
     def attention_share(
         self, head_dim: int, n_keys: int, *, backward: bool, deterministic: bool
@@ -109,8 +137,20 @@ def _minutes(value: float) -> Rate:
     return Rate(value, "measured", _MINUTES)
 
 
+TABLE_SHARE = 0.758
+"""Share of an H100's peak that large matmuls have in XLA's table: 750 TFLOP/s."""
+SPREAD = 2.0
+"""Microseconds, which are assumed and the same at both ends, may be smaller or larger by this
+factor. It is the range that a what-if gives them."""
+
 _CUBLAS = Rate(0.77, "assumed", "cuBLAS on large matmuls, in short runs")
 _COPY = Rate(0.9, "assumed", "copies of large arrays")
+_LAUNCH = Rate(1.5, "assumed", "a launch inside a graph")
+_LATENCY = "latencies of NCCL's rings, of which this project has measured none"
+_START = Rate(8.0, "assumed", _LATENCY)
+_BETWEEN = Rate(7.0, "assumed", _LATENCY)
+_NVLINK_STEP = Rate(1.5, "assumed", _LATENCY)
+_NETWORK_STEP = Rate(6.0, "assumed", _LATENCY)
 _FLASH = AttentionRates(
     forward={16_384: Rate(0.62, "published", _FLASH_3)},
     backward={16_384: Rate(0.52, "published", _FLASH_3)},
@@ -127,15 +167,18 @@ OPTIMISTIC = Rates(
     group_us=Rate(0.0, "assumed", "groups cost nothing"),
     nvlink=Rate(0.78, "assumed", _NCCL),
     network=Rate(0.84, "assumed", _NCCL),
-    kernel_us=Rate(1.5, "assumed", "a launch inside a graph"),
+    kernel_us=_LAUNCH,
+    start_us=_START,
+    between_us=_BETWEEN,
+    nvlink_step_us=_NVLINK_STEP,
+    network_step_us=_NETWORK_STEP,
 )
 """Those of every prediction up to November 2026."""
 
 SUSTAINED = Rates(
     name="sustained",
     matmul=_truth(0.69),
-    # The table has 750 TFLOP/s for a large matmul on an H100, a share of 0.758.
-    matmul_table=_truth(0.69 / 0.758),
+    matmul_table=_truth(0.69 / TABLE_SHARE),
     memory={"bf16": _truth(0.68), "f32": _truth(0.86)},
     attention={
         64: AttentionRates(
@@ -153,7 +196,11 @@ SUSTAINED = Rates(
     group_us=_minutes(0.6),
     nvlink=Rate(0.70, "assumed", _NCCL),
     network=Rate(0.65, "assumed", _NCCL),
-    kernel_us=Rate(1.5, "assumed", "a launch inside a graph"),
+    kernel_us=_LAUNCH,
+    start_us=_START,
+    between_us=_BETWEEN,
+    nvlink_step_us=_NVLINK_STEP,
+    network_step_us=_NETWORK_STEP,
 )
 """Compute as one H200 sustains it; on other GPUs the same shares are assumed. Links at the slow end
 of what is assumed."""

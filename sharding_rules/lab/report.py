@@ -6,8 +6,10 @@ run the same program) and one run of the program, in bytes and microseconds.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
+import lzma
 import math
 import re
 from collections.abc import Collection, Iterator
@@ -36,6 +38,23 @@ class Band(NamedTuple):
     """At the optimistic rates, save where a measured rate is above them."""
     slow: float
     """At the sustained rates."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A constant of a target that is not the usual one."""
+
+    name: str
+    """As --hw has it: nvlink, nic, matmul."""
+    usual: str
+    """The value that the target has, with its unit."""
+    value: str
+    """The value that the predictions use instead, with its unit."""
+    origin: str
+    """Who says so: given, or the profile."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value} instead of {self.usual} ({self.origin})"
 
 
 class LabError(ValueError):
@@ -399,6 +418,15 @@ class Report:
     segments: dict[str, int] = dataclasses.field(default_factory=dict)
     """Layers of each segment of the model, by the named scope around them; empty where they are not
     known."""
+    changes: tuple[Change, ...] = ()
+    """The constants of the target that are not those of its data sheet or of the lab's rates."""
+    watts: float = 0.0
+    """Power limit of one device; 0: that of the target."""
+    node: int = 0
+    """Devices of a node; 0: those of the target."""
+    program: str = ""
+    """The compiled program, packed (`packed`), from which the timeline is replayed at other speeds;
+    empty in reports of older versions."""
 
     @property
     def n_devices(self) -> int:
@@ -565,6 +593,23 @@ class Report:
         return _build(Report, json.loads(text))
 
 
+_PRESET = 1
+"""Its dictionary of 1 MiB holds a whole attention kernel, which a program repeats in each layer."""
+
+
+def packed(text: str) -> str:
+    """Returns a program's text compressed, as letters that JSON keeps as they are."""
+    return base64.b85encode(lzma.compress(text.encode(), preset=_PRESET)).decode()
+
+
+def unpacked(program: str) -> str:
+    """Returns the text that `packed` has compressed. Raises LabError if it is damaged."""
+    try:
+        return lzma.decompress(base64.b85decode(program)).decode()
+    except (ValueError, lzma.LZMAError) as error:
+        raise LabError(f"the program in the report is damaged: {error}") from error
+
+
 @cache
 def _installed_jax() -> str:
     return version("jax")
@@ -591,6 +636,7 @@ _ELEMENTS: dict[tuple[type, str], type] = {
     (Report, "slots"): Slot,
     (Report, "conditionals"): Conditional,
     (Report, "copies"): Copy,
+    (Report, "changes"): Change,
     (Memory, "buffers"): Buffer,
     (Timeline, "spans"): Span,
 }

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sharding_rules.lab.rates import NETWORK, NVLINK
+from sharding_rules.lab.rates import NETWORK, NVLINK, Link
 from sharding_rules.lab.report import SCALAR, Band, Buffer, Collective, Report, location_text
 
 Axes = tuple[str, ...]
@@ -230,9 +230,22 @@ def rates_words(report: Report) -> str:
         return ""
     words = "from optimistic rates to those that one H200 sustained"
     link = {"NVLink": NVLINK, "network": NETWORK}.get(report.deciding_link)
-    if link:
+    if link and not _is_settled(report, link):
         words += f"; most uncertain: {link} (assumed)"
     return words
+
+
+def changes_words(report: Report) -> str:
+    """Returns the constants of the hardware that are not the usual ones; empty if all are."""
+    return "; ".join(map(str, report.changes))
+
+
+def _is_settled(report: Report, link: Link) -> bool:
+    """Whether --hw, or a profile, says what share of a link's speed collectives reach."""
+    names = {change.name for change in report.changes}
+    if link is NVLINK:
+        return "nvlink_share" in names or any(name.endswith("over NVLink") for name in names)
+    return "nic_share" in names or any(name.endswith("over network") for name in names)
 
 
 def path(name: str) -> str:

@@ -106,8 +106,12 @@ def replay(
     )
 
 
-def priced(sent: Sequence[Collective], line: Timeline, target: Target) -> tuple[Collective, ...]:
+def priced(
+    sent: Sequence[Collective], line: Timeline, target: Target, rates: Rates = OPTIMISTIC
+) -> tuple[Collective, ...]:
     """Returns the collectives with their predicted durations and exposed times.
+
+    rates: those of the timeline.
 
     Collectives of one name share what compute waits for it, in proportion to their runs.
     """
@@ -118,7 +122,7 @@ def priced(sent: Sequence[Collective], line: Timeline, target: Target) -> tuple[
     for collective in sent:
         waits = line.waits.get(collective.name, 0.0)
         exposed = waits * collective.times / (runs[collective.name] or 1)
-        duration = collective_us(collective, target)
+        duration = collective_us(collective, target, rates)
         priced.append(dataclasses.replace(collective, duration=duration, exposed=exposed))
     return tuple(priced)
 

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from processes import PATIENCE, ROOT, environment
 
+from sharding_rules.lab import LabError
+from sharding_rules.lab.machine import Machine
+from sharding_rules.lab.profile import load_profile
+
 
 def run(name: str, output: Path) -> dict[str, list[dict]]:
     """Returns table title -> rows of `python benchmarks/<name>.py --quick`."""
@@ -55,6 +59,23 @@ def test_grouped_cpu(tmp_path: Path) -> None:
     exact, rounded = (row["difference"] for row in rows)
     assert exact < 1e-5 and rounded < 1e-2
     assert all(row["blocks_ms"] > 0 and row["ragged_dot_forward_ms"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_comm_and_matmul_write_one_profile(tmp_path: Path) -> None:
+    tables = run("comm", tmp_path)
+    fits, times = tables["Latency and bandwidth"], tables["Times"]
+    assert {row["axis"] for row in fits} == {"tensor"} and len(fits) == 6
+    assert all(row["latency_us"] >= 0 and row["bandwidth_gb_per_s"] > 0 for row in fits)
+    assert len(times) == 6 * 4 and all(row["us"] > 0 for row in times)
+    (chart,) = tmp_path.glob("comm-quick_*.png")
+    assert chart.stat().st_size > 10_000
+    rows = run("matmul", tmp_path)["Square matmuls in bf16"]
+    assert [row["size"] for row in rows] == [64, 128]
+    profile = load_profile(str(tmp_path / "profile.json"))
+    assert len(profile.collectives) == 6 and len(profile.matmuls) == 2
+    with pytest.raises(LabError, match=r"profile\.json was measured on a CPU, .* is for h100"):
+        Machine.of(f"h100,{tmp_path}/profile.json")
 
 
 @pytest.mark.slow

@@ -40,6 +40,10 @@ def _cells(ends: Rates) -> Iterator[tuple[str, str, str]]:
     yield "collectives over NVLink", "NVLink's bytes/s", _words(ends.nvlink)
     yield "collectives over the network", "the port's bytes/s", _words(ends.network)
     yield "shortest kernel", "(µs)", _words(ends.kernel_us)
+    yield "start of a collective", "(µs)", _words(ends.start_us)
+    yield "the same between nodes, added", "(µs)", _words(ends.between_us)
+    yield "a step of a collective inside a node", "(µs)", _words(ends.nvlink_step_us)
+    yield "a step of a collective between nodes", "(µs)", _words(ends.network_step_us)
 
 
 def _words(rate: Rate) -> str:

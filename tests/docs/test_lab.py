@@ -131,8 +131,8 @@ def test_every_check_is_explained() -> None:
 
 def test_options_and_members_exist() -> None:
     section = PAGE[PAGE.index("## Other forms") : PAGE.index("## If a config does not fit")]
-    options = re.findall(r"^\| `(--[\w-]+(?:=[\w.]+)?)` \|", section, re.MULTILINE)
-    assert len(options) == 10
+    options = re.findall(r"^\| `(--[\w-]+(?:=[\w.,=]+)?)` \|", section, re.MULTILINE)
+    assert len(options) == 12
     for option in options:
         plan_options.parse([option], "mesh-lm plan")
     members = re.findall(r"`report\.(\w+)", PAGE)

@@ -1,0 +1,1 @@
+"""Speeds of links and matmuls, measured on the devices that are here."""

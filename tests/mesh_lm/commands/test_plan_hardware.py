@@ -1,0 +1,178 @@
+"""`mesh-lm plan --hw` and `--what-if`, and `mesh-lm plan replay`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mesh_lm.commands import plan_options
+from mesh_lm.commands.plan_options import Plan
+from mesh_lm.commands.plan_replay import Replayed, show
+from mesh_lm.config import load
+from mesh_lm.errors import ConfigError
+from mesh_lm.planning.best import hardware_of
+from mesh_lm.planning.program import compile_config
+from mesh_lm.planning.run_cost import RunSize, facts_of
+from sharding_rules.lab.machine import Machine
+from sharding_rules.lab.replayed import Replay
+from tests.sharding_rules.lab.test_machine import NEGATE, gather, saved
+
+COMPILE_BUDGET = 2
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> str:
+    """The file of a saved plan: a gather of 256 MiB over NVLink, and a kernel."""
+    file = tmp_path / "report.json"
+    one = saved(gather(1 << 28), NEGATE)
+    data = {
+        "report": json.loads(one.to_json()),
+        "run": {"tokens_per_step": 10**6, "steps": 100},
+        "state": {"params": 7},
+        "facts": {"speed": "of other hardware"},
+    }
+    file.write_text(json.dumps(data), encoding="utf-8")
+    return str(file)
+
+
+def test_the_words_of_hardware() -> None:
+    plan, _ = plan_options.parse(["gpt_175b", "--hw=a100,nic=100", "--what-if"], "mesh-lm plan")
+    assert isinstance(plan, Plan)
+    assert (plan.machine.target.name, plan.machine.target.network) == ("a100", 100e9)
+    assert Plan("screen", "h200", hw="nic=25").machine.target.name == "h200"
+    replayed, config = plan_options.parse(["replay", "r.json", "--hw=nic=25"], "mesh-lm plan")
+    assert replayed == Replayed(("r.json",), "nic=25") and config is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hw": "nix=3"}, "--hw=nix: there is no such constant; did you mean 'nic'"),
+        ({"target": "a100", "hw": "h200"}, "--target=a100 and --hw=h200 name two devices"),
+        ({"what_if": True, "plan": "x.html"}, "x.html: a what-if is drawn to .* .png"),
+        ({"plan": "x.png"}, "x.png: the report is a file that ends in .html or .json"),
+        ({"what_if": True, "best": True}, "--what-if does not go with --best"),
+    ],
+)
+def test_mistakes_in_a_plan(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Plan(**{"plan": "screen", **options})  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output": "x.png"}, "--output=x.png: the replay is a file that ends in .html or .json"),
+        (
+            {"output": "x.json", "what_if": True},
+            "--output=x.json: the replay is a file that ends in .png",
+        ),
+        (
+            {"measured": (1.0, 2.0)},
+            "give each report its own measured step: there are 2 for 1 reports",
+        ),
+        ({"measured": (0.0,)}, "--measured: expected seconds of a step, above 0"),
+        ({"report": ("a.json", "b.json")}, "several reports go with --measured"),
+        ({"tokens": -1.0}, "--tokens=-1: expected a number of at least 0"),
+    ],
+)
+def test_mistakes_in_a_replay(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Replayed(**{"report": ("a.json",), **options})  # pyright: ignore
+
+
+def test_a_saved_report_on_other_hardware(
+    report: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show(Replayed((report,), "nvlink=100,watts=350", tokens=1e12, gpu_hour=2)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "hardware nvlink 100 GB/s instead of 450 GB/s (--hw); watts 350 W" in text
+    assert "1 T tokens" in text and "at 350 W each" in text
+
+    output = str(tmp_path / "slow.json")
+    assert show(Replayed((report,), "nvlink=100", output=output)) == 0
+    data = json.loads(Path(output).read_text(encoding="utf-8"))
+    assert data["state"] == {"params": 7} and data["run"]["steps"] == 100
+    assert "of other hardware" not in data["facts"]["speed"]
+    # And back: nothing is lost.
+    assert show(Replayed((output,), "nvlink=450", output=output)) == 0
+    again = json.loads(Path(output).read_text(encoding="utf-8"))["report"]
+    before = json.loads(Path(report).read_text(encoding="utf-8"))["report"]
+    assert again["timeline"] == before["timeline"]
+
+
+def test_a_replay_refuses_other_programs(report: str) -> None:
+    for words, message in (
+        ("h200", "was compiled for h100, not for h200: plan its config"),
+        ("node=16", "--hw=node: XLA reads it"),
+        ("nic=x", "--hw=nic=x: expected GB/s"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            show(Replayed((report,), words))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"cannot read none\.json"):
+        show(Replayed(("none.json",)))
+
+
+def test_a_what_if_lists_constants_and_draws_them(
+    report: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "tornado.png"
+    assert show(Replayed((report,), what_if=True, output=str(picture))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "predicted, never measured" in lines[0]
+    assert lines[2].startswith("nvlink_share") and lines[3].startswith("elementwise")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_measured_step_names_the_constants_that_would_explain_it(
+    report: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The link is planted: it reaches a third of NVLink's peak, not 0.78."""
+    one = saved(gather(1 << 28), NEGATE)
+    slow = Replay(one).on(Machine.of("nvlink_share=0.33"))
+    other = saved(gather(1 << 26), NEGATE)
+    second = Path(report).with_name("second.json")
+    second.write_text(json.dumps({"report": json.loads(other.to_json())}), encoding="utf-8")
+    slow_second = Replay(other).on(Machine.of("nvlink_share=0.33"))
+    assert slow.timeline and slow_second.timeline
+    seconds = (slow.timeline.step / 1e6, slow_second.timeline.step / 1e6)
+    assert show(Replayed((report, str(second)), measured=seconds)) == 0
+    first = capsys.readouterr().out.splitlines()[2].split()
+    assert first[:2] == ["nvlink_share", "0.78"]
+    assert float(first[2]) == pytest.approx(0.33, rel=0.02)
+
+
+def test_cost_and_energy_follow_the_hardware() -> None:
+    one = saved(gather(1 << 28), NEGATE)
+    run = RunSize(10**6, 100)
+    usual = dict(facts_of(run, one, 1e12, 2))["1 T tokens"]
+    halved = Replay(one).on(Machine.of("watts=350"))
+    assert "at 700 W each" in usual
+    assert "at 350 W each" in dict(facts_of(run, halved, 1e12, 2))["1 T tokens"]
+
+
+def test_the_planners_formulas_take_the_changed_constants() -> None:
+    usual = hardware_of("h100")
+    changed = hardware_of(Machine.of("nic=25,nvlink_share=0.39,node=72"))
+    assert changed.network == pytest.approx(usual.network / 2)
+    assert changed.nvlink == pytest.approx(usual.nvlink / 2)
+    assert (changed.node, changed.matmul) == (72, usual.matmul)
+
+
+@pytest.mark.deviceless
+@pytest.mark.slow
+def test_nodes_of_another_size_are_compiled() -> None:
+    """Eight GPUs in nodes of four: what spans two nodes takes the network."""
+    config = load("gpt_tiny")
+    whole = compile_config(config, "h100", 8)
+    halves = compile_config(config, Machine.of("node=4"), 8)
+    assert {one.nodes for one in whole.collectives} == {1}
+    assert {one.nodes for one in halves.collectives} == {2}
+    assert halves.timeline and whole.timeline
+    assert halves.timeline.step > whole.timeline.step
+    # The links are not compiled: a replay is the plan itself.
+    slow = compile_config(config, Machine.of("nvlink=45"), 8)
+    assert Replay(whole).on(Machine.of("nvlink=45")) == slow
