@@ -32,6 +32,9 @@ _START_BETWEEN_NODES = 7.0
 _NVLINK_STEP = 1.5
 _NETWORK_STEP = 6.0
 
+_HOST_START = 10.0
+"""Latency of a copy to or from the host. Assumed."""
+
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "add-dependency", "domain", "iota", "copy-start", "send", "recv",
@@ -83,6 +86,11 @@ def collective_us(one: Collective, target: Target, rates: Rates = OPTIMISTIC) ->
     if one.nodes > 1:
         latency += _START_BETWEEN_NODES
     return 1e6 * transfer + latency
+
+
+def host_copy_us(n_bytes: int, target: Target, rates: Rates = OPTIMISTIC) -> float:
+    """Returns the microseconds of one copy between a device's memory and its host's, alone."""
+    return 1e6 * n_bytes / (rates.pcie.value * target.pcie) + _HOST_START
 
 
 class Kernel(NamedTuple):

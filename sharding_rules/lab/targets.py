@@ -65,6 +65,8 @@ class Target:
     """Bytes/s in one direction inside a node."""
     network: float
     """Bytes/s in one direction between nodes: one 400 Gb/s port per GPU is 50e9."""
+    pcie: float
+    """Bytes/s in one direction between the GPU and its host."""
     watts: float
     """Power limit of one GPU."""
     l2: int
@@ -131,6 +133,7 @@ _H100 = Target(
     flops=_HOPPER_FLOPS,
     nvlink=450e9,
     network=50e9,
+    pcie=64e9,
     watts=700,
     l2=50 << 20,
     shared_memory=232_448,
@@ -154,6 +157,7 @@ _A100 = Target(
     flops={"bf16": 312e12, "f16": 312e12, "f32": 19.5e12},
     nvlink=300e9,
     network=25e9,
+    pcie=32e9,
     watts=400,
     l2=40 << 20,
     shared_memory=166_912,
@@ -170,6 +174,7 @@ _B200 = Target(
     flops={"bf16": 2250e12, "f16": 2250e12, "f8": 4500e12, "f32": 80e12},
     nvlink=900e9,
     network=50e9,
+    pcie=64e9,
     watts=1000,
     l2=126 << 20,
     shared_memory=232_448,
