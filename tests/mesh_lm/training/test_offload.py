@@ -16,6 +16,7 @@ from support import GPT, host_batch, on_devices, shard_on
 
 from mesh_lm.checkpoint import Checkpoints, find
 from mesh_lm.config import DilocoConfig, OptimizerConfig, PipelineConfig, TrainConfig
+from mesh_lm.distributed import host_memory
 from mesh_lm.errors import ConfigError
 from mesh_lm.optim import Adafactor, AdamW, AdamW8, Lion, Muon, Optimizer, Rule
 from mesh_lm.parallel.layout import ModelLayout
@@ -27,6 +28,7 @@ from mesh_lm.state.initial import init_state
 from mesh_lm.state.placement import HOST
 from mesh_lm.training import offload
 from mesh_lm.training.check import check
+from mesh_lm.training.host_room import Share, host_problems, require_host_memory
 from mesh_lm.training.replay import shard_digests
 from mesh_lm.training.step import train_step
 from sharding_rules import preset
@@ -301,6 +303,49 @@ def test_what_cannot_be_offloaded_is_refused(fields: dict[str, Any], message: st
         check(config(**fields), 1)
 
 
+def test_a_host_with_too_little_memory_is_named_with_its_processes() -> None:
+    gib = 2**30
+    shares = [
+        Share("a", 100 * gib, None, 60 * gib),
+        Share("a", 100 * gib, None, 60 * gib),
+        Share("b", 100 * gib, 64e9, 90 * gib),
+        Share("c", 100 * gib, 128e9, 90 * gib),
+    ]
+    on_a, on_b = host_problems("optimizer.offload=mu,nu", shares)
+    assert on_a == (
+        "optimizer.offload=mu,nu needs 120.0 GiB of host memory on a, 60.0 GiB for each of its 2 "
+        "processes, and it has 100.0 GiB; offload fewer parts, or use more hosts"
+    )
+    assert "XLA pins at most 59.6 GiB; unset the environment variable" in on_b
+
+
+def test_the_limit_of_pinned_memory_is_the_hosts_unless_it_is_set(tmp_path: Path) -> None:
+    environment: dict[str, str] = {}
+    assert host_memory.limit(environment) == 64e9
+    host_memory.raise_limit(environment)
+    assert host_memory.limit(environment) >= host_memory.size()
+    environment[host_memory.LIMIT] = "100"
+    host_memory.raise_limit(environment)
+    assert host_memory.limit(environment) == 100e9
+    container = tmp_path / "memory.max"
+    container.write_text("1000\n")
+    assert host_memory.size(container) == 1000
+    container.write_text("max\n")
+    assert host_memory.size(container) > 1000
+
+
+def test_a_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["ddp"]
+    layout = layout_of(case)
+    require_host_memory(layout, optimizer_of(case, offloads=True))
+    monkeypatch.setattr(host_memory, "size", lambda: 1000)
+    require_host_memory(layout, optimizer_of(case, offloads=False))
+    with pytest.raises(
+        ConfigError, match=r"this run cannot start\n  - optimizer\.offload=mu,nu needs"
+    ):
+        require_host_memory(layout, optimizer_of(case, offloads=True))
+
+
 # Compiled for GPUs.
 
 
@@ -352,5 +397,5 @@ def test_the_host_has_one_copy_of_each_stack(
     assert plain.host_bytes == 0 and not plain.host_copies
     on_device = sum(part.nbytes for name, part in declared.items() if name not in offloaded)
     gradients = declared["mu"].nbytes
-    assert report.peak_bytes < on_device + 1.5 * gradients
+    assert report.peak_bytes < on_device + gradients + 6 * gradients / 8
     assert plain.peak_bytes - report.peak_bytes > 0.9 * nbytes
