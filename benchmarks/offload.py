@@ -76,6 +76,7 @@ def prepared(subject: Subject, quick: bool) -> Any:
     from sharding_rules import MeshConfig, preset
 
     config = load(subject.config)
+    sizes: dict[str, Any] = {"data": 1, **subject.mesh}
     model = {
         "remat": "full",
         "remat_layers": None,
@@ -87,7 +88,7 @@ def prepared(subject: Subject, quick: bool) -> Any:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **model),
-        mesh=MeshConfig(**{"data": 1, **subject.mesh}),
+        mesh=MeshConfig(**sizes),
         rules=preset(subject.rules),
         train=dataclasses.replace(
             config.train,

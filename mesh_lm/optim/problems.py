@@ -33,9 +33,10 @@ def optimizer_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str
     if rule.elementwise:
         return
     for row in _flat_rows("optimizer", rules)[:1]:
+        entry = rules.column("optimizer")[row]
         yield (
             f"optimizer.rule={rule_name(rule)} needs full matrices, but rules {rules.name!r} store "
-            f"its state as flat vectors (rules.optimizer[{row!r}]={rules.optimizer[row]!r}); use "
+            f"its state as flat vectors (rules.optimizer[{row!r}]={entry!r}); use "
             "the rule adamw or lion, or rules without that row, such as zero2"
         )
 

@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -151,12 +151,13 @@ class _Update:
             name: computed_specs[name] if name in are_matrices else weight_specs[name]
             for name in grads
         }
-        scalar_specs = _Scalars(*(PartitionSpec(),) * len(scalars))
+        scalar_specs = jax.tree.map(lambda _: PartitionSpec(), scalars)
+        out_specs: Any = (weight_specs, slot_specs, computed_specs)
         run = jax.shard_map(
             self._run,
             mesh=self._layout.shard.mesh,
             in_specs=(grad_specs, weight_specs, slot_specs, computed_specs, scalar_specs),
-            out_specs=Updated(weight_specs, slot_specs, computed_specs),
+            out_specs=Updated(*out_specs),
             axis_names=axes,
             check_vma=False,
         )

@@ -97,8 +97,9 @@ def shard_digests(arrays: Sequence[jax.Array]) -> jax.Array:
 
     Arrays on the hosts are on the devices one after another, for as long as they are digested.
     """
+    mesh = arrays[0].sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
     if not any(map(is_on_host, arrays)):
-        return program(arrays[0].sharding.mesh, _specs(arrays))(*arrays)
+        return program(mesh, _specs(arrays))(*arrays)
     columns: dict[int, jax.Array] = {}
     on_device = [i for i, x in enumerate(arrays) if not is_on_host(x)]
     if on_device:
@@ -108,7 +109,7 @@ def shard_digests(arrays: Sequence[jax.Array]) -> jax.Array:
         if i in columns:
             continue
         copy = copied_to_device(x)
-        columns[i] = jax.block_until_ready(program(x.sharding.mesh, _specs([x]))(copy))
+        columns[i] = jax.block_until_ready(program(mesh, _specs([x]))(copy))
         copy.delete()
     return jnp.concatenate([columns[i] for i in range(len(arrays))], axis=1)
 

@@ -31,6 +31,7 @@ PAGES = (
     "docs/errors.md",
     "docs/experts.md",
     "docs/lab.md",
+    "docs/memory.md",
     "docs/planner.md",
     "docs/tours/from_megatron.md",
 )
@@ -63,6 +64,7 @@ def tables() -> dict[str, Any]:
     from tests.docs import (
         closed_form_tables,
         expert_tables,
+        offload_tables,
         planner_tables,
         preset_tables,
         rate_tables,
@@ -83,6 +85,7 @@ def tables() -> dict[str, Any]:
         **expert_tables.TABLES,
         **rate_tables.TABLES,
         **planner_tables.TABLES,
+        **offload_tables.TABLES,
         **argument_tables,
     }
 
