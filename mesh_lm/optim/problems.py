@@ -66,7 +66,7 @@ def _offload_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str]
             )
             continue
         yield (
-            f"optimizer.offload={words}: {part!r} is no part of the state of the rule {name}, "
+            f"optimizer.offload={words}: {part!r} is not a part of the state of the rule {name}, "
             f"which has {', '.join(known)}"
         )
     if len(set(optimizer.offload)) < len(optimizer.offload):

@@ -275,11 +275,11 @@ def config(**fields: Any) -> TrainConfig:
     [
         (
             {"optimizer": OptimizerConfig(offload=("mu", "v"))},
-            "'v' is no part of the state of the rule adamw, which has mu, nu",
+            "'v' is not a part of the state of the rule adamw, which has mu, nu",
         ),
         (
             {"optimizer": OptimizerConfig(rule=Lion(), offload=MOMENTS)},
-            "'nu' is no part of the state of the rule lion, which has mu",
+            "'nu' is not a part of the state of the rule lion, which has mu",
         ),
         ({"optimizer": OptimizerConfig(offload=("master",))}, "rules 'ddp' keep no master"),
         ({"optimizer": OptimizerConfig(offload=("mu", "mu"))}, "names a part twice"),
