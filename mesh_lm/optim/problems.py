@@ -70,7 +70,7 @@ def _offload_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str]
             f"which has {', '.join(known)}"
         )
     if len(set(optimizer.offload)) < len(optimizer.offload):
-        yield f"optimizer.offload={words} names a part twice"
+        yield f"optimizer.offload={words} names a part more than once; leave out the others"
     gathered = _flat_rows("params", rules)
     if MASTER in optimizer.offload and gathered:
         yield (

@@ -10,7 +10,7 @@ import jax
 
 from mesh_lm import distributed
 from mesh_lm.distributed import host_memory
-from mesh_lm.errors import ConfigError
+from mesh_lm.errors import ConfigError, listed
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
 from mesh_lm.state import parts
@@ -56,7 +56,7 @@ def require_host_memory(layout: ModelLayout, optimizer: Optimizer) -> None:
     shares = [Share(*values) for values in distributed.gather_from_all(list(share))]
     problems = host_problems(setting, shares)
     if problems:
-        raise ConfigError("\n  - ".join(["this run cannot start", *problems]))
+        raise ConfigError(listed("the hosts lack memory for what this run offloads", problems))
 
 
 def host_problems(setting: str, shares: Sequence[Share]) -> list[str]:

@@ -282,7 +282,7 @@ def config(**fields: Any) -> TrainConfig:
             "'nu' is not a part of the state of the rule lion, which has mu",
         ),
         ({"optimizer": OptimizerConfig(offload=("master",))}, "rules 'ddp' keep no master"),
-        ({"optimizer": OptimizerConfig(offload=("mu", "mu"))}, "names a part twice"),
+        ({"optimizer": OptimizerConfig(offload=("mu", "mu"))}, "names a part more than once"),
         ({"optimizer": OptimizerConfig(offload=("params",))}, "params cannot be offloaded yet"),
         (
             {"optimizer": OptimizerConfig(offload=("master",)), "rules": preset("zero3")},
@@ -341,7 +341,7 @@ def test_a_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(host_memory, "size", lambda: 1000)
     require_host_memory(layout, optimizer_of(case, offloads=False))
     with pytest.raises(
-        ConfigError, match=r"this run cannot start\n  - optimizer\.offload=mu,nu needs"
+        ConfigError, match=r"the hosts lack memory for what .*\n  - optimizer\.offload=mu,nu needs"
     ):
         require_host_memory(layout, optimizer_of(case, offloads=True))
 
