@@ -80,7 +80,7 @@ def layout_of(case: Case) -> ModelLayout:
 def optimizer_of(case: Case, *, offloads: bool) -> Optimizer:
     config = OptimizerConfig(
         rule=case.rule,
-        learning_rate=1e-2,
+        learning_rate=1e-3,
         warmup_steps=1,
         offload=case.parts if offloads else (),
     )
