@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 
 from mesh_lm import output, strict_json
 from mesh_lm.config import TrainConfig, as_dict
-from mesh_lm.distributed import compile_cache, cpu, gpu
+from mesh_lm.distributed import compile_cache, cpu, gpu, host_memory
 from mesh_lm.distributed.description import describe
 from mesh_lm.distributed.heartbeat import Heartbeat
 from mesh_lm.distributed.phases import Phases
@@ -137,6 +137,8 @@ def start(
 
     flags = _set_gpu_flags(config)
     gpu.set_memory()
+    if config.optimizer.offload:
+        host_memory.raise_limit()
     gpu.choose_platform()
     cpu.set_threads(slot.count if slot else 1)
     if flags and (slot is None or slot.index == 0):

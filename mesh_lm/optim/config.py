@@ -37,6 +37,10 @@ class OptimizerConfig:
     decay."""
     clip_norm: float = option(1.0, least=0, below=math.inf)
     """Clip gradients to this global L2 norm; 0: off."""
+    offload: tuple[str, ...] = ()
+    """Parts of the state that are kept in the hosts' pinned memory, and updated a layer at a time:
+    slots of the rule, such as mu,nu, and master, the fp32 weights of rules with flat vectors
+    (docs/memory.md)."""
 
 
 @dataclasses.dataclass(frozen=True)

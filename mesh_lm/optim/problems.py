@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 from mesh_lm.errors import ConfigError
 from mesh_lm.fields import bound_problems
@@ -11,6 +12,9 @@ from mesh_lm.optim.config import OptimizerConfig
 from mesh_lm.optim.rules import require_rule, rule_name
 from sharding_rules import Rules
 from sharding_rules.rules import FLAT
+
+MASTER = "master"
+"""The part of the state that holds the fp32 weights of rules with flat vectors."""
 
 
 def optimizer_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str]:
@@ -25,14 +29,61 @@ def optimizer_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str
         return
     if dataclasses.is_dataclass(rule):
         yield from bound_problems("optimizer.rule", rule)
+    yield from _offload_problems(optimizer, rules)
     if rule.elementwise:
         return
-    for row, entry in rules.column("optimizer").items():
-        if row.rpartition("/")[2] == FLAT and entry is not None:
+    for row in _flat_rows("optimizer", rules)[:1]:
+        entry = rules.column("optimizer")[row]
+        yield (
+            f"optimizer.rule={rule_name(rule)} needs full matrices, but rules {rules.name!r} store "
+            f"its state as flat vectors (rules.optimizer[{row!r}]={entry!r}); use "
+            "the rule adamw or lion, or rules without that row, such as zero2"
+        )
+
+
+def _offload_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str]:
+    """Yields parts in optimizer.offload that the run does not have, or cannot offload."""
+    if not optimizer.offload:
+        return
+    words = ",".join(optimizer.offload)
+    name = rule_name(optimizer.rule)
+    slots = list(optimizer.rule.slots({}))
+    flat_rows = _flat_rows("optimizer", rules)
+    known = [*slots, *([MASTER] if flat_rows else [])]
+    for part in dict.fromkeys(optimizer.offload):
+        if part in known:
+            continue
+        if part == MASTER:
             yield (
-                f"optimizer.rule={rule_name(rule)} needs full matrices, but rules "
-                f"{rules.name!r} store its state as flat vectors "
-                f"(rules.optimizer[{row!r}]={entry!r}); use the rule adamw or lion, or rules "
-                "without that row, such as zero2"
+                f"optimizer.offload={words}: rules {rules.name!r} keep no master; only rules that "
+                "store the optimizer's state as flat vectors have one, such as distributed"
             )
-            return
+            continue
+        if part == "params":
+            yield (
+                f"optimizer.offload={words}: params cannot be offloaded yet, because the layers do "
+                f"not stream their weights from the host; use {','.join(known)}"
+            )
+            continue
+        yield (
+            f"optimizer.offload={words}: {part!r} is not a part of the state of the rule {name}, "
+            f"which has {', '.join(known)}"
+        )
+    if len(set(optimizer.offload)) < len(optimizer.offload):
+        yield f"optimizer.offload={words} names a part more than once; leave out the others"
+    gathered = _flat_rows("params", rules)
+    if MASTER in optimizer.offload and gathered:
+        yield (
+            f"optimizer.offload={words}: under rules {rules.name!r} the layers gather their "
+            f"weights from the master (rules.params[{gathered[0]!r}]), which must be on the "
+            "devices; leave master out"
+        )
+
+
+def _flat_rows(column: Literal["params", "optimizer"], rules: Rules) -> list[str]:
+    """Returns the rows of flat vectors that shard over a mesh axis."""
+    return [
+        row
+        for row, entry in rules.column(column).items()
+        if row.rpartition("/")[2] == FLAT and entry is not None
+    ]

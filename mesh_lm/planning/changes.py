@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_args
 from mesh_lm.config import TrainConfig
 from mesh_lm.config.layout import with_fields
 from mesh_lm.errors import ConfigError
+from mesh_lm.optim.problems import MASTER, optimizer_problems
 from mesh_lm.training.check import check
 from sharding_rules import PRESETS, REDUCTIONS, ShardingRuleError, axes_of, preset
 from sharding_rules.lab import Report
@@ -48,7 +49,12 @@ def candidates(
     config = search.config
     changes = []
     for change in itertools.chain(
-        _remat(config), _microbatches(config), _rules(config), _meshes(config), _loss(config)
+        _remat(config),
+        _microbatches(config),
+        _rules(config),
+        _meshes(config),
+        _loss(config),
+        _optimizer_offload(config),
     ):
         candidate = search.candidate(change)
         if candidate is not None:
@@ -113,7 +119,11 @@ def _sequences_per_device(config: TrainConfig) -> float:
 
 def command_words(fields: Mapping[str, Any]) -> str:
     """Returns the words of a command line that set these fields."""
-    return " ".join(f"--config.{name}={value}" for name, value in fields.items())
+    words = []
+    for name, value in fields.items():
+        text = ",".join(value) if isinstance(value, tuple) else value
+        words.append(f"--config.{name}={text}")
+    return " ".join(words)
 
 
 def _effect(config: TrainConfig) -> tuple[TrainConfig, Any]:
@@ -205,3 +215,15 @@ def _loss(config: TrainConfig) -> Iterator[Change]:
     chunk = getattr(config.model, "loss_chunk", 0)
     if chunk:
         yield Change("loss", {"model.loss_chunk": max(_LEAST_LOSS_CHUNK, chunk // 4)})
+
+
+def _optimizer_offload(config: TrainConfig) -> Iterator[Change]:
+    """The optimizer's slots in the hosts' memory, and the master, where the rules have one."""
+    slots = tuple(config.optimizer.rule.slots({}))
+    for offloaded in ((*slots, MASTER), slots):
+        if set(config.optimizer.offload) >= set(offloaded):
+            return
+        changed = with_fields(config, {"optimizer.offload": offloaded})
+        if not list(optimizer_problems(changed.optimizer, changed.rules)):
+            yield Change("host", {"optimizer.offload": offloaded})
+            return

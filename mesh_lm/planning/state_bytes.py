@@ -37,7 +37,8 @@ def report_facts(declared: Mapping[str, StatePart]) -> tuple[tuple[str, str], ..
     texts = []
     for name, part in declared.items():
         if part.leaves:
-            texts.append(f"{name} {size(part.nbytes)} {_types(part)}")
+            place = " on the host" if part.on_host else ""
+            texts.append(f"{name} {size(part.nbytes)} {_types(part)}{place}")
     return (("state", ", ".join(texts)),)
 
 

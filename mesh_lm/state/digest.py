@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mesh_lm.state.placement import copied_to_device, is_on_host
+
 _CHUNK = 1 << 18
 """Words that NumPy processes at a time."""
 
@@ -59,9 +61,23 @@ def digests(tree: Mapping[str, Any]) -> dict[str, str]:
     jax.Arrays, in one program.
 
     All processes must call it and get the same result. It waits for the arrays, and neither changes
-    nor moves them.
+    nor moves them. Arrays on the hosts are copied to the devices one after another.
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    found: dict[str, str] = {}
+    on_device = []
+    for path, leaf in leaves:
+        if not is_on_host(leaf):
+            on_device.append((path, leaf))
+            continue
+        copy = copied_to_device(leaf)
+        found |= _device_digests([(path, copy)])
+        copy.delete()
+    found |= _device_digests(on_device)
+    return {leaf_name(path): found[leaf_name(path)] for path, _ in leaves}
+
+
+def _device_digests(leaves: list[tuple[Any, jax.Array]]) -> dict[str, str]:
     if not leaves:
         return {}
     arrays = [leaf for _, leaf in leaves]

@@ -25,11 +25,9 @@ from mesh_lm.parallel.flat import FlatVector, Matrix
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.parallel.relayout import canonical_sharding, to_canonical, to_memory
 from mesh_lm.schedules.stages import StackLayout
-from mesh_lm.state import COUNTERS, MASTER, State, abstract_state, parts
+from mesh_lm.state import COUNTERS, MASTER, State, abstract_state, parts, placement
 from mesh_lm.state.digest import digest, digests, hexadecimal, mismatches
 from mesh_lm.state.unflatten import extract_matrix, insert_matrix, shard_over_replicas, zero_vector
-
-_HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +49,19 @@ class DiskArray:
     vector: FlatVector | None = None
     """The flat vector that holds the array in memory, and its place there (`matrix`)."""
     matrix: Matrix | None = None
+    on_host: bool = False
+    """Whether the array in memory that holds it is in the hosts' memory (optimizer.offload)."""
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the array on disk is made in the hosts' memory, and the state keeps its own."""
+        return self.vector is not None or self.on_host
+
+    @property
+    def is_as_on_disk(self) -> bool:
+        """Whether an offloaded array is already what is saved."""
+        is_in_order = self.stack is None or self.stack.is_contiguous
+        return self.on_host and self.vector is None and is_in_order
 
     @property
     def key(self) -> str:
@@ -68,7 +79,7 @@ class DiskArray:
     def extract(self, x: jax.Array) -> jax.Array:
         """Returns the array, layers in model order, from the array in memory that holds it.
 
-        Donates `x` unless it is flat.
+        Donates `x` unless it is flat. x: on the devices.
         """
         if self.vector and self.matrix:
             x = extract_matrix(self.vector, self.matrix, x, self.sharding)
@@ -105,7 +116,11 @@ def entries(layout: ModelLayout, optimizer: Optimizer) -> list[DiskArray]:
             if leaf.form == "flat":
                 for matrix in matrices_by_vector[name]:
                     array = dataclasses.replace(
-                        matrix, part=disk_part, dtype=leaf.dtype, source=(part, name)
+                        matrix,
+                        part=disk_part,
+                        dtype=leaf.dtype,
+                        source=(part, name),
+                        on_host=declared.on_host,
                     )
                     arrays.append(array)
                 continue
@@ -121,6 +136,7 @@ def entries(layout: ModelLayout, optimizer: Optimizer) -> list[DiskArray]:
                 sharding=declared.shardings[name],
                 rows=leaf.shape[0] if stack else 0,
                 stack=stack,
+                on_host=declared.on_host,
             )
             arrays.append(array)
     part_order = list(dict.fromkeys(array.part for array in arrays))
@@ -162,12 +178,14 @@ def _matrices_by_vector(layout: ModelLayout) -> dict[str, list[DiskArray]]:
 def stored(layout: ModelLayout, optimizer: Optimizer) -> State:
     """Returns shapes, dtypes and shardings of a checkpoint's arrays.
 
-    Those that are flat on the devices are in host memory.
+    Those that are flat on the devices, or offloaded, are in host memory.
     """
     abstract = abstract_state(layout, optimizer)
     tree: State = {name: abstract[name] for name in COUNTERS}
     for entry in entries(layout, optimizer):
-        sharding = entry.canonical.with_memory_kind(_HOST) if entry.vector else entry.canonical
+        sharding = entry.canonical
+        if entry.is_copied:
+            sharding = sharding.with_memory_kind(placement.HOST)
         part = tree.setdefault(entry.part, {})
         part[entry.name] = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=sharding)
     return tree
@@ -179,23 +197,58 @@ def to_disk(
     """Returns the arrays to save, as `stored` describes them, and the digest of each leaf
     (`mesh_lm.state.digest`).
 
-    Donates the arrays that are not flat, which `back` restores; reordering layers needs memory for
-    one extra leaf. Flat vectors are kept. An error, such as out of memory, leaves an incomplete
-    state and must end the run.
+    Donates the arrays that are neither flat nor offloaded, which `back` restores; reordering layers
+    needs memory for one extra leaf. The others are kept; an offloaded array is on the devices for
+    as long as it is digested. An error, such as out of memory, leaves an incomplete state and must
+    end the run.
     """
     tree: State = {name: state[name] for name in COUNTERS}
     device_tree = dict(tree)
     flat_digests = {}
+    loaded = _Loaded()
     for entry in entries(layout, optimizer):
         part, name = entry.source
-        array = entry.extract(state[part][name])
-        if entry.vector:
+        array = entry.extract(loaded.on_device(entry, state[part][name]))
+        if entry.is_copied:
             flat_digests[entry.key] = _digest(array)
-            array = _move(array, array.sharding.with_memory_kind(_HOST), _HOST)
+        if entry.is_as_on_disk:
+            array.delete()
+            array = state[part][name]
+        elif entry.is_copied:
+            array = placement.moved_to_host(array)
         else:
             device_tree.setdefault(entry.part, {})[entry.name] = array
         tree.setdefault(entry.part, {})[entry.name] = array
+    loaded.clear()
     return tree, {**digests(device_tree), **hexadecimal(flat_digests)}
+
+
+class _Loaded:
+    """The last offloaded vector that was copied to the devices: several arrays in a row are made
+    from one.
+    """
+
+    def __init__(self) -> None:
+        self._source: tuple[str, str] | None = None
+        self._copy: jax.Array | None = None
+
+    def on_device(self, entry: DiskArray, x: jax.Array) -> jax.Array:
+        """Returns the array in memory that holds an entry, on the devices."""
+        if not entry.on_host:
+            return x
+        if not entry.vector:
+            return placement.copied_to_device(x)  # which `extract` donates
+        if self._copy is None or self._source != entry.source:
+            self.clear()
+            self._copy = placement.copied_to_device(x)
+            self._source = entry.source
+        return self._copy
+
+    def clear(self) -> None:
+        """Frees the copy."""
+        if self._copy is not None:
+            self._copy.delete()
+        self._copy = None
 
 
 def back(layout: ModelLayout, optimizer: Optimizer, state: State, tree: State) -> State:
@@ -206,7 +259,7 @@ def back(layout: ModelLayout, optimizer: Optimizer, state: State, tree: State) -
     for name, part in state.items():
         restored[name] = dict(part) if isinstance(part, dict) else part
     for entry in entries(layout, optimizer):
-        if not entry.vector:
+        if not entry.is_copied:
             restored[entry.part][entry.name] = entry.insert(tree[entry.part][entry.name])
     return restored
 
@@ -223,21 +276,40 @@ def from_disk(
     counters = {name: tree[name] for name in COUNTERS}
     device_tree: State = dict(counters)
     for entry in declared:
-        if not entry.vector:
+        if not entry.is_copied:
             device_tree.setdefault(entry.part, {})[entry.name] = tree[entry.part][entry.name]
     actual = digests(device_tree)
 
-    state: State = {part: {} for part in parts(layout, optimizer)}
+    state_parts = parts(layout, optimizer)
+    state: State = {part: {} for part in state_parts}
     flat_digests = {}
-    for entry in declared:
-        part, name = entry.source
-        array = tree[entry.part].pop(entry.name)
-        if entry.vector:
-            array = _move(array, entry.canonical)
-            flat_digests[entry.key] = _digest(array)
-        state[part][name] = entry.insert(array, state[part].get(name))
+    for part, entries_of_part in _by_source_part(declared).items():
+        for entry in entries_of_part:
+            name = entry.source[1]
+            array = tree[entry.part].pop(entry.name)
+            if entry.is_copied:
+                array = placement.moved_to_device(array, entry.canonical)
+                flat_digests[entry.key] = _digest(array)
+            array = entry.insert(array, state[part].get(name))
+            if entry.on_host and not entry.vector:
+                array = placement.moved_to_host(array)
+            state[part][name] = array
+        # The params are computed from the master while it is on the devices.
+        if part == MASTER:
+            state = with_used(layout, state)
+        if state_parts[part].on_host:
+            for name in layout.flat.leaves.keys() & state[part].keys():
+                state[part][name] = placement.moved_to_host(state[part][name])
     actual |= hexadecimal(flat_digests)
-    return with_used(layout, counters | state), mismatches(actual, saved)
+    return counters | state, mismatches(actual, saved)
+
+
+def _by_source_part(declared: list[DiskArray]) -> dict[str, list[DiskArray]]:
+    """Returns the arrays by the part of the state that holds them."""
+    entries_by_part: dict[str, list[DiskArray]] = {}
+    for entry in declared:
+        entries_by_part.setdefault(entry.source[0], []).append(entry)
+    return entries_by_part
 
 
 def with_used(layout: ModelLayout, state: State, every: bool = False) -> State:
@@ -247,7 +319,14 @@ def with_used(layout: ModelLayout, state: State, every: bool = False) -> State:
     """
     if not layout.flat.vectors:
         return state
-    computed = _compute_params(layout, every)(state[MASTER])
+    vectors = state[MASTER]
+    copies = {name: x for name, x in vectors.items() if placement.is_on_host(x)}
+    copies = {name: placement.copied_to_device(x) for name, x in copies.items()}
+    computed = _compute_params(layout, every)({**vectors, **copies})
+    if copies:
+        jax.block_until_ready(computed)
+        for copy in copies.values():
+            copy.delete()
     return state | {"params": {**state["params"], **computed}}
 
 
@@ -287,20 +366,3 @@ def _digest(array: jax.Array) -> np.ndarray:
     mesh = array.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
     replicated = jax.NamedSharding(mesh, jax.P())
     return np.asarray(jax.jit(digest, out_shardings=replicated)(array))
-
-
-def _move(
-    array: jax.Array, sharding: jax.sharding.Sharding, memory_kind: str | None = None
-) -> jax.Array:
-    """Moves an array between the memory of its devices and that of their hosts.
-
-    memory_kind: of the sharding; None: the devices' own.
-    """
-    shards = []
-    for shard in array.addressable_shards:
-        target = jax.sharding.SingleDeviceSharding(shard.device, memory_kind=memory_kind)
-        shards.append(jax.device_put(shard.data, target))
-    moved = jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
-    jax.block_until_ready(moved)
-    array.delete()
-    return moved

@@ -62,7 +62,8 @@ def assembled(abstract: jax.ShapeDtypeStruct, shard: Callable[[str], np.ndarray]
         index = _index(slices, abstract.shape)
         if index not in shards:
             shards[index] = shard(index)
-        arrays.append(jax.device_put(shards[index], device, may_alias=False))
+        target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        arrays.append(jax.device_put(shards[index], target, may_alias=False))
     return jax.make_array_from_single_device_arrays(abstract.shape, sharding, arrays)
 
 

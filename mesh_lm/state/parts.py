@@ -17,7 +17,7 @@ from mesh_lm.optim.quantization import SHORTEST_BLOCK
 from mesh_lm.parallel.feedback import feedback_of
 from mesh_lm.parallel.layout import MISFIT, ModelLayout, Params
 from mesh_lm.state import diloco as islands
-from mesh_lm.state import loss_statistics
+from mesh_lm.state import loss_statistics, placement
 from sharding_rules import ShardingRuleError
 from sharding_rules.rules import Kind, axes_of
 
@@ -57,10 +57,18 @@ class StatePart:
     """The column of the rules that shards arrays that are not flat."""
     leaves: dict[str, ArraySpec]
     shardings: dict[str, jax.NamedSharding]
+    """Those of the arrays on the devices, whose shards an array on the hosts has, too."""
+    on_host: bool = False
+    """Whether its arrays are in the hosts' pinned memory (optimizer.offload)."""
+
+    def sharding(self, name: str) -> jax.NamedSharding:
+        """Returns the sharding of an array of the state, with its kind of memory."""
+        sharding = self.shardings[name]
+        return placement.on_host(sharding) if self.on_host else sharding
 
     @property
     def nbytes(self) -> int:
-        """Bytes on one device."""
+        """Bytes on one device, or on the host for each device."""
         nbytes = 0
         for name, leaf in self.leaves.items():
             size = math.prod(self.shardings[name].shard_shape(leaf.shape))
@@ -90,7 +98,8 @@ def parts(layout: ModelLayout, optimizer: Optimizer) -> dict[str, StatePart]:
                 shardings[name] = _sharding(layout, kind, name, leaf)
             except ShardingRuleError as error:
                 problems.append(str(error))
-        state_parts[part] = StatePart(kind, leaves, shardings)
+        is_offloaded = part in optimizer.config.offload
+        state_parts[part] = StatePart(kind, leaves, shardings, on_host=is_offloaded)
     feedback = feedback_of(layout)
     if feedback:
         state_parts[FEEDBACK] = StatePart(
@@ -214,7 +223,7 @@ def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> State:
         state[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     for part, declared in parts(layout, optimizer).items():
         state[part] = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=declared.shardings[name])
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=declared.sharding(name))
             for name, leaf in declared.leaves.items()
         }
     return state

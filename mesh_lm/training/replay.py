@@ -26,7 +26,8 @@ from mesh_lm.model import Batch
 from mesh_lm.state import State
 from mesh_lm.state.digest import leaf_name
 from mesh_lm.state.host_copy import copied, put_back
-from mesh_lm.training.replicas import program, yield_to_the_blamed
+from mesh_lm.training import replicas
+from mesh_lm.training.replicas import yield_to_the_blamed
 from mesh_lm.training.step import Step
 
 _NAMED = 3
@@ -101,8 +102,7 @@ def shard_digests(state: State) -> Digests:
     """Returns the digests of this process's shards of the state, device by device, in the order of
     its leaves. It waits for the arrays.
     """
-    arrays = jax.tree.leaves(state)
-    digests = program(arrays[0].sharding.mesh, tuple(x.sharding.spec for x in arrays))(*arrays)
+    digests = replicas.shard_digests(jax.tree.leaves(state))
     return {shard.device: np.asarray(shard.data)[0] for shard in digests.addressable_shards}
 
 

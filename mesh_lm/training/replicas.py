@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mesh_lm.errors import listed
 from mesh_lm.state.digest import digest, leaf_name
+from mesh_lm.state.placement import copied_to_device, is_on_host
 
 _LATER = 2.0
 """Seconds by which a process reports a fault of another one's device later than that one."""
@@ -78,9 +79,8 @@ def _differences(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
     leaves = [(path, x) for path, x in leaves if _shards(x.sharding, x.shape).replicated]
     if not leaves:
         return []
-    arrays = [x for _, x in leaves]
-    mesh = arrays[0].sharding.mesh
-    digests = program(mesh, tuple(x.sharding.spec for x in arrays))(*arrays)
+    mesh = leaves[0][1].sharding.mesh
+    digests = shard_digests([x for _, x in leaves])
     # uint32 [devices, leaves, 2], as uint64 [devices, leaves].
     rows = np.asarray(multihost_utils.process_allgather(digests, tiled=True))
     values = rows[..., 0].astype(np.uint64) << np.uint64(32) | rows[..., 1]
@@ -92,7 +92,33 @@ def _differences(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
     return differences
 
 
-@functools.lru_cache(maxsize=8)
+def shard_digests(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns uint32 [devices, arrays, 2], digests of each device's shards in mesh order.
+
+    Arrays on the hosts are on the devices one after another, for as long as they are digested.
+    """
+    mesh = arrays[0].sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+    if not any(map(is_on_host, arrays)):
+        return program(mesh, _specs(arrays))(*arrays)
+    columns: dict[int, jax.Array] = {}
+    on_device = [i for i, x in enumerate(arrays) if not is_on_host(x)]
+    if on_device:
+        digests = shard_digests([arrays[i] for i in on_device])
+        columns |= {i: digests[:, column : column + 1] for column, i in enumerate(on_device)}
+    for i, x in enumerate(arrays):
+        if i in columns:
+            continue
+        copy = copied_to_device(x)
+        columns[i] = jax.block_until_ready(program(mesh, _specs([x]))(copy))
+        copy.delete()
+    return jnp.concatenate([columns[i] for i in range(len(arrays))], axis=1)
+
+
+def _specs(arrays: Sequence[Any]) -> tuple[PartitionSpec, ...]:
+    return tuple(x.sharding.spec for x in arrays)
+
+
+@functools.lru_cache(maxsize=64)
 def program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[..., jax.Array]:
     """Returns a jitted function: arrays with these specs -> uint32 [devices, arrays, 2], digests of
     each device's shards in mesh order.

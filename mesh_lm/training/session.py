@@ -34,6 +34,7 @@ from mesh_lm.state.initial import fresh_state, init_state
 from mesh_lm.training import diloco, elastic, own_kernels
 from mesh_lm.training.check import check
 from mesh_lm.training.evaluation import sample
+from mesh_lm.training.host_room import require_host_memory
 from mesh_lm.training.monitor import Monitor
 from mesh_lm.training.one_program import compared
 from mesh_lm.training.post_step import PostStep
@@ -87,6 +88,7 @@ def open_session(
     dataset: what the run was given instead of what the config names.
     """
     phases = stop.phases
+    require_host_memory(layout, optimizer)
     jitted_step = train_step(
         layout,
         optimizer,

@@ -28,7 +28,7 @@ from mesh_lm.state import (
     weights_of,
 )
 from mesh_lm.state.diloco import n_islands
-from mesh_lm.training import diloco
+from mesh_lm.training import diloco, offload
 
 Metrics = dict[str, jax.Array]
 Step = Callable[[State, Batch], tuple[State, Metrics]]
@@ -80,6 +80,7 @@ def train_step(
     """
     _require_updatable_buffers(layout, optimizer)
     flat = layout.flat
+    gradient_layout = offload.gradient_layout(layout, optimizer)
     weight_specs = masters(layout)
     slot_names = list(optimizer.slots(weight_specs))
     unflattened = [name for name in weight_specs if name not in flat.leaves]
@@ -90,7 +91,7 @@ def train_step(
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         # 1. Gradients of objective / weight, float32, summed over the global batch.
         key = step_key(seed, state["step"])
-        gradients = region(layout, batch, flat)
+        gradients = region(layout, batch, gradient_layout)
         feedback = state.get(FEEDBACK, {})
         params = weights_of(layout, state)
         (sums, layer_sums), grads, new_feedback = gradients(params, dict(batch), key, feedback)
@@ -117,21 +118,45 @@ def train_step(
             old = Update(weights, slots, buffers, state["recent"], feedback)
 
             n_updates = state["step"] - state["skipped"]
-            weights, slots = optimizer.update(
-                grads, grad_norm, slots, weights, state["step"], n_updates, leaves=weight_specs
-            )
+            if optimizer.config.offload:
+                by_layer = offload.update(
+                    layout,
+                    optimizer,
+                    grads,
+                    weights,
+                    slots,
+                    state["params"],
+                    grad_norm=grad_norm,
+                    step=state["step"],
+                    n_updates=n_updates,
+                    accepted=accepted,
+                )
+                # Each layer is selected where it is updated: there is no second copy.
+                old = old._replace(weights={}, slots={})
+                weights = {}
+                slots = {}
+            else:
+                by_layer = None
+                weights, slots = optimizer.update(
+                    grads, grad_norm, slots, weights, state["step"], n_updates, leaves=weight_specs
+                )
             if buffers:
                 buffers = _updated_buffers(layout.config, buffers, {**sums, **layer_sums})
             recent = loss_statistics.update(state["recent"], observed)
             new = Update(weights, slots, buffers, recent, new_feedback)
 
             update = jax.tree.map(lambda n, o: jnp.where(accepted, n, o), new, old)
+            if by_layer is not None:
+                update = update._replace(weights=by_layer.weights, slots=by_layer.slots)
 
             # 4. What the layers read: flat vectors are all-gathered, the others are as they are.
             master = {name: update.weights[name] for name in flat.leaves}
             params = {name: update.weights[name] for name in unflattened}
             params = layout.from_optimizer(params, "optimizer")
-            params |= flat.compute_params(master)
+            if by_layer is not None:
+                params |= by_layer.computed
+            else:
+                params |= flat.compute_params(master)
 
         new_state = {
             "step": state["step"] + 1,

@@ -13,11 +13,17 @@ from sharding_rules.lab.report import Collective, LabError, Report, location_tex
 _MAX_LISTED = 3
 
 
-def assert_budget(report: Report, *, peak_bytes: int | None = None, **wire_bytes: float) -> None:
+def assert_budget(
+    report: Report,
+    *,
+    peak_bytes: int | None = None,
+    host_bytes: int | None = None,
+    **wire_bytes: float,
+) -> None:
     """Raises LabError where a step sends more bytes along a mesh axis than allowed.
 
     Also where it needs more memory: `assert_budget(report, fsdp=40e9, peak_bytes=72e9)`. A mesh
-    axis that is not named is not limited.
+    axis that is not named is not limited. host_bytes: of the host's memory, for each device.
     """
     _check_axes(report, set(wire_bytes))
     problems = []
@@ -35,6 +41,8 @@ def assert_budget(report: Report, *, peak_bytes: int | None = None, **wire_bytes
         )
     if peak_bytes is not None and report.peak_bytes > peak_bytes:
         problems.append(f"memory: {report.peak_bytes} bytes at the peak, {peak_bytes} allowed")
+    if host_bytes is not None and report.host_bytes > host_bytes:
+        problems.append(f"host memory: {report.host_bytes} bytes a device, {host_bytes} allowed")
     if problems:
         raise LabError(f"{report.name} is over its budget\n{_bullets(problems)}")
 

@@ -111,7 +111,7 @@ def schedule(piece: Piece, colour: Mapping[str, str]) -> str:
     for span in piece.spans:
         left = percent(span.start)
         width = percent(span.start + span.duration) - left
-        is_high = span.kind in ("matmul", "attention") or span.stream == "network"
+        is_high = span.kind in ("matmul", "attention") or span.stream != "compute"
         height = _HIGH_SPAN if is_high else _LOW_SPAN
         top = _COMPUTE_END - height if span.stream == "compute" else _NETWORK_BEGIN
         span_colour = colour.get(span.where.part.split("/")[-1], "--rest")
@@ -119,7 +119,7 @@ def schedule(piece: Piece, colour: Mapping[str, str]) -> str:
         shapes.append(_rect(css_class, left, width, top, height, span_colour, _tip(span)))
     for begin, end in piece.waits:
         left = percent(begin)
-        tip = f"compute waits {duration(end - begin)} for the network"
+        tip = f"compute waits {duration(end - begin)} for the network or PCIe"
         shapes.append(_rect("wait", left, percent(end) - left, _COMPUTE_END + 1, 6, "--wait", tip))
     marks = []
     for time in ticks(piece.duration):

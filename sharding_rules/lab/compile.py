@@ -26,6 +26,7 @@ from sharding_rules.lab import hlo
 from sharding_rules.lab.aborts import explain_abort
 from sharding_rules.lab.assembler import gpu_in_use, unassembled
 from sharding_rules.lab.child import Aborted, compile_in_child, server
+from sharding_rules.lab.host import host_copies
 from sharding_rules.lab.ledger import (
     collectives,
     conditionals,
@@ -54,8 +55,8 @@ Routing is balanced: no further round of an exchange of tokens runs.
 
 # The files that a cached report depends on: all but those that only read reports.
 _MAKERS = (
-    "compile", "groups", "hlo", "ledger", "lineage", "memory", "origins", "provenance", "prices",
-    "rates", "report", "targets", "ticks",
+    "compile", "groups", "hlo", "host", "ledger", "lineage", "memory", "origins", "provenance",
+    "prices", "rates", "report", "targets", "ticks",
     "timeline", "vocabulary",
 )  # fmt: skip
 
@@ -431,6 +432,7 @@ def _compile(
         tick_loops=next((window.loops for window in module.windows.values()), ()),
         stage_flops=flops_by_stage(module),
         copies=copies(module, provenance),
+        host_copies=host_copies(module, provenance, target),
         model_flops=request.model_flops,
         attention_flops=request.attention_flops,
         model_us=model_us,

@@ -65,9 +65,11 @@ class Fix:
     def __str__(self) -> str:
         time = f", step time x {self.cost:.2f} (predicted)" if self.cost else ""
         end = "it fits" if self.fits else "not enough by itself"
+        host = self.report.host_bytes
+        on_host = f", {host / 2**30:.1f} GiB of host memory a device" if host else ""
         return (
             f"{self.text}: {self.report.peak_bytes / 2**30:.1f} GiB, {self.saves / 2**30:.1f} "
-            f"less{time}; {end}"
+            f"less{on_host}{time}; {end}"
         )
 
 

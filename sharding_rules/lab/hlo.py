@@ -37,7 +37,9 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
 #   ROOT %add.3 = f32[8,4]{1,0} add(%p.1, %p.2), metadata={...}
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
 # bf16[4,512,8192]
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+# f32[8,2048,1024]{2,1,0:S(5)}
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
+_HOST_SPACE = "S(5)"
 # %add.3
 _NAME = re.compile(r"%([\w.\-]+)")
 
@@ -87,6 +89,8 @@ class Array:
 
     dtype: str
     dims: tuple[int, ...]
+    on_host: bool = dataclasses.field(default=False, compare=False)
+    """In the host's pinned memory, not the device's."""
 
     @property
     def bytes(self) -> int:
@@ -99,7 +103,10 @@ class Array:
 
 def arrays(shape: str) -> tuple[Array, ...]:
     """Returns every array in the text of a shape, in order, nested tuples flattened."""
-    return tuple(Array(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(shape))
+    return tuple(
+        Array(dtype, _dims(dims), _HOST_SPACE in layout)
+        for dtype, dims, layout in _ARRAY.findall(shape)
+    )
 
 
 def _dims(text: str) -> tuple[int, ...]:
@@ -235,6 +242,11 @@ class Module:
     def by_name(self) -> dict[str, Instruction]:
         """Instructions by name. Names are unique, parameters of computations included."""
         return {instruction.name: instruction for instruction in self._instructions()}
+
+    @cached_property
+    def uses_host(self) -> bool:
+        """Whether any array of the program is in the host's memory."""
+        return any(_HOST_SPACE in instruction.shape for instruction in self._instructions())
 
     @cached_property
     def home(self) -> dict[str, str]:

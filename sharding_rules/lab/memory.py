@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from sharding_rules.lab import hlo
 from sharding_rules.lab.lineage import Lineage
 from sharding_rules.lab.provenance import Provenance
-from sharding_rules.lab.report import KINDS, Argument, Buffer, Location, Memory
+from sharding_rules.lab.report import KINDS, Argument, Buffer, HostMemory, Location, Memory
 
 SMALL = 2**20
 """Buffers of fewer bytes are merged, one for each kind."""
@@ -79,8 +79,12 @@ def memory(
     classifier = _Classifier(module, provenance, arguments, schedule)
     buffers = list(classifier.arguments())
     temporaries = _at_peak(_heaps(assignment, _ranges(live_ranges)))
+    host = _host_memory(stats, classifier.host_bytes())
+    if host.bytes:
+        peak = _device_peak(stats, temporaries)
+    else:
+        peak = int(stats.peak_memory_in_bytes)
     buffers += [classifier.buffer(value, size) for value, size in temporaries]
-    peak = int(stats.peak_memory_in_bytes)
     if not temporaries:
         size = peak - sum(buffer.bytes for buffer in buffers)
         buffers.append(Buffer("temporaries", "other", "", size, Location()))
@@ -90,7 +94,30 @@ def memory(
         temporaries=int(stats.temp_size_in_bytes),
         peak=peak,
         buffers=_complete(buffers, peak),
+        host=host,
     )
+
+
+def _host_memory(stats: Any, by_kind: dict[str, int]) -> HostMemory:
+    """Returns the host's part. by_kind: bytes of its arguments."""
+
+    def size(name: str) -> int:
+        # Reports of programs from before this had no such fields.
+        return int(getattr(stats, f"host_{name}_size_in_bytes", 0))
+
+    return HostMemory(
+        arguments=size("argument"),
+        outputs=size("output") - size("alias"),
+        temporaries=size("temp"),
+        by_kind=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
+    )
+
+
+def _device_peak(stats: Any, temporaries: list[_Occupied]) -> int:
+    """Returns the peak of a program with arrays on the host, which XLA's own peak includes."""
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    at_peak = sum(value.bytes for value in temporaries) or stats.temp_size_in_bytes
+    return int(stats.argument_size_in_bytes + outputs + at_peak)
 
 
 # 1. The values that are live at the peak.
@@ -237,8 +264,10 @@ class _Classifier:
         self._outer = _asynchronous_instructions(schedule, module)
 
     def arguments(self) -> Iterator[Buffer]:
-        """Yields a buffer for each argument that the program uses."""
+        """Yields a buffer for each argument that the program uses, without those on the host."""
         for one in self._inputs:
+            if one.arrays[0].on_host:
+                continue
             argument = self._arguments.get(one.op_name)
             yield Buffer(
                 name=one.op_name or one.name,
@@ -248,6 +277,17 @@ class _Classifier:
                 where=Location(),
                 axes=argument.axes if argument else None,
             )
+
+    def host_bytes(self) -> dict[str, int]:
+        """Returns the bytes of arguments on the host, by their class."""
+        by_kind: dict[str, int] = {}
+        for one in self._inputs:
+            if not one.arrays[0].on_host:
+                continue
+            argument = self._arguments.get(one.op_name)
+            kind = argument.kind if argument else "other"
+            by_kind[kind] = by_kind.get(kind, 0) + one.bytes
+        return by_kind
 
     def buffer(self, value: _Value, size: int) -> Buffer:
         """Returns the buffer of a value. size: its bytes."""

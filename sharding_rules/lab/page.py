@@ -13,7 +13,7 @@ from sharding_rules.lab.charts import Share, colours, legend, schedule, stack, s
 from sharding_rules.lab.fixes import Fix
 from sharding_rules.lab.lint import Finding
 from sharding_rules.lab.markup import Number, amount, code, document, section, table
-from sharding_rules.lab.report import KINDS, Location, Report, location_text
+from sharding_rules.lab.report import KINDS, Location, Report, Timeline, location_text
 from sharding_rules.lab.schedule import Piece, pieces
 from sharding_rules.lab.segments import segment_table
 from sharding_rules.lab.summary import (
@@ -30,6 +30,7 @@ from sharding_rules.lab.summary import (
     efficiency,
     exposed_words,
     flop,
+    host_words,
     link,
     matrix,
     mesh_words,
@@ -134,6 +135,9 @@ def _head(report: Report, findings: Sequence[Finding], facts: Sequence[tuple[str
     rates = rates_words(report)
     if rates:
         labelled.append(("times", rates))
+    host = host_words(report)
+    if host:
+        labelled.append(("host", host))
     if report.conditionals:
         labelled.append(("conditionals counted", conditionals_words(report)))
     items = "".join(
@@ -391,12 +395,22 @@ def _schedule(
         f"<p>The schedule replayed with estimates, XLA's and the data sheets', {PREDICTED}: "
         f"{duration(line.step)} a step at the optimistic rates, compute {duration(line.compute)}, "
         f"network {duration(line.network)}, of which {duration(line.exposed)} are exposed: compute "
-        f"waits for them ({swatch(_WAIT_COLOUR)}).{waits} Below, one trip of each piece at its own "
-        "scale: compute above the axis, matmuls tall; the network below it.</p>"
+        f"waits for them ({swatch(_WAIT_COLOUR)}).{waits}{_host_copies(line)} Below, one trip of "
+        "each piece at its own scale: compute above the axis, matmuls tall; the network and PCIe "
+        "below it.</p>"
     )
     total = max(sum(share.value for share in shares), 1e-9)
     chart = f"<figure>{stack(shares, total, label='the step, piece by piece', height=18)}</figure>"
     return lead + chart + legend(part_colours, "unnamed") + "".join(panels)
+
+
+def _host_copies(line: Timeline) -> str:
+    if not line.host:
+        return ""
+    return (
+        f" Copies to and from the host take {duration(line.host)}, of which "
+        f"{duration(line.host_exposed)} are exposed."
+    )
 
 
 def _matmuls(report: Report) -> str:

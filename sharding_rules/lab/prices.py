@@ -23,6 +23,9 @@ from sharding_rules.lab.rates import OPTIMISTIC, LinkName, Rates
 from sharding_rules.lab.report import Collective
 from sharding_rules.lab.targets import Target
 
+_HOST_START = 10.0
+"""Microseconds of the start of a copy to or from the host. Assumed."""
+
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "add-dependency", "domain", "iota", "copy-start", "send", "recv",
@@ -102,6 +105,11 @@ def _latency_us(kind: str, group: int, nodes: int, rates: Rates) -> float:
     if nodes > 1:
         latency += rates.between_us.value
     return latency
+
+
+def host_copy_us(n_bytes: int, target: Target, rates: Rates = OPTIMISTIC) -> float:
+    """Returns the microseconds of one copy between a device's memory and its host's, alone."""
+    return 1e6 * n_bytes / (rates.pcie.value * target.pcie) + _HOST_START
 
 
 class Kernel(NamedTuple):

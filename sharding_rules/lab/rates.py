@@ -80,6 +80,9 @@ class Rates:
     network: Rate
     """Share of the network port's peak bandwidth that collectives reach between nodes (the
     same)."""
+    pcie: Rate
+    """Share of PCIe's peak bandwidth that copies between a GPU and its host's pinned memory reach,
+    one direction at a time."""
     kernel_us: Rate
     """Microseconds of the shortest kernel."""
     start_us: Rate
@@ -124,6 +127,8 @@ _MINUTES = "NVIDIA H200, 2026-11-28 (gpu_minutes_2026-11-28_h200-jax-0.11.2_call
 _FLASH_3 = "a little under FlashAttention-3's 640 and 540 TFLOP/s on an H100 (arXiv 2407.08608)"
 _NCCL = "NCCL's bus bandwidth, of which this project has measured none"
 
+_PINNED = "large copies of pinned memory, of which this project has measured none"
+
 
 def _suite(value: float) -> Rate:
     return Rate(value, "measured", _SUITE)
@@ -167,6 +172,7 @@ OPTIMISTIC = Rates(
     group_us=Rate(0.0, "assumed", "groups cost nothing"),
     nvlink=Rate(0.78, "assumed", _NCCL),
     network=Rate(0.84, "assumed", _NCCL),
+    pcie=Rate(0.86, "assumed", _PINNED),
     kernel_us=_LAUNCH,
     start_us=_START,
     between_us=_BETWEEN,
@@ -196,6 +202,8 @@ SUSTAINED = Rates(
     group_us=_minutes(0.6),
     nvlink=Rate(0.70, "assumed", _NCCL),
     network=Rate(0.65, "assumed", _NCCL),
+    # As if the GPUs of a node shared the bandwidth of their host's memory.
+    pcie=Rate(0.6, "assumed", _PINNED),
     kernel_us=_LAUNCH,
     start_us=_START,
     between_us=_BETWEEN,
@@ -207,7 +215,7 @@ of what is assumed."""
 
 
 class Link(NamedTuple):
-    """A link between GPUs whose speed is assumed."""
+    """A link of a GPU whose speed is assumed."""
 
     name: str
     fast: Rate
@@ -219,3 +227,4 @@ class Link(NamedTuple):
 
 NVLINK = Link("NVLink", OPTIMISTIC.nvlink, SUSTAINED.nvlink)
 NETWORK = Link("the network", OPTIMISTIC.network, SUSTAINED.network)
+PCIE = Link("PCIe", OPTIMISTIC.pcie, SUSTAINED.pcie)

@@ -223,6 +223,26 @@ class Copy:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostCopy:
+    """A copy between a device's memory and that of its host, or inside of the latter."""
+
+    name: str
+    direction: Literal["to host", "from host", "within host"]
+    shape: str
+    bytes: int
+    """Bytes that are copied in one run: of a slice, not of the stack around it."""
+    loops: tuple[float, ...]
+    where: Location
+    duration: float = 0.0
+    """Predicted microseconds of one run alone; 0 where the target is not known."""
+
+    @property
+    def times(self) -> float:
+        """How often it runs in a step: the product of the trips of the loops around it."""
+        return math.prod(self.loops)
+
+
+@dataclasses.dataclass(frozen=True)
 class Argument:
     """An input of the program."""
 
@@ -274,17 +294,38 @@ stash. `fragmentation`: the heap's holes at the peak."""
 
 
 @dataclasses.dataclass(frozen=True)
+class HostMemory:
+    """Bytes of one device's arrays in its host's pinned memory."""
+
+    arguments: int = 0
+    outputs: int = 0
+    """Bytes of outputs that do not reuse the memory of an argument."""
+    temporaries: int = 0
+    by_kind: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes of the arguments by their class, largest first."""
+
+    @property
+    def bytes(self) -> int:
+        """All of them: what the host must have for each of its devices."""
+        return self.arguments + self.outputs + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, as XLA's own buffer assignment has them."""
+    """Bytes on one device, as XLA's own buffer assignment has them; those on its host are apart,
+    in `host`.
+    """
 
     arguments: int
     outputs: int
     """Bytes of outputs that do not reuse the memory of an argument."""
     temporaries: int
     peak: int
-    """The most at any time, XLA's peak_memory_in_bytes: what must fit."""
+    """The most at any time on the device: what must fit. XLA's peak_memory_in_bytes without what it
+    counts of the host's memory."""
     buffers: tuple[Buffer, ...]
     """Live at the peak, largest first; their bytes add up to `peak`."""
+    host: HostMemory = HostMemory()
 
     @cached_property
     def by_kind(self) -> dict[str, int]:
@@ -301,9 +342,10 @@ class Span:
     """Something on the predicted timeline."""
 
     name: str
-    stream: Literal["compute", "network"]
+    stream: Literal["compute", "network", "host"]
     kind: str
-    """matmul, attention, elementwise, copy, or the kind of a collective."""
+    """matmul, attention, elementwise, copy, the kind of a collective, or the direction of a copy to
+    or from the host."""
     start: float
     duration: float
     """Microseconds, one time."""
@@ -317,7 +359,8 @@ class Span:
 class Timeline:
     """The schedule replayed with XLA's own estimates. A second opinion, not a measurement.
 
-    There is one compute stream, and there are several of the network. In a program with Slots each
+    There is one compute stream, there are several of the network, and one has the copies between
+    the device and its host. In a program with Slots each
     trip of the loop lasts as long as on its slowest stage, and the streams are those of that stage.
     """
 
@@ -336,6 +379,10 @@ class Timeline:
     """`compute` by the kind of kernel: matmul, attention, elementwise, copy."""
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
     """FLOPs of the matmuls in kernels of a kind."""
+    host: float = 0.0
+    """Microseconds during which the link to the host is busy."""
+    host_exposed: float = 0.0
+    """Microseconds of `host` during which compute waits."""
 
     def model_us(self, flops: float, attention: float) -> float:
         """Returns the microseconds that a model's own FLOPs would take at the speeds of this
@@ -398,6 +445,8 @@ class Report:
     stage_flops: tuple[int, ...] = ()
     """FLOPs of matmuls on a device of each stage; one number if there are no slots."""
     copies: tuple[Copy, ...] = ()
+    host_copies: tuple[HostCopy, ...] = ()
+    """Copies between the device's memory and its host's."""
     model_flops: float = 0.0
     """FLOPs that the model itself needs of one device in a step, without what the program computes
     twice; 0 where unknown."""
@@ -437,6 +486,18 @@ class Report:
     def peak_bytes(self) -> int:
         """The most memory in use on one device, arguments included."""
         return self.memory.peak
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's pinned memory that one device's arrays take."""
+        return self.memory.host.bytes
+
+    @property
+    def host_copy_bytes(self) -> float:
+        """Bytes that one device copies to and from its host in a step, both directions together."""
+        return sum(
+            copy.times * copy.bytes for copy in self.host_copies if copy.direction != "within host"
+        )
 
     def select(
         self,
@@ -637,6 +698,7 @@ _ELEMENTS: dict[tuple[type, str], type] = {
     (Report, "conditionals"): Conditional,
     (Report, "copies"): Copy,
     (Report, "changes"): Change,
+    (Report, "host_copies"): HostCopy,
     (Memory, "buffers"): Buffer,
     (Timeline, "spans"): Span,
 }
@@ -661,6 +723,8 @@ def _build(cls: type, data: dict[str, Any]) -> Any:
                 (name, tuple(shapes), _build(Location, location))
                 for name, shapes, location in value
             )
+        elif (cls, field.name) == (Memory, "host"):
+            value = _build(HostMemory, value)
         elif field.name in _FIELDS and value is not None:
             value = _build(_FIELDS[field.name], value)
         elif isinstance(value, list):

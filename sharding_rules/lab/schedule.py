@@ -54,10 +54,10 @@ class Piece:
 
     @property
     def waits(self) -> list[tuple[float, float]]:
-        """Intervals (begin, end) in which compute is idle while the network is busy."""
+        """Intervals (begin, end) in which compute is idle while the network or PCIe is busy."""
         compute = self._busy("compute")
         waits = []
-        for begin, end in self._busy("network"):
+        for begin, end in _union([*self._busy("network"), *self._busy("host")]):
             for busy_begin, busy_end in compute:
                 if busy_begin >= end or busy_end <= begin:
                     continue

@@ -21,6 +21,10 @@ MEMORY = (
     "output_size_in_bytes",
     "alias_size_in_bytes",
     "temp_size_in_bytes",
+    "host_argument_size_in_bytes",
+    "host_output_size_in_bytes",
+    "host_alias_size_in_bytes",
+    "host_temp_size_in_bytes",
 )
 """Fields of XLA's memory statistics that memory.json has."""
 

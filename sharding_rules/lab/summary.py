@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sharding_rules.lab.rates import NETWORK, NVLINK, Link
+from sharding_rules.lab.rates import NETWORK, NVLINK, PCIE, Link
 from sharding_rules.lab.report import SCALAR, Band, Buffer, Collective, Report, location_text
 
 Axes = tuple[str, ...]
@@ -182,6 +182,7 @@ def headline(report: Report) -> str:
     step = [
         f"step {durations(band)} (predicted)",
         f"{percent(line.exposed, line.step)} exposed",
+        f"{percent(line.host_exposed, line.step)} waiting for PCIe" if line.host_exposed else "",
         efficiency(report),
         ratio(report),
     ]
@@ -221,6 +222,28 @@ def verdict(report: Report) -> str:
     return f"too tight, {size(spare)} free, less than {least} ({report.margin:.0%} of the peak)"
 
 
+def host_words(report: Report) -> str:
+    """Returns what a device has in its host's memory, and copies over PCIe in a step.
+
+    59.8 GiB on the host for each device (moments 59.8 GiB); 119.6 GiB copied in a step, 2.33 s of
+    PCIe, 2.31 s exposed. Empty for a program that does not use the host's memory.
+    """
+    host = report.memory.host
+    if not host.bytes and not report.host_copies:
+        return ""
+    parts = [f"{kind} {size(n)}" for kind, n in host.by_kind.items()]
+    if host.temporaries:
+        parts.append(f"temporaries {size(host.temporaries)}")
+    words = f"{size(host.bytes)} on the host for each device"
+    if parts:
+        words += f" ({', '.join(parts)})"
+    words += f"; {size(report.host_copy_bytes)} copied in a step"
+    line = report.timeline
+    if line:
+        words += f", {duration(line.host)} of PCIe, {duration(line.host_exposed)} exposed"
+    return words
+
+
 def rates_words(report: Report) -> str:
     """Returns what the band of the step is between: the rates, and the assumed link that decides.
 
@@ -229,6 +252,8 @@ def rates_words(report: Report) -> str:
     if report.sustained is None:
         return ""
     words = "from optimistic rates to those that one H200 sustained"
+    if report.host_copies:
+        words += f"; {PCIE} (assumed)"
     link = {"NVLink": NVLINK, "network": NETWORK}.get(report.deciding_link)
     if link and not _is_settled(report, link):
         words += f"; most uncertain: {link} (assumed)"

@@ -33,6 +33,7 @@ from sharding_rules.lab.summary import (
     efficiency,
     exposed_words,
     flop,
+    host_words,
     link,
     mesh_words,
     over,
@@ -335,6 +336,10 @@ def _sums(report: Report) -> RenderableType:
         _add(table, "times", UPPER_BOUND)
     if report.conditionals:
         _add(table, "branches", f"conditionals counted: {conditionals_words(report)}")
+
+    host = host_words(report)
+    if host:
+        _add(table, "host", host)
 
     line = report.timeline
     band = report.step_band

@@ -4,9 +4,8 @@ It also has the part of the network time for which the step waits.
 
 A second opinion, not a measurement: nothing runs. Against an analytic model calibrated on published
 H100 runs, replays of this kind were within 3 % on two of five layouts and 20-35 % off on the
-others: compare layouts with it, and believe no single number. Left out are copies to and from the
-host, kernels that run side by side, stragglers, congestion, and the tuning of matmuls, which needs
-a GPU.
+others: compare layouts with it, and believe no single number. Left out are kernels that run side
+by side, stragglers, congestion, and the tuning of matmuls, which needs a GPU.
 
 Where `estimates` ask for it, XLA writes its own estimates into the program. What they and
 collectives cost is in `prices`.
@@ -23,9 +22,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from sharding_rules.lab import host
 from sharding_rules.lab.hlo import Instruction, Module
 from sharding_rules.lab.ledger import started
-from sharding_rules.lab.prices import FREE, Prices, collective_us
+from sharding_rules.lab.prices import FREE, Prices, collective_us, host_copy_us
 from sharding_rules.lab.provenance import Provenance
 from sharding_rules.lab.rates import OPTIMISTIC, Rates
 from sharding_rules.lab.report import Collective, Span, Timeline
@@ -72,8 +72,9 @@ def replay(
 ) -> Timeline:
     """Returns the program's timeline on `target`.
 
-    There is one stream for compute, one for collectives, in the order they are started, and one for
-    permutes. Compute continues after a collective's start, and waits at its done; without start and
+    There is one stream for compute, one for collectives, in the order they are started, one for
+    permutes, and one for copies to and from the host: XLA gives both directions the same queue.
+    Compute continues after a collective's start, and waits at its done; without start and
     done it blocks. Loops run their known trips (the spans show one, and time as if it were the only
     one), conditionals their slowest branch, or each branch as often as its probability says. Where
     slots say which stages run a conditional in which
@@ -103,6 +104,8 @@ def replay(
         parts=dict(run.parts),
         kinds=dict(run.kinds),
         flops=dict(run.flops),
+        host=run.host,
+        host_exposed=run.host_exposed,
     )
 
 
@@ -143,6 +146,10 @@ class _Program(Prices):
             return [self.collectives[instruction.name]]
         names = [line.name for line in started(self.module, instruction)]
         return [self.collectives[name] for name in names if name in self.collectives]
+
+    def host_copy(self, instruction: Instruction) -> host.Transfer | None:
+        """Returns what an instruction copies to or from the host, or starts to copy."""
+        return host.transfer(self.module, instruction) if self.module.uses_host else None
 
     def stream(self, collective: Collective) -> str:
         """Returns the stream that carries a collective.
@@ -206,12 +213,16 @@ class _Program(Prices):
         return trips
 
 
+_HOST = "host"
+
+
 class _Transfer(NamedTuple):
-    """A collective on the network, and when it begins and ends."""
+    """A collective on the network, or a copy to or from the host: when it begins and ends."""
 
     begin: float
     end: float
     name: str
+    is_host_copy: bool = False
 
 
 @dataclasses.dataclass
@@ -230,6 +241,8 @@ class _Run:
     compute: float = 0.0
     network: float = 0.0
     exposed: float = 0.0
+    host: float = 0.0
+    host_exposed: float = 0.0
     waits: dict[str, float] = dataclasses.field(default_factory=dict)
     """`exposed` by the collective that the network is busy with."""
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -263,17 +276,23 @@ class _Run:
     def wait(self, until: float) -> None:
         """Lets compute wait.
 
-        The wait belongs to what the network is busy with: where several of its streams are, to the
-        collective that ends first.
+        The wait belongs to what the streams are busy with: where several are, to the collective or
+        copy that ends first.
         """
         if until <= self.clock:
             return
-        self.exposed += until - self.clock
+        exposed = until - self.clock
         for transfer in sorted(self.transfers, key=lambda transfer: transfer.end):
             us = min(transfer.end, until) - max(transfer.begin, self.clock)
-            if us > 0:
+            if us <= 0:
+                continue
+            if transfer.is_host_copy:
+                self.host_exposed += us
+                exposed -= us
+            else:
                 _add(self.waits, transfer.name, us)
-                self.clock = min(transfer.end, until)
+            self.clock = min(transfer.end, until)
+        self.exposed += exposed
         self.clock = until
         self.transfers = [transfer for transfer in self.transfers if transfer.end > until]
 
@@ -337,6 +356,8 @@ class _Run:
         self.compute += n * run.compute
         self.network += n * run.network
         self.exposed += n * run.exposed
+        self.host += n * run.host
+        self.host_exposed += n * run.host_exposed
         for name, us in run.waits.items():
             _add(self.waits, name, n * us)
         for part, us in run.parts.items():
@@ -357,6 +378,12 @@ class _Run:
         if collectives:
             self.ends[one.name] = max(self._send(collective, loops) for collective in collectives)
             if not collectives[0].asynchronous:
+                self.wait(self.ends[one.name])
+            return
+        copy = self.program.host_copy(one)
+        if copy:
+            self.ends[one.name] = self._copy(one, copy, loops)
+            if not one.opcode.endswith("-start"):
                 self.wait(self.ends[one.name])
             return
         if one.opcode in FREE:
@@ -381,6 +408,18 @@ class _Run:
         self.network += us
         self.free[stream] = end
         self.transfers.append(_Transfer(begin, end, one.name))
+        return end
+
+    def _copy(self, one: Instruction, copy: host.Transfer, loops: tuple[float, ...]) -> float:
+        """Queues a copy to or from the host, and returns when it ends."""
+        us = host_copy_us(copy.array.bytes, self.program.target, self.program.rates)
+        begin = max(self.clock, self.free.get(_HOST, 0.0))
+        end = begin + us
+        location = self.program.provenance.of(one)
+        self._record(Span(one.name, "host", copy.direction, begin, us, loops, location))
+        self.host += us
+        self.free[_HOST] = end
+        self.transfers.append(_Transfer(begin, end, one.name, is_host_copy=True))
         return end
 
     def _record(self, span: Span) -> None:
@@ -409,7 +448,7 @@ def _at_most(spans: list[Span], limit: int) -> tuple[Span, ...]:
 
 def _merged(spans: list[Span], longest: float) -> list[Span]:
     """Returns the spans, with neighbours of at most `longest` microseconds in one place merged."""
-    merged = [span for span in spans if span.stream == "network"]
+    merged = [span for span in spans if span.stream != "compute"]
     compute = [span for span in spans if span.stream == "compute"]
     for key, neighbours in groupby(
         compute,

@@ -12,7 +12,7 @@ from sharding_rules.lab.report import LabError, Report, location_text
 from sharding_rules.lab.summary import PREDICTED
 
 _PROCESS = 1
-_THREADS = {"compute": 1, "network": 2}
+_THREADS = {"compute": 1, "network": 2, "host": 3}
 
 
 def chrome_trace(report: Report) -> str:

@@ -52,9 +52,9 @@ def test_a_bar_is_met_or_its_figure_is_named(bars: ModuleType) -> None:
         "step <= 6.7: 6.8",
         "GiB <= 50: 51",
     ]
-    assert bars.unmet(largest, ROW | {"step_s": 6.5, "all_on_step_s": 6.3}) == ["all on <= 6.2: 6.3"], (
-        "only where it was compiled"
-    )
+    assert bars.unmet(largest, ROW | {"step_s": 6.5, "all_on_step_s": 6.3}) == [
+        "all on <= 6.2: 6.3"
+    ], "only where it was compiled"
     assert bars.unmet(bar(bars, "megatron_70b"), ROW | {"tflops": 378.0}) == [], (
         "nine tenths of 419.7"
     )

@@ -35,6 +35,7 @@ PAGES = (
     "docs/hardware.md",
     "docs/lab.md",
     "docs/pipeline.md",
+    "docs/memory.md",
     "docs/planner.md",
     "docs/tours/from_megatron.md",
 )
@@ -69,6 +70,7 @@ def tables() -> dict[str, Any]:
         expert_tables,
         guide_tables,
         hardware_tables,
+        offload_tables,
         overlap_tables,
         planner_tables,
         preset_tables,
@@ -105,6 +107,7 @@ def tables() -> dict[str, Any]:
         **hardware_tables.TABLES,
         **planner_tables.TABLES,
         **guide_tables.TABLES,
+        **offload_tables.TABLES,
         **argument_tables,
     }
 

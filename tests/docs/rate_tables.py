@@ -39,6 +39,7 @@ def _cells(ends: Rates) -> Iterator[tuple[str, str, str]]:
     yield "each group of a grouped matmul", "(µs)", _words(ends.group_us)
     yield "collectives over NVLink", "NVLink's bytes/s", _words(ends.nvlink)
     yield "collectives over the network", "the port's bytes/s", _words(ends.network)
+    yield "copies between GPU and host", "PCIe's bytes/s", _words(ends.pcie)
     yield "shortest kernel", "(µs)", _words(ends.kernel_us)
     yield "start of a collective", "(µs)", _words(ends.start_us)
     yield "the same between nodes, added", "(µs)", _words(ends.between_us)

@@ -98,7 +98,7 @@ def test_changes_are_of_every_kind_and_all_can_run() -> None:
     compiled = []
     changes = list(candidates(config, 8, compiled.append))
     kinds = {change.kind for change in changes if not change.parts}
-    assert kinds == {"remat", "offload", "microbatch", "mesh", "loss"}
+    assert kinds == {"remat", "offload", "microbatch", "mesh", "loss", "host"}
     fewer = next(change for change in changes if change.kind == "microbatch")
     assert "--config.train.microbatches=" in fewer.text
     assert len({change.text for change in changes}) == len(changes)

@@ -1,0 +1,44 @@
+"""The table of docs/memory.md, from the results of benchmarks/offload.py: tests/docs/made.py writes
+it into the page."""
+
+from __future__ import annotations
+
+from tests.docs.markdown import table
+from tests.docs.planner_tables import tables_of
+
+
+def offloaded() -> str:
+    """Returns a row for each compiled step."""
+    rows = []
+    for row in tables_of("offload")["Memory of a GPU and of its host"]:
+        has_copies = row["copied_gib"] > 0
+        rows.append(
+            [
+                f"`{row['config']}`",
+                f"{row['gpus']}",
+                f"`{row['rules']}`",
+                f"{row['tokens']:,}",
+                f"`{row['offload']}`" if has_copies else "nothing",
+                f"{row['peak_gib']:.1f}" + ("" if row["fits"] else ", does not fit"),
+                f"{row['host_gib']:.1f}",
+                f"{row['copied_gib']:.1f}",
+                f"{row['pcie_s']:.2f} to {row['pcie_slow_s']:.2f}" if has_copies else "0",
+                f"{row['step_s']:.2f} to {row['step_slow_s']:.2f}",
+            ]
+        )
+    head = [
+        "config",
+        "GPUs",
+        "rules",
+        "sequence",
+        "on the host",
+        "GiB of a GPU",
+        "GiB of the host",
+        "GiB copied",
+        "PCIe, s",
+        "step, s",
+    ]
+    return table(head, rows)
+
+
+TABLES = {"offload": offloaded}
