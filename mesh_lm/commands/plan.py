@@ -182,7 +182,11 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
         # In one line, which can be pasted: the console would break it.
         print(command)
     if found.best:
-        facts = run_cost.report_facts(config, found.best.report, plan.tokens, plan.gpu_hour)
+        report = found.best.report
+        facts = [
+            *run_cost.hardware_facts(report),
+            *run_cost.report_facts(config, report, plan.tokens, plan.gpu_hour),
+        ]
         for label, text in facts:
             console.print(f"{label}: {text}", highlight=False)
     if plan.save and found.best:

@@ -304,7 +304,7 @@ def test_a_plan_takes_a_profile(tmp_path: Path) -> None:
     [
         ({"device": "NVIDIA H200"}, "h100", "measured on NVIDIA H200, and the plan is for h100"),
         ({"platform": "cpu", "device": "cpu"}, "h100", "measured on a CPU, .*add unchecked"),
-        ({"format": 0}, "", "format 0, and this version reads format 1: measure again"),
+        ({"format": 0}, "", "format 0, and this version reads format 1: measure the profile"),
         ({"format": "2"}, "", "format 2, and"),
         ({"collectives": [{}]}, "", "is a damaged profile"),
         ({"strange": 1}, "", "is a damaged profile"),
