@@ -386,6 +386,7 @@ READERS = {
     "tests/test_readme.py",
     "tests/test_project.py",
     "tests/test_ci.py",
+    "tests/mesh_lm/commands/test_convert.py",
     "tests/sharding_rules/lab/test_segments.py",
 }
 

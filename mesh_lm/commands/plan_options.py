@@ -74,10 +74,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         flag_sets = ("auto", *FLAG_SETS)
-        if self.target not in TARGETS:
-            raise ConfigError(
-                f"--target={self.target}: expected one of the targets {', '.join(TARGETS)}"
-            )
+        require_target(self.target)
         self._require_hardware()
         if self.flags not in flag_sets:
             raise ConfigError(
@@ -148,6 +145,12 @@ def _machine(words: str, target: str) -> Machine:
 
 Request = tuple["Plan | Bytes | Replayed", "TrainConfig | None"]
 """Options, and the run; a saved report needs no run."""
+
+
+def require_target(target: str) -> None:
+    """Raises ConfigError for a GPU of which the lab knows nothing."""
+    if target not in TARGETS:
+        raise ConfigError(f"--target={target}: expected one of the targets {', '.join(TARGETS)}")
 
 
 def parse(argv: Sequence[str], prog: str) -> Request:

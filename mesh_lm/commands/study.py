@@ -50,7 +50,9 @@ class Bytes:
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
-            raise ConfigError(f"--microbatches={self.microbatches}: a step has at least 1")
+            raise ConfigError(
+                f"--microbatches={self.microbatches}: expected a number of microbatches of a step"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +117,9 @@ class Scaling:
 
     def __post_init__(self) -> None:
         if self.compiles < 1:
-            raise ConfigError(f"--compiles={self.compiles}: a search compiles at least 1 program")
+            raise ConfigError(
+                f"--compiles={self.compiles}: each point of a study needs at least 1 program"
+            )
         if not self.config and not self.weak:
             raise ConfigError(
                 "name a config, as mesh-lm study scaling megatron_177b, or add --weak for "
@@ -180,6 +184,7 @@ def _bytes(options: Bytes) -> None:
 def _strategies(options: Strategies) -> None:
     from rich.console import Console
 
+    from mesh_lm.commands.plan_options import require_target
     from mesh_lm.planning.studies import figures, screen, strategies
     from mesh_lm.planning.studies.output import require_folder
     from mesh_lm.planning.studies.ranges import gpu_counts, model_sizes
@@ -187,7 +192,7 @@ def _strategies(options: Strategies) -> None:
 
     sizes = model_sizes(options.sizes, "--sizes")
     counts = gpu_counts(options.gpus, "--gpus")
-    _require_target(options.target)
+    require_target(options.target)
     if options.output:
         require_folder(options.output)
     run = {"seq_len": options.seq_len, "batch": options.batch}
@@ -212,13 +217,14 @@ def _strategies(options: Strategies) -> None:
 
 
 def _scaling(options: Scaling) -> None:
+    from mesh_lm.commands.plan_options import require_target
     from mesh_lm.planning.best import parse_kept
     from mesh_lm.planning.studies import figures, scaling, screen
     from mesh_lm.planning.studies.output import require_folder
     from sharding_rules.lab import LabError
 
     points = _points(options)
-    _require_target(options.target)
+    require_target(options.target)
     parse_kept(options.keep)
     if options.output:
         require_folder(options.output)
@@ -299,13 +305,6 @@ def _title(options: Scaling) -> str:
         return "Models that grow with the GPUs"
     name = Path(options.config).stem
     return f"{name}, its batch growing with the GPUs" if options.weak else f"{name}, one batch"
-
-
-def _require_target(target: str) -> None:
-    from sharding_rules.lab.targets import TARGETS
-
-    if target not in TARGETS:
-        raise ConfigError(f"--target={target}: expected one of the targets {', '.join(TARGETS)}")
 
 
 def _compiler(target: str) -> Callable[[TrainConfig, int], Report]:

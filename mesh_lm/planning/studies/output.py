@@ -89,7 +89,7 @@ def _write(path: Path, content: bytes) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     except OSError as error:
-        raise ConfigError(f"--output: cannot write {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot write the study to {path}: {error.strerror}") from error
     return f"wrote {path}"
 
 

@@ -36,9 +36,7 @@ def gpu_counts(text: str, option: str, known: Sequence[int] = ()) -> list[int]:
     first = _count(first_word, text, option)
     last = _count(last_word, text, option)
     if first > last:
-        raise ConfigError(
-            f"{option}={text}: the range ends before it begins; write {last}..{first}"
-        )
+        raise ConfigError(f"{option}={text}: these numbers of GPUs fall; write {last}..{first}")
     inside = [n for n in known if first <= n <= last]
     if inside:
         return sorted(set(inside))
@@ -57,7 +55,7 @@ def _count(word: str, text: str, option: str) -> int:
         )
     n = int(word)
     if n > _MOST_GPUS:
-        raise ConfigError(f"{option}={text}: at most {_MOST_GPUS:,} GPUs")
+        raise ConfigError(f"{option}={text}: a study has at most {_MOST_GPUS:,} GPUs")
     return n
 
 
@@ -76,7 +74,7 @@ def model_sizes(text: str, option: str) -> list[float]:
     last = _size(last_word, text, option)
     if first > last:
         raise ConfigError(
-            f"{option}={text}: the range ends before it begins; write {last_word}..{first_word}"
+            f"{option}={text}: these sizes of models fall; write {last_word}..{first_word}"
         )
     between = []
     for exponent in range(8, 14):

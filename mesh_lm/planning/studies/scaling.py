@@ -202,7 +202,9 @@ class Kept:
             new.write_text(json.dumps(self._results, indent=1), encoding="utf-8")
             os.replace(new, self._file)
         except OSError as error:
-            raise ConfigError(f"cannot write {self._file}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot write the points of the study to {self._file}: {error.strerror}"
+            ) from error
 
 
 def key_of(point: Point, search: Search) -> str:

@@ -64,7 +64,7 @@ def test_an_output_that_cannot_be_written(
     (tmp_path / "file").write_text("", encoding="utf-8")
     assert main(["study", "strategies", "--sizes=1b", f"--output={tmp_path}/file"]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: --output: cannot write ") and err.count("\n") == 1
+    assert err.startswith("error: cannot write the study to ") and err.count("\n") == 1
 
 
 def test_scaling_is_compiled_at_each_point(

@@ -328,9 +328,9 @@ def test_the_limit_of_pinned_memory_is_the_hosts_unless_it_is_set(tmp_path: Path
     host_memory.raise_limit(environment)
     assert host_memory.limit(environment) == 100e9
     container = tmp_path / "memory.max"
-    container.write_text("1000\n")
+    container.write_text("1000\n", encoding="utf-8")
     assert host_memory.size(container) == 1000
-    container.write_text("max\n")
+    container.write_text("max\n", encoding="utf-8")
     assert host_memory.size(container) > 1000
 
 

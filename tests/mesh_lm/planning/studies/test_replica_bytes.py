@@ -122,11 +122,11 @@ def test_ranges() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("8..4", "--gpus=8..4: the range ends before it begins; write 4..8"),
+        ("8..4", "--gpus=8..4: these numbers of GPUs fall; write 4..8"),
         ("8..", "--gpus=8..: expected a range of GPUs, as 8..64, or numbers, as 96,144,288"),
         ("0..8", "expected a range of GPUs"),
         ("many", "expected a range of GPUs"),
-        ("8..9999999", "at most 1,048,576 GPUs"),
+        ("8..9999999", "a study has at most 1,048,576 GPUs"),
     ],
 )
 def test_other_ranges_of_gpus(text: str, message: str) -> None:
@@ -140,7 +140,7 @@ def test_other_ranges_of_gpus(text: str, message: str) -> None:
     [
         ("1b..", "--sizes=1b..: expected a range of sizes, as 1b..1t, or sizes, as 7b,70b"),
         ("7", "expected a range of sizes"),
-        ("70b..7b", "the range ends before it begins; write 7b..70b"),
+        ("70b..7b", "these sizes of models fall; write 7b..70b"),
         ("1m", "expected models of 300m to 10t parameters"),
     ],
 )
