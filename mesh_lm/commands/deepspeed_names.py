@@ -20,10 +20,11 @@ from mesh_lm.commands.meanings import (
 
 _XLA = explained("no option: XLA schedules communication, by the flag sets of `launch.xla_flags`")
 _BUFFERS = explained("no option: XLA plans the buffers; `mesh-lm plan` shows them; leave it out")
-_NO_OFFLOAD = explained(
-    "not built: optimizer state and weights stay on the GPU, sharded by `rules`; "
-    "`model.remat=offload` moves activations to the host"
+_OFFLOAD = explained(
+    "`optimizer.offload=mu,nu`, and `master` too under `distributed`: parts of the optimizer state "
+    "in the host's memory (docs/memory.md)"
 )
+_NO_OFFLOAD = explained("not built: weights stay on the GPU, sharded by `rules`; no NVMe")
 _SCALER = explained("no option: bfloat16 and float32 need no loss scaling; leave it out")
 _PLAN = explained("no option: `mesh-lm plan` shows FLOPs, memory and each collective of a step")
 _TRACE = explained("`profile.steps`: a trace of that many steps")
@@ -159,9 +160,9 @@ DEEPSPEED: dict[str, Meaning] = {
         "`rules`: ddp, zero1, zero2 or zero3 for 0 to 3; distributed is zero2 with bf16 weights",
         _zero_stage,
     ),
-    "zero_optimization.offload_optimizer": _NO_OFFLOAD,
+    "zero_optimization.offload_optimizer": _OFFLOAD,
     "zero_optimization.offload_param": _NO_OFFLOAD,
-    "zero_optimization.cpu_offload": _NO_OFFLOAD,
+    "zero_optimization.cpu_offload": _OFFLOAD,
     "zero_optimization.overlap_comm": _XLA,
     "zero_optimization.reduce_scatter": _XLA,
     "zero_optimization.allgather_partitions": _XLA,
@@ -220,7 +221,7 @@ DEEPSPEED: dict[str, Meaning] = {
         "`rules`: +reduce_int8, as in distributed+reduce_int8: int8 with error feedback"
     ),
     "zero_allow_untested_optimizer": explained("no option: any rule is sharded; leave it out"),
-    "zero_force_ds_cpu_optimizer": _NO_OFFLOAD,
+    "zero_force_ds_cpu_optimizer": explained("no option: the update runs on the GPU"),
     "aio": _NO_OFFLOAD,
     "tensor_parallel.autotp_size": with_parts(
         same("mesh.tensor", ", with `rules` such as `megatron`"),

@@ -16,9 +16,9 @@ _UNUSED = explained(
     "no option: a parameter that the loss does not use has a zero gradient; leave it out"
 )
 _PER_LAYER = explained("no option: each layer is a unit, in every preset; leave it out")
-_NO_OFFLOAD = explained(
-    "not built: weights and optimizer state stay on the GPU; `model.remat=offload` moves "
-    "activations to the host"
+_OFFLOAD = explained(
+    "`optimizer.offload=mu,nu`: optimizer state in the host's memory (docs/memory.md); weights stay "
+    "on the GPU"
 )
 _REDUCTION = explained(
     "`rules`: +reduce_float32, or +reduce_bfloat16, as in fsdp+reduce_float32 (docs/gradients.md)"
@@ -75,8 +75,8 @@ FSDP: dict[str, Meaning] = {
     "buffer_dtype": _TYPE,
     "output_dtype": explained("no option: the loss is fp32; leave it out"),
     "cast_forward_inputs": _TYPE,
-    "cpu_offload": _NO_OFFLOAD,
-    "offload_policy": _NO_OFFLOAD,
+    "cpu_offload": _OFFLOAD,
+    "offload_policy": _OFFLOAD,
     "backward_prefetch": _XLA,
     "forward_prefetch": _XLA,
     "limit_all_gathers": _XLA,

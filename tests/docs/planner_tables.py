@@ -23,14 +23,12 @@ def found_layouts() -> str:
     """Returns a row for each config: its own step, the best found, and its layout."""
     rows = []
     for row in tables_of("best_layouts")["The best layout found, and the config's own"]:
-        options = [word.removeprefix("--") for word in row["best"].split()]
-        words = [word if word.startswith("rules=") else word.partition(".")[2] for word in options]
         rows.append([
             f"`{row['config']}`", f"{row['devices']:,}",
             _band(row["own_step_s"], row["own_slow_s"]),
             _band(row["best_step_s"], row["best_slow_s"]),
             f"{row['ratio'] - 1:+.1%}", f"{row['compiles']}",
-            " ".join(words) or "its own",
+            _layout(row["best"]) or "its own",
         ])  # fmt: skip
     head = ["config", "GPUs", "its own step, s", "best found, s", "change", "compiled", "layout"]
     return table(head, rows)
@@ -42,11 +40,11 @@ def random_models() -> str:
     for row in tables_of("random_layouts")["The layout chosen, and the best of those drawn"]:
         rows.append([
             row["config"].partition("/")[2], f"{row['parameters'] / 1e9:.1f}",
-            str(row["devices"]), str(row["compiles"]), f"{row['chosen_step_s']:.3f}",
-            str(row["drawn"]), f"{row['best_drawn_step_s']:.3f}", f"{row['ratio'] - 1:+.1%}",
+            str(row["devices"]), str(row["compiles"]), str(row["drawn"]),
+            f"{row['ratio'] - 1:+.1%}", _layout(row["chosen"]),
         ])  # fmt: skip
-    head = ["seed", "parameters, 10^9", "GPUs", "compiled", "chosen, s", "drawn", "best drawn, s"]
-    return table([*head, "change"], rows)
+    head = ["seed", "parameters, 10^9", "GPUs", "compiled", "drawn", "change", "layout"]
+    return table(head, rows)
 
 
 def formula_errors() -> str:
@@ -59,6 +57,14 @@ def formula_errors() -> str:
         ])  # fmt: skip
     head = ["programs", "number", "step, mean", "step, most", "peak, mean", "peak, most"]
     return table(head, rows)
+
+
+def _layout(options: str) -> str:
+    """Returns the fields of a command line without their sections."""
+    words = [word.removeprefix("--") for word in options.split()]
+    return " ".join(
+        word if word.startswith("rules=") else word.partition(".")[2] for word in words
+    )
 
 
 def _band(fast: float, slow: float) -> str:
