@@ -62,9 +62,7 @@ def formula_errors() -> str:
 def _layout(options: str) -> str:
     """Returns the fields of a command line without their sections."""
     words = [word.removeprefix("--") for word in options.split()]
-    return " ".join(
-        word if word.startswith("rules=") else word.partition(".")[2] for word in words
-    )
+    return " ".join(word if word.startswith("rules=") else word.partition(".")[2] for word in words)
 
 
 def _band(fast: float, slow: float) -> str:

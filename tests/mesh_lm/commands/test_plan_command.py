@@ -153,8 +153,12 @@ def test_how_many_devices_a_plan_is_for(mesh: dict[str, int], option: int, n_dev
 def test_refusal_names_what_is_in_the_way_and_what_helps() -> None:
     fitting = report()
     tight = replace(fitting, hbm=int(fitting.peak_bytes * 0.9))
-    half: Any = SimpleNamespace(peak_bytes=tight.peak_bytes // 2, fits=True, timeline=None)
-    same: Any = SimpleNamespace(peak_bytes=tight.peak_bytes, fits=False, timeline=None)
+    half: Any = SimpleNamespace(
+        peak_bytes=tight.peak_bytes // 2, fits=True, timeline=None, host_bytes=0
+    )
+    same: Any = SimpleNamespace(
+        peak_bytes=tight.peak_bytes, fits=False, timeline=None, host_bytes=0
+    )
 
     def fail() -> NoReturn:
         raise LabError("no")
