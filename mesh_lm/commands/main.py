@@ -56,7 +56,7 @@ COMMANDS = {
         "Compile a run for GPUs that you do not have; show memory, communication and time",
     ),
     "explain": Command(
-        "explain", "Say which collective of a step a name in a log is, and which ranks it joins"
+        "explain", "Find the collective that a name in a log belongs to, and the ranks that it joins"
     ),
     "study": Command(
         "study",

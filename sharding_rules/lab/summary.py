@@ -266,7 +266,7 @@ def changes_words(report: Report) -> str:
 
 
 def _is_settled(report: Report, link: Link) -> bool:
-    """Whether --hw, or a profile, says what share of a link's speed collectives reach."""
+    """Whether --hw, or a profile, gives the share of a link's speed that collectives reach."""
     names = {change.name for change in report.changes}
     if link is NVLINK:
         return "nvlink_share" in names or any(name.endswith("over NVLink") for name in names)

@@ -172,6 +172,7 @@ def test_commands(sgd: str) -> None:
     assert [(rule_name(config.optimizer.rule), config.mesh.island) for config in found] == [
         ("muon", 1),
         ("adamw8", 1),
+        ("adamw", 1),
         ("muon", 1),
         ("adamw", 2),
         (str(Path(sgd.partition(":")[0]).resolve()) + ":Sgd", 1),

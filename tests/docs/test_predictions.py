@@ -42,13 +42,13 @@ NOT_PREDICTED = {
 """Beginnings of the results whose times a clock took."""
 PAGES = {
     "README.md", "docs/lab.md", "docs/configs.md", "docs/kernels.md", "docs/pipeline.md",
-    "docs/context.md", "docs/sharding.md",
+    "docs/context.md", "docs/sharding.md", "docs/hardware.md",
     "docs/what_has_run.md", "docs/images/plan_gpt_175b.svg",
     "benchmarks/results/plan_table", "benchmarks/results/hot_spots", "benchmarks/results/xla_flags",
     "benchmarks/results/bars",
     "benchmarks/results/context_lengths", "benchmarks/results/reductions",
     "benchmarks/results/jax_versions", "benchmarks/results/best_layouts",
-    "benchmarks/results/random_layouts",
+    "benchmarks/results/random_layouts", "benchmarks/results/offload",
     "benchmarks/results/bars_base_h100-jax-0.10.2.md",
 }  # fmt: skip
 """Those that are known to; of results the beginnings of their names."""

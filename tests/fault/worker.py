@@ -134,7 +134,7 @@ def install() -> None:
         compared,
     )
     made = session.train_step
-    session.train_step = lambda *given: miscomputed(made(*given))
+    session.train_step = lambda *given, **named: miscomputed(made(*given, **named))
 
 
 if __name__ == "__main__":

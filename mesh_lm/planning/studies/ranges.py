@@ -55,7 +55,7 @@ def _count(word: str, text: str, option: str) -> int:
         )
     n = int(word)
     if n > _MOST_GPUS:
-        raise ConfigError(f"{option}={text}: a study has at most {_MOST_GPUS:,} GPUs")
+        raise ConfigError(f"{option}={text}: the GPUs of a study are at most {_MOST_GPUS:,}")
     return n
 
 

@@ -126,7 +126,7 @@ def test_ranges() -> None:
         ("8..", "--gpus=8..: expected a range of GPUs, as 8..64, or numbers, as 96,144,288"),
         ("0..8", "expected a range of GPUs"),
         ("many", "expected a range of GPUs"),
-        ("8..9999999", "a study has at most 1,048,576 GPUs"),
+        ("8..9999999", "the GPUs of a study are at most 1,048,576"),
     ],
 )
 def test_other_ranges_of_gpus(text: str, message: str) -> None:
