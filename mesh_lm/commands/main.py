@@ -56,7 +56,8 @@ COMMANDS = {
         "Compile a run for GPUs that you do not have; show memory, communication and time",
     ),
     "explain": Command(
-        "explain", "Find the collective that a name in a log belongs to, and the ranks that it joins"
+        "explain",
+        "Find the collective that a name in a log belongs to, and the ranks that it joins",
     ),
     "study": Command(
         "study",

@@ -17,8 +17,8 @@ _UNUSED = explained(
 )
 _PER_LAYER = explained("no option: each layer is a unit, in every preset; leave it out")
 _OFFLOAD = explained(
-    "`optimizer.offload=mu,nu`: optimizer state in the host's memory (docs/memory.md); weights stay "
-    "on the GPU"
+    "`optimizer.offload=mu,nu`: optimizer state in the host's memory (docs/memory.md); weights "
+    "stay on the GPU"
 )
 _REDUCTION = explained(
     "`rules`: +reduce_float32, or +reduce_bfloat16, as in fsdp+reduce_float32 (docs/gradients.md)"
