@@ -14,13 +14,12 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from record import Record, Row, options
-from trained_runs import trained_once
+from trained_runs import SEEDS, trained_once
 
 from mesh_lm.config import load
 
 CONFIGS = ("gpt_tiny", "gpt_tiny_moe")
 RATES = (4e-3, 8e-3)
-SEEDS = (0, 1, 2)
 
 
 def main() -> int:

@@ -13,14 +13,13 @@ differ; 2 the command cannot be carried out.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mesh_lm.commands.options import command
-from mesh_lm.errors import ConfigError, did_you_mean
+from mesh_lm.commands.options import command, subcommand
+from mesh_lm.errors import ConfigError
 
 if TYPE_CHECKING:
     from mesh_lm.checkpoint.listing import CheckpointEntry
@@ -87,16 +86,7 @@ COMMANDS: dict[str, type[Ls] | type[Verify] | type[Diff]] = {
 
 def parse(argv: Sequence[str], prog: str = "mesh-lm checkpoint") -> Ls | Verify | Diff:
     """Raises ConfigError, and SystemExit after printing the help."""
-    name = argv[0] if argv else ""
-    if name in ("-h", "--help"):
-        print(__doc__)
-        raise SystemExit(0)
-    if name not in COMMANDS:
-        similar = difflib.get_close_matches(name, COMMANDS, n=1)
-        raise ConfigError(
-            f"{prog} needs one of its commands: {', '.join(COMMANDS)}, not {name or 'nothing'}"
-            f"{did_you_mean(similar)}"
-        )
+    name = subcommand(argv, prog, COMMANDS, __doc__ or "")
     cls = COMMANDS[name]
     return command(cls, argv[1:], cls.__doc__ or "", f"{prog} {name}")
 

@@ -29,7 +29,7 @@ from mesh_lm.commands.conversion import (
 from mesh_lm.commands.deepspeed_names import DEEPSPEED, DEEPSPEED_DEFAULTS
 from mesh_lm.commands.meanings import Meaning
 from mesh_lm.commands.megatron_names import MEGATRON, MEGATRON_DEFAULTS
-from mesh_lm.commands.options import command, option_types, spelled
+from mesh_lm.commands.options import command, option_types, spelled, subcommand
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.errors import ConfigError, did_you_mean
 from mesh_lm.model import DecoderConfig
@@ -99,16 +99,7 @@ COMMANDS: dict[str, type[Deepspeed] | type[Megatron]] = {
 
 def parse(argv: Sequence[str], prog: str = "mesh-lm convert") -> Deepspeed | Megatron:
     """Raises ConfigError, and SystemExit after printing the help."""
-    name = argv[0] if argv else ""
-    if name in ("-h", "--help"):
-        print(__doc__)
-        raise SystemExit(0)
-    if name not in COMMANDS:
-        similar = difflib.get_close_matches(name, COMMANDS, n=1)
-        raise ConfigError(
-            f"{prog} reads a file or the arguments of {' or '.join(COMMANDS)}, not of "
-            f"{name or 'nothing'}{did_you_mean(similar)}"
-        )
+    name = subcommand(argv, prog, COMMANDS, __doc__ or "")
     words = list(argv[1:])
     if name == "deepspeed":
         return command(Deepspeed, words, Deepspeed.__doc__ or "", f"{prog} {name}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from mesh_lm.commands import formulas
 from mesh_lm.commands.meanings import (
+    SCHEDULED_BY_XLA,
     Context,
     Meaning,
     NotBuiltError,
@@ -18,7 +19,6 @@ from mesh_lm.commands.meanings import (
     with_parts,
 )
 
-_XLA = explained("no option: XLA schedules communication, by the flag sets of `launch.xla_flags`")
 _BUFFERS = explained("no option: XLA plans the buffers; `mesh-lm plan` shows them; leave it out")
 _OFFLOAD = explained(
     "`optimizer.offload=mu,nu`, and `master` too under `distributed`: parts of the optimizer state "
@@ -163,12 +163,12 @@ DEEPSPEED: dict[str, Meaning] = {
     "zero_optimization.offload_optimizer": _OFFLOAD,
     "zero_optimization.offload_param": _NO_OFFLOAD,
     "zero_optimization.cpu_offload": _OFFLOAD,
-    "zero_optimization.overlap_comm": _XLA,
-    "zero_optimization.reduce_scatter": _XLA,
-    "zero_optimization.allgather_partitions": _XLA,
-    "zero_optimization.reduce_bucket_size": _XLA,
-    "zero_optimization.allgather_bucket_size": _XLA,
-    "zero_optimization.use_multi_rank_bucket_allreduce": _XLA,
+    "zero_optimization.overlap_comm": SCHEDULED_BY_XLA,
+    "zero_optimization.reduce_scatter": SCHEDULED_BY_XLA,
+    "zero_optimization.allgather_partitions": SCHEDULED_BY_XLA,
+    "zero_optimization.reduce_bucket_size": SCHEDULED_BY_XLA,
+    "zero_optimization.allgather_bucket_size": SCHEDULED_BY_XLA,
+    "zero_optimization.use_multi_rank_bucket_allreduce": SCHEDULED_BY_XLA,
     "zero_optimization.stage3_prefetch_bucket_size": explained(
         "no option: zero3 gathers the weights of one layer ahead, by `launch.xla_flags=layers`"
     ),
@@ -202,7 +202,7 @@ DEEPSPEED: dict[str, Meaning] = {
     "zero_optimization.elastic_checkpoint": explained(
         "no option: checkpoints are independent of mesh and rules; leave it out"
     ),
-    "zero_optimization.legacy_stage1": _XLA,
+    "zero_optimization.legacy_stage1": SCHEDULED_BY_XLA,
     "zero_optimization.memory_efficient_linear": _BUFFERS,
     "zero_optimization.log_trace_cache_warnings": _BUFFERS,
     "zero_optimization.zero_hpz_partition_size": explained(
@@ -212,7 +212,7 @@ DEEPSPEED: dict[str, Meaning] = {
     "zero_optimization.mics_shard_size": explained(
         "`rules=hsdp`: `mesh.fsdp` is the size of the group, `mesh.data` the rest"
     ),
-    "zero_optimization.mics_hierarchical_params_gather": _XLA,
+    "zero_optimization.mics_hierarchical_params_gather": SCHEDULED_BY_XLA,
     "zero_optimization.zero_quantized_weights": explained("not built: weights travel in bf16"),
     "zero_optimization.zero_quantized_nontrainable_weights": explained(
         "not built: weights travel in bf16"
@@ -271,7 +271,7 @@ DEEPSPEED: dict[str, Meaning] = {
     "quantize_training": _NOT_TRAINING,
     "hybrid_engine": _NOT_TRAINING,
     "compile": explained("no option: XLA compiles the complete step; leave it out"),
-    "disable_allgather": _XLA,
+    "disable_allgather": SCHEDULED_BY_XLA,
     "dataloader_drop_last": explained("no option: every batch is complete; leave it out"),
     "seed": same("seed"),
 }

@@ -115,6 +115,12 @@ def explained(ours: str, parts: Parts | None = None) -> Meaning:
     return Meaning(ours, parts=parts)
 
 
+SCHEDULED_BY_XLA = explained(
+    "no option: XLA schedules communication, by the flag sets of `launch.xla_flags`"
+)
+"""What options about buckets, prefetching and overlap are here."""
+
+
 def constant(**values: str) -> Parts:
     """Returns parts that do not depend on the value; "__" in a name is a dot."""
     fields = {name.replace("__", "."): text for name, text in values.items()}

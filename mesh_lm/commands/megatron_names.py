@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mesh_lm.commands import formulas
 from mesh_lm.commands.meanings import (
+    SCHEDULED_BY_XLA,
     Meaning,
     NotBuiltError,
     Parts,
@@ -21,7 +22,6 @@ MOE = explained("not built; `docs/experts.md` has what a mixture of experts can 
 TOKENIZER = (
     "a tokenizer.json, as save_pretrained of transformers writes from vocab.json and merges.txt"
 )
-_XLA = explained("no option: XLA schedules communication, by the flag sets of `launch.xla_flags`")
 _FUSION = explained("no option: XLA decides what is fused; leave it out")
 _ONE_DECAY = explained("not built: `optimizer.weight_decay` is the same at every step")
 _SCALER = explained("no option: bfloat16 and float32 need no loss scaling; leave it out")
@@ -189,9 +189,9 @@ MEGATRON: dict[str, Meaning] = {
         "`rules`: +reduce_bfloat16, as in distributed+reduce_bfloat16",
         constant(rules__reduction="reduce_bfloat16"),
     ),
-    "overlap-grad-reduce": _XLA,
-    "overlap-param-gather": _XLA,
-    "tp-comm-overlap": _XLA,
+    "overlap-grad-reduce": SCHEDULED_BY_XLA,
+    "overlap-param-gather": SCHEDULED_BY_XLA,
+    "tp-comm-overlap": SCHEDULED_BY_XLA,
     "num-experts": with_parts(
         same("model.experts.number", ", with `model.block=moe`"), constant(model__block="moe")
     ),
@@ -246,7 +246,7 @@ MEGATRON: dict[str, Meaning] = {
     "moe-router-dtype": explained("no option: routers are computed in float32; leave it out"),
     "moe-permute-fusion": _FUSION,
     "moe-router-fusion": _FUSION,
-    "moe-shared-expert-overlap": _XLA,
+    "moe-shared-expert-overlap": SCHEDULED_BY_XLA,
     "moe-per-layer-logging": explained(
         "no option: `expert_load` and `expert_idle` are means over the layers"
     ),

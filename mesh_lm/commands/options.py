@@ -75,6 +75,30 @@ ForeignOptions = Callable[[str, "str | None", Mapping[str, str]], "ForeignOption
 """(name, value, all values by name) -> an option of another program; None: unknown."""
 
 
+def subcommand(argv: Sequence[str], prog: str, names: Collection[str], description: str) -> str:
+    """Returns the first word of a command line, which is one of these names.
+
+    Args:
+      prog: what the user typed to get here.
+      description: the help of all of them.
+
+    Raises:
+      ConfigError: the first word is none of them, or missing.
+      SystemExit: with status 0, after printing the help, if the first word asks for it.
+    """
+    name = argv[0] if argv else ""
+    if name in ("-h", "--help"):
+        print(description)
+        raise SystemExit(0)
+    if name not in names:
+        similar = difflib.get_close_matches(name, names, n=1)
+        raise ConfigError(
+            f"{prog} needs one of its commands: {', '.join(names)}, not {name or 'nothing'}"
+            f"{did_you_mean(similar)}"
+        )
+    return name
+
+
 def command(
     cls: type[T],
     argv: Sequence[str],

@@ -11,15 +11,14 @@ time is predicted, never measured.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from mesh_lm.commands.options import command
-from mesh_lm.errors import ConfigError, did_you_mean
+from mesh_lm.commands.options import command, subcommand
+from mesh_lm.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -139,16 +138,7 @@ COMMANDS: dict[str, type[Bytes] | type[Strategies] | type[Scaling]] = {
 
 def parse(argv: Sequence[str], prog: str = "mesh-lm study") -> Options:
     """Raises ConfigError, and SystemExit after printing the help."""
-    name = argv[0] if argv else ""
-    if name in ("-h", "--help"):
-        print(__doc__)
-        raise SystemExit(0)
-    if name not in COMMANDS:
-        similar = difflib.get_close_matches(name, COMMANDS, n=1)
-        raise ConfigError(
-            f"{prog} needs one of its studies: {', '.join(COMMANDS)}, not {name or 'nothing'}"
-            f"{did_you_mean(similar)}"
-        )
+    name = subcommand(argv, prog, COMMANDS, __doc__ or "")
     cls = COMMANDS[name]
     return command(cls, argv[1:], cls.__doc__ or "", f"{prog} {name}")
 

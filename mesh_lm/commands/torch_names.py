@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mesh_lm.commands.meanings import Meaning, explained
+from mesh_lm.commands.meanings import SCHEDULED_BY_XLA, Meaning, explained
 
-_XLA = explained("no option: XLA schedules communication, by the flag sets of `launch.xla_flags`")
 _ACCUMULATION = explained("`train.microbatches`: gradients are summed over devices once per step")
 _SAME_BITS = explained(
     "no option: every mesh has the same initial bits, from `seed`, and `health.replicas` compares "
@@ -31,8 +30,8 @@ DDP: dict[str, Meaning] = {
     "process_group": _MESH,
     "broadcast_buffers": _SAME_BITS,
     "init_sync": _SAME_BITS,
-    "bucket_cap_mb": _XLA,
-    "gradient_as_bucket_view": _XLA,
+    "bucket_cap_mb": SCHEDULED_BY_XLA,
+    "gradient_as_bucket_view": SCHEDULED_BY_XLA,
     "static_graph": explained("no option: the step is compiled once; leave it out"),
     "find_unused_parameters": _UNUSED,
     "no_sync()": _ACCUMULATION,
@@ -77,10 +76,10 @@ FSDP: dict[str, Meaning] = {
     "cast_forward_inputs": _TYPE,
     "cpu_offload": _OFFLOAD,
     "offload_policy": _OFFLOAD,
-    "backward_prefetch": _XLA,
-    "forward_prefetch": _XLA,
-    "limit_all_gathers": _XLA,
-    "set_modules_to_forward_prefetch": _XLA,
+    "backward_prefetch": SCHEDULED_BY_XLA,
+    "forward_prefetch": SCHEDULED_BY_XLA,
+    "limit_all_gathers": SCHEDULED_BY_XLA,
+    "set_modules_to_forward_prefetch": SCHEDULED_BY_XLA,
     "use_orig_params": explained("no option: parameters keep their names and shapes; leave it out"),
     "ignored_modules": explained(
         "`rules`: a row of its own with None, as in docs/sharding.md, replicates a parameter"
@@ -117,8 +116,8 @@ HOROVOD: dict[str, Meaning] = {
     "HOROVOD_HIERARCHICAL_ALLREDUCE": explained(
         "`rules=by_node`, with `mesh.extra=node=N` (docs/gradients.md)"
     ),
-    "HOROVOD_FUSION_THRESHOLD": _XLA,
-    "HOROVOD_CYCLE_TIME": _XLA,
+    "HOROVOD_FUSION_THRESHOLD": SCHEDULED_BY_XLA,
+    "HOROVOD_CYCLE_TIME": SCHEDULED_BY_XLA,
     "HOROVOD_AUTOTUNE": explained("`mesh-lm plan FILE --best` searches without GPUs"),
     "HOROVOD_TIMELINE": explained(
         "`profile.steps`: a trace of that many steps; `mesh-lm plan FILE "

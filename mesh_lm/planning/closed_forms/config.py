@@ -9,9 +9,9 @@ from mesh_lm.planning.closed_forms.step import expected, expected_outer
 from mesh_lm.planning.closed_forms.subjects import Decoder, NoFormError, Strategy
 from mesh_lm.planning.closed_forms.terms import Term
 from mesh_lm.schedules.stages import divide
-from sharding_rules.owner import OWNER
 
 _SCHEDULES = ("1f1b", "gpipe", "classic_1f1b")
+_OWNER = "owner"  # the word of `sharding_rules.owner`, which needs JAX; the formulas do without it
 _ELEMENTWISE_RULES = ("AdamW", "Lion")
 """Classes of optimizer rules that update each element by itself, and so send nothing."""
 
@@ -72,7 +72,7 @@ def _require_forms(config: Any) -> None:
 
 def _rules_without_form(config: Any) -> Iterator[str]:
     rule = type(config.optimizer.rule).__name__
-    sends_nothing = rule == "Muon" and OWNER in config.rules.name.split("+")
+    sends_nothing = rule == "Muon" and _OWNER in config.rules.name.split("+")
     if rule not in _ELEMENTWISE_RULES and not sends_nothing:
         yield f"optimizer.rule={rule}"
 
@@ -91,7 +91,7 @@ def _strategy(config: Any) -> Strategy:
     axes = mesh.sizes()
     words = config.rules.name.replace(" by layers", "").split("+")
     by_layers = config.rules.column("optimizer").get("layers") == "data"
-    presets = [word for word in words if not word.startswith("reduce_") and word != OWNER]
+    presets = [word for word in words if not word.startswith("reduce_") and word != _OWNER]
     return Strategy(
         preset="+".join(presets),
         data=mesh.data,
@@ -110,7 +110,7 @@ def _strategy(config: Any) -> Strategy:
         node=axes.get("node", 1),
         expert=axes.get("expert", 1),
         island=axes.get("island", 1),
-        owner=OWNER in words,
+        owner=_OWNER in words,
     )
 
 

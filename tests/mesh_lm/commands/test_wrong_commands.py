@@ -64,7 +64,7 @@ ANSWERS = {
     "plan gpt_175b --target=h1000": "--target=h1000: expected one of the targets h100, h200, a100, b200",
     "plan gpt_175b --output=report.pdf": "report.pdf: the report is a file that ends in .html or .json",
     "plan gpt_175b --against=gpt_nope --devices=1024": "--config=gpt_nope: there is no such config",
-    "study": "mesh-lm study needs one of its studies: bytes, strategies, scaling, not nothing",
+    "study": "mesh-lm study needs one of its commands: bytes, strategies, scaling, not nothing",
     "study byte": "not byte; did you mean bytes?",
     "study bytes gpt_nope": "--config=gpt_nope: there is no such config",
     "study bytes --gpus=256..1": "--gpus=256..1: these numbers of GPUs fall; write 1..256",
