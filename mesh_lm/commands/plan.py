@@ -192,8 +192,9 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
     if plan.save and found.best:
         print(f"wrote {plan.save}; --mesh={plan.save} reads it")
     if not found.best:
-        tried = [*found.trials, *([found.committed] if found.committed else [])]
-        smallest = min((trial.report for trial in tried), key=lambda report: report.peak_bytes)
+        smallest = min(
+            (trial.report for trial in found.candidates), key=lambda report: report.peak_bytes
+        )
         fewest = best.fewest_devices(
             *(config, n_devices, machine), kept=kept, most_tensor=plan.max_tensor
         )

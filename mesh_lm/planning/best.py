@@ -104,11 +104,20 @@ class Found:
     """Why none was; empty if there are formulas."""
     interrupted: bool = False
     """Whether the user ended the search (control-C)."""
+    committed_agrees: bool = True
+    """Whether the config as it is has what is kept. Else it is shown, and cannot be the best."""
+
+    @property
+    def candidates(self) -> list[Trial]:
+        """The layouts that have what is kept, the config as it is first."""
+        if self.committed and self.committed_agrees:
+            return [self.committed, *self.trials]
+        return list(self.trials)
 
     @property
     def best(self) -> Trial | None:
-        """The fastest that fits; of equal ones the config as it is."""
-        return _fastest([*([self.committed] if self.committed else []), *self.trials])
+        """The fastest candidate that fits; of equal ones the config as it is."""
+        return _fastest(self.candidates)
 
 
 class Interrupted(LabError):
@@ -184,9 +193,13 @@ def fitting_candidate(
     )
 
 
-def _agrees(row: Mapping[str, float] | None, kept: Mapping[str, float]) -> bool:
-    """Whether a layout has what is kept; one without formulas only if that is nothing."""
-    return all(row is not None and row[column] == value for column, value in kept.items())
+def _agrees(trial: Trial, kept: Mapping[str, float], most_tensor: int) -> bool:
+    """Whether a layout has what is kept, and no more tensor parallelism than this; 0: any."""
+    if most_tensor and trial.fields["mesh.tensor"] > most_tensor:
+        return False
+    if trial.row is None:
+        return all(trial.fields[name] == value for name, value in kept_fields(kept).items())
+    return all(trial.row[column] == value for column, value in kept.items())
 
 
 def _with_kept(layouts: Layouts, kept: Mapping[str, float]) -> Layouts:
@@ -279,7 +292,8 @@ def search(
       compiles: programs besides the config as it is.
       kept: columns of `Layouts` that stay, and their values.
       most_tensor: the most tensor parallelism; 0: a node's.
-      from_scratch: the layout that the config has is not compiled, and corrects no formula.
+      from_scratch: the layout that the config has is not compiled, and corrects no formula. Else it
+        is compiled even if it does not have what is kept.
       say: told what is compiled, and why the search ends.
 
     Raises ConfigError if no layout divides the model and the batch as `kept` demands, and LabError
@@ -342,6 +356,7 @@ class _Search:
             raise ConfigError(f"there are no formulas for this run: {reason}")
         self.sizes = sizes
         self.kept = kept
+        self.most_tensor = most_tensor
         layouts = enumerated(sizes, self.n_devices, self.hardware.node, most_tensor)
         if not len(layouts):
             raise ConfigError(_why_none(sizes, self.n_devices))
@@ -411,13 +426,20 @@ class _Search:
                 self.trials.append(Trial(fields, changes, result, row))
 
     def result(self, *, interrupted: bool = False) -> Found:
-        """Returns what was compiled. Raises LabError if that is nothing."""
-        if not self.trials and not self.committed:
+        """Returns what was compiled. Raises LabError if none of it has what is kept."""
+        agrees = self.committed_agrees()
+        if not self.trials and not agrees:
             if interrupted or not self.refused:
                 raise Interrupted("interrupted before a layout was compiled")
             raise LabError(next(iter(self.refused.values())))
         trials = sorted(self.trials, key=lambda trial: (not trial.report.fits, trial.seconds))
-        return Found(tuple(trials), self.committed, len(self.layouts), interrupted=interrupted)
+        return Found(
+            tuple(trials),
+            self.committed,
+            len(self.layouts),
+            interrupted=interrupted,
+            committed_agrees=agrees,
+        )
 
     def name(self, fields: Fields) -> str:
         """Returns the words that set these fields, where the config has others."""
@@ -462,9 +484,14 @@ class _Search:
     def fastest(self) -> Trial | None:
         """Returns the fastest that fits of those that were compiled and have what is kept."""
         trials = list(self.trials)
-        if self.committed and _agrees(self.committed.row, self.kept):
+        if self.committed and self.committed_agrees():
             trials.append(self.committed)
         return _fastest(trials)
+
+    def committed_agrees(self) -> bool:
+        """Whether the config as it is was compiled, and has what is kept."""
+        committed = self.committed
+        return committed is not None and _agrees(committed, self.kept, self.most_tensor)
 
     def tried(self) -> set[str]:
         """Returns the names of layouts that were compiled, or cannot be."""

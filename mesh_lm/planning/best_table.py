@@ -119,6 +119,8 @@ def _conclusion(found: Found) -> Iterator[str]:
     yield f"{priced}{n_compiled} compiled: the best of these, not the best there is"
     best = found.best
     committed = found.committed
+    if committed and not found.committed_agrees:
+        yield "row 0 does not have what --keep and --max-tensor ask for, and is no candidate"
     if not found.trials:
         yield "no other layout was compiled"
         return
@@ -128,11 +130,12 @@ def _conclusion(found: Found) -> Iterator[str]:
     if any(_mark(0, trial, best) == "= 0" for trial in found.trials):
         yield f"=: within {TIE:.0%} of the best, which no prediction tells apart"
     fits = committed is not None and committed.report.fits
-    if committed and fits and committed.seconds <= best.seconds:
+    if committed and fits and committed.seconds <= best.seconds and found.committed_agrees:
         yield "no layout is faster than the config as it is"
         return
     if committed and fits:
-        change = f"{best.seconds / committed.seconds - 1:+.1%}"
-        tie = ", a tie" if best.seconds > (1 - TIE) * committed.seconds else ""
-        slow_end = _at_slow_end(best, committed)
+        ratio = best.seconds / committed.seconds
+        change = f"{ratio - 1:+.1%}"
+        tie = ", a tie" if 1 - TIE < ratio <= 1 + TIE else ""
+        slow_end = _at_slow_end(best, committed) if ratio < 1 else ""
         yield f"step of the best, against the config as it is: {change}{tie}{slow_end}"

@@ -64,8 +64,8 @@ def climb(
     """Returns the layouts that were compiled, the fastest first. Arguments are those of
     `best.search`; reason: why there are no formulas.
 
-    Raises ConfigError if the config as it is cannot run on these devices, with what is kept, and
-    LabError if it does not compile.
+    Raises ConfigError if the config as it is cannot run on these devices, with what is kept, or has
+    more tensor parallelism than `most_tensor`, and LabError if it does not compile.
     """
     search = _Climb(config, n_devices, target, compiled, kept or {}, most_tensor, say)
     search.compile_start()
@@ -89,6 +89,8 @@ class _Climb:
         say: Callable[[str], None],
     ) -> None:
         self.n_devices = n_devices
+        self.limit = most_tensor
+        """The most tensor parallelism that the user wants; 0: any."""
         self.most_tensor = most_tensor or machine_of(target).target.node
         self.compiled = compiled
         self.say = say
@@ -103,7 +105,12 @@ class _Climb:
     def compile_start(self) -> None:
         """Compiles the config with what is kept."""
         start = changes_of(self.kept, self.config)
-        check(with_fields(self.config, start), self.n_devices)
+        started = check(with_fields(self.config, start), self.n_devices)
+        if self.limit and started.mesh.tensor > self.limit:
+            raise ConfigError(
+                f"--max-tensor={self.limit}: without formulas the search starts at the config as "
+                f"it is, which has mesh.tensor={started.mesh.tensor}: give it a mesh with less"
+            )
         name = self.name(start)
         programs = {name: functools.partial(self.compiled, with_fields(self.config, start))}
         for _, result in compiled_side_by_side(programs, 1, self.say):

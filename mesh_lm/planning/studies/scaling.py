@@ -317,8 +317,7 @@ def _searched(point: Point, search: Search, say: Callable[[str], None]) -> Resul
         return None
     n_programs = len(found.trials) + (found.committed is not None)
     if found.best is None:
-        tried = [*found.trials, *([found.committed] if found.committed else [])]
-        smallest = min(trial.report.peak_bytes for trial in tried) / GIB
+        smallest = min(trial.report.peak_bytes for trial in found.candidates) / GIB
         status = f"does not fit: {smallest:,.1f} GiB of the smallest of {n_programs} programs"
         return Result(_row(point, status)._replace(programs=n_programs), [])
     trial = found.best

@@ -341,6 +341,39 @@ def test_what_is_kept_stays(kept: str) -> None:
         assert {column: row[column] for column in wanted} == wanted
 
 
+@pytest.mark.parametrize("limits", [{"kept": {"tensor": 4.0}}, {"most_tensor": 1}])
+def test_a_config_without_what_is_kept_is_shown_and_not_chosen(limits: dict[str, Any]) -> None:
+    """Even if it is the fastest of all."""
+    config = with_fields(
+        check(load("llama3_8b"), 64),
+        {"rules": "hsdp+megatron_sp", "mesh.data": 4, "mesh.tensor": 2},
+    )
+
+    def compiled(changed: TrainConfig) -> Report:
+        return fake_report(changed, 64, 0.1 if changed.mesh.tensor == 2 else 1.0)
+
+    found, _ = run(config, 64, compiled, compiles=3, **limits)
+    assert found.committed is not None and found.best is not None
+    assert found.committed.seconds < found.best.seconds
+    expected = int(limits.get("kept", {}).get("tensor", 1))
+    assert {trial.fields["mesh.tensor"] for trial in found.candidates} == {expected}
+    text = " ".join(shown(found, "train").split())
+    assert "the config as it is" in text and f"--mesh.tensor={expected}" in text
+    assert "row 0 does not have what --keep and --max-tensor ask for" in text
+    assert re.search(r"against the config as it is: \+[\d.]+%", text) and "a tie" not in text
+    # Where nothing else compiles there is no best at all.
+    with pytest.raises(LabError, match="only the config"):
+        run(config, 64, only_tensor_2, **limits)
+    same, _ = run(config, 64, compiled, compiles=3, kept={"tensor": 2.0}, most_tensor=2)
+    assert same.best is not None and same.best.fields["mesh.tensor"] == 2
+
+
+def only_tensor_2(config: TrainConfig) -> Report:
+    if config.mesh.tensor != 2:
+        raise LabError("only the config")
+    return fake_report(config, 64)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -463,6 +496,10 @@ def test_a_climb_keeps_what_is_kept() -> None:
 def test_a_climb_that_cannot_start() -> None:
     with pytest.raises(ConfigError, match="cannot run"):
         climb_of("llama3_8b_128k", 56)
+    tensor = {"rules": "zero3+ulysses+megatron", "mesh.data": 2, "mesh.tensor": 4}
+    config = with_fields(load("llama3_8b_128k"), tensor)
+    with pytest.raises(ConfigError, match="--max-tensor=2: .* which has mesh.tensor=4: give it"):
+        climb(config, 64, "h100", climbed_report, most_tensor=2)
 
     def refuses(config: TrainConfig) -> Report:
         raise LabError("no compiler")
