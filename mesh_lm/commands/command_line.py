@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 from mesh_lm.commands import other_names
 from mesh_lm.commands.meanings import Context, answer
@@ -33,6 +33,7 @@ from mesh_lm.config import TrainConfig
 from mesh_lm.config.files import DEFAULT, is_config, load_apart
 from mesh_lm.config.layout import with_layout
 from mesh_lm.config.moved import todays
+from mesh_lm.config.typed import TypedRun
 from mesh_lm.errors import ConfigError, did_you_mean
 from mesh_lm.model import DecoderConfig, SegmentConfig
 from mesh_lm.optim import RULES, Rule, make_rule, rule_name
@@ -101,6 +102,30 @@ def parse_with(
 ) -> tuple[TrainConfig, dict[str, Any]]:
     """Returns the run of `parse`, and field -> value of the options that are fields of `beside`.
 
+    Arguments are those of `parse_words`.
+    """
+    parsed = parse_words(beside, argv, default, prog, alone)
+    return parsed.config, parsed.values
+
+
+class Parsed(NamedTuple):
+    """A command line of a run."""
+
+    config: TrainConfig
+    values: dict[str, Any]
+    """field -> value of the options that are not the run's."""
+    typed: TypedRun
+
+
+def parse_words(
+    beside: type[T] | None,
+    argv: Sequence[str],
+    default: str = DEFAULT,
+    prog: str = "train.py",
+    alone: Mapping[str, str] | None = None,
+) -> Parsed:
+    """Returns the run of `parse`, the other options, and the words of the run.
+
     Args:
       beside: a dataclass whose fields are options as well. They win over the config's fields of the
         same name.
@@ -158,9 +183,23 @@ def parse_with(
         for layout in layouts if not extra_values.get("best") else ():
             # What is typed beside a layout changes a part of it.
             config = with_values(with_layout(config, layout), changes)
-        return config, extra_values
     except ValueError as error:  # from a __post_init__ of the user's own config class
         raise ConfigError(f"{file or default}: {error}") from error
+    typed = TypedRun(
+        config=(f"--config={file}",) if files else tuple(strays),
+        options=_typed_fields(options, extra),
+        has_layout=bool(layout_of_config),
+    )
+    return Parsed(config, extra_values, typed)
+
+
+def _typed_fields(options: Sequence[Option], extra: Collection[str]) -> dict[str, str]:
+    """Returns section.field -> its word, of the options that set a field of the run."""
+    words = {}
+    for name, text in options:
+        if name != "--config" and name not in extra:
+            words[_path(name)] = name if text is None else f"{name}={text}"
+    return words
 
 
 def _names_layout(option: Option) -> bool:

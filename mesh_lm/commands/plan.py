@@ -177,7 +177,7 @@ def show_best(plan: Plan, config: TrainConfig) -> int:
         raise ConfigError(str(error)) from error
     console = Console()
     console.print(found_table(found))
-    command = command_of(found, f"mesh-lm train {Path(config.output).name}")
+    command = command_of(found, plan.typed_run)
     if command:
         # In one line, which can be pasted: the console would break it.
         print(command)

@@ -15,6 +15,7 @@ from mesh_lm.commands.options import HELP, print_help
 from mesh_lm.commands.plan_bytes import Bytes
 from mesh_lm.commands.plan_replay import PICTURE, Replayed, require_cost
 from mesh_lm.config import TrainConfig
+from mesh_lm.config.typed import TypedRun
 from mesh_lm.errors import ConfigError
 from sharding_rules.lab.flags import FLAG_SETS
 from sharding_rules.lab.machine import Machine
@@ -111,6 +112,11 @@ class Plan:
         """
         return _machine(self.hw, self.target)
 
+    @functools.cached_property
+    def typed_run(self) -> TypedRun:
+        """The words of the run that stood beside the options; none if nothing was typed."""
+        return TypedRun()
+
     def _require_hardware(self) -> None:
         """Raises ConfigError for words of --hw that nobody knows. Profiles are read later."""
         words = [word for word in self.hw.split(",") if not word.endswith(".json")]
@@ -190,14 +196,18 @@ def parse_either(
             "saved report on other hardware.",
             prog,
         )
-    config, changes = command_line.parse_with(Plan, argv, prog=prog, alone={_REPORT: SCREEN})
+    config, changes, typed = command_line.parse_words(
+        Plan, argv, prog=prog, alone={_REPORT: SCREEN}
+    )
     if not changes:
         return default, config
     if "plan" not in changes and not default:
         name, value = next(iter(changes.items()))
         word = f"--{name}={value}"
         raise ConfigError(f"{word} goes with --plan: python train.py --config=FILE --plan {word}")
-    return dataclasses.replace(default or Plan(SCREEN), **changes), config
+    plan = dataclasses.replace(default or Plan(SCREEN), **changes)
+    vars(plan)["typed_run"] = typed  # a field would be an option
+    return plan, config
 
 
 def run(arguments: Request) -> int:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mesh_lm.config.typed import TypedRun
 from mesh_lm.planning.best import TIE, Fields, Found, Trial, options
 from sharding_rules.lab import Report
 from sharding_rules.lab.summary import durations, exposed_by_axes, percent
@@ -97,16 +98,15 @@ def _at_slow_end(best: Trial, committed: Trial) -> str:
     return f"; but {change:+.1%} at the slow ends of the bands, so measure both"
 
 
-def command_of(found: Found, command: str) -> str:
-    """Returns the command that trains with the best layout; empty if none is faster than the config
-    as it is.
-
-    command: that trains with the config as it is.
+def command_of(found: Found, typed: TypedRun) -> str:
+    """Returns the command that trains a run with the best layout; empty if none is faster than the
+    config as it is.
     """
     best = found.best
     if best is None or best is found.committed:
         return ""
-    return f"{command} {' '.join(options(best.changes))}"
+    fields = typed.fields_to_type(best.fields, best.changes)
+    return typed.train_command(dict(zip(fields, options(fields), strict=True)))
 
 
 def _conclusion(found: Found) -> Iterator[str]:

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from mesh_lm.planning.best import (
     parse_kept,
     peak_on_paper,
     search,
+    value_of,
     why_only_compiled,
 )
 from mesh_lm.planning.best_table import command_of, found_table
@@ -357,7 +359,7 @@ def test_a_config_without_what_is_kept_is_shown_and_not_chosen(limits: dict[str,
     assert found.committed.seconds < found.best.seconds
     expected = int(limits.get("kept", {}).get("tensor", 1))
     assert {trial.fields["mesh.tensor"] for trial in found.candidates} == {expected}
-    text = " ".join(shown(found, "train").split())
+    text = " ".join(shown(found).split())
     assert "the config as it is" in text and f"--mesh.tensor={expected}" in text
     assert "row 0 does not have what --keep and --max-tensor ask for" in text
     assert re.search(r"against the config as it is: \+[\d.]+%", text) and "a tie" not in text
@@ -498,7 +500,7 @@ def test_a_climb_that_cannot_start() -> None:
         climb_of("llama3_8b_128k", 56)
     tensor = {"rules": "zero3+ulysses+megatron", "mesh.data": 2, "mesh.tensor": 4}
     config = with_fields(load("llama3_8b_128k"), tensor)
-    with pytest.raises(ConfigError, match="--max-tensor=2: .* which has mesh.tensor=4: give it"):
+    with pytest.raises(ConfigError, match=r"--max-tensor=2: .* which has mesh\.tensor=4: give it"):
         climb(config, 64, "h100", climbed_report, most_tensor=2)
 
     def refuses(config: TrainConfig) -> Report:
@@ -511,10 +513,13 @@ def test_a_climb_that_cannot_start() -> None:
 # What is shown and saved.
 
 
-def shown(found: Found, command: str = "mesh-lm train megatron_32b") -> str:
+def shown(found: Found, *words: str) -> str:
+    """The table and the command of a search that was typed with these words."""
+    plan, _ = plan_options.parse_either([*words, "--plan", "--best"])
+    assert plan is not None
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(found_table(found))
-    return f"{console.export_text()}{command_of(found, command)}"
+    return f"{console.export_text()}{command_of(found, plan.typed_run)}"
 
 
 SLOW = with_fields(load("megatron_16b"), {"model.remat": "save_names", "model.unroll": False})
@@ -523,7 +528,7 @@ SLOW = with_fields(load("megatron_16b"), {"model.remat": "save_names", "model.un
 
 def test_the_table_has_the_config_as_it_is_ties_and_the_command() -> None:
     found, _ = run(SLOW, 192)
-    text = shown(found, "mesh-lm train megatron_16b")
+    text = shown(found, "megatron_16b")
     lines = text.splitlines()
     assert sum("the config as it is" in line and line.split()[0] == "0" for line in lines) == 1
     assert f"{found.considered:,} layouts priced on paper, {len(found.trials) + 1} compiled" in text
@@ -535,6 +540,45 @@ def test_the_table_has_the_config_as_it_is_ties_and_the_command() -> None:
     words = text[text.rindex("mesh-lm train megatron_16b") :].split()
     typed = command_line.parse(words[2:])
     assert typed == with_fields(load("megatron_16b"), best.changes)
+
+
+def test_the_command_has_what_was_typed() -> None:
+    """All options of the run but those of the plan; a change replaces what it overrides."""
+    words = [
+        "--config=configs/megatron_16b.py", "--config.model.remat", "save_names", "--devices=192",
+        "--model.unroll=false", "--train.global_batch=384", "--target=h100", "--seed=3",
+        "--output=runs/some thing", "--compiles=3", "--train.noise_scale",
+    ]  # fmt: skip
+    plan, config = plan_options.parse_either([*words, "--plan", "--best"])
+    assert plan is not None
+    found, _ = run(config, 192, compiles=3)
+    assert found.best is not None and {"model.remat", "mesh.data"} & found.best.changes.keys()
+    command = shlex.split(command_of(found, plan.typed_run))
+    assert command[:3] == ["mesh-lm", "train", "--config=configs/megatron_16b.py"]
+    assert command_line.parse(command[2:]) == with_fields(config, found.best.changes)
+    names = [word.partition("=")[0].replace("--config.", "--") for word in command[3:]]
+    assert len(set(names)) == len(names) and "--devices" not in names
+
+
+def test_the_command_of_a_config_with_a_stale_layout_has_the_whole_layout(tmp_path: Path) -> None:
+    found, _ = run(SLOW, 192)
+    best = found.best
+    assert best is not None
+    text = saved_layout(load("megatron_16b"), {**best.fields, "mesh.data": 3}, 192, {})
+    (tmp_path / "plan.json").write_text(text, encoding="utf-8")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import dataclasses\nfrom mesh_lm.config import load\n"
+        "def get_config():\n"
+        "    return dataclasses.replace(load('megatron_16b'), mesh='plan.json')\n",
+        encoding="utf-8",
+    )
+    words = [str(file), "--model.remat=save_names", "--model.unroll=false"]
+    plan, _ = plan_options.parse_either([*words, "--plan", "--best"])
+    assert plan is not None
+    command = shlex.split(command_of(found, plan.typed_run))
+    typed = command_line.parse(command[2:])
+    assert {name: value_of(typed, name) for name in best.fields} == best.fields
 
 
 def test_a_best_that_is_slower_at_the_slow_end_says_so() -> None:
