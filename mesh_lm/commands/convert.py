@@ -26,9 +26,14 @@ from mesh_lm.commands.conversion import (
     left_out_lines,
     python_file,
 )
-from mesh_lm.commands.deepspeed_names import DEEPSPEED, DEEPSPEED_DEFAULTS
+from mesh_lm.commands.deepspeed_names import (
+    ADAM_DEFAULTS,
+    DEEPSPEED,
+    DEEPSPEED_DEFAULTS,
+    SCHEDULER_DEFAULTS,
+)
 from mesh_lm.commands.meanings import Meaning
-from mesh_lm.commands.megatron_names import MEGATRON, MEGATRON_DEFAULTS
+from mesh_lm.commands.megatron_names import MEGATRON, MEGATRON_DEFAULTS, MEGATRON_LOST
 from mesh_lm.commands.options import command, option_types, spelled, subcommand
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.errors import ConfigError, did_you_mean
@@ -40,7 +45,20 @@ _OUTPUT = "runs/megatron"
 _LAUNCHER = {name.replace("-", "_"): name for name in other_names.TORCHRUN}
 _NUMBER = re.compile(r"-[\d.]")
 """The beginning of a word that is a value, and no argument."""
-_VARIABLE = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}?")
+_VARIABLE = re.compile(
+    r"\$(?:\{(?P<braced>\w+)(?:\[[@*]\])?(?::?-(?P<default>[^{}]*))?\}|(?P<plain>\w+))"
+)
+_OPERATOR = re.compile(
+    r"""(?P<literal>'[^']*'|"(?:\\.|[^"\\])*"|\\.)
+    |(?P<redirection>
+        (?:(?<!\S)\d+)?(?:&>>?|>>?[&|]?|<{1,3}&?)[ \t]*
+        (?:[<>]\([^)]*\)|'[^']*'|"[^"]*"|[^\s|&;<>'"]+)
+    )
+    |(?P<separator>[|&;<>]+)""",
+    re.VERBOSE | re.DOTALL,
+)
+"""Operators of a shell, which end the command or are no part of its arguments; and quoted text, in
+which there are none."""
 _ASSIGNMENT = re.compile(
     r"^[ \t]*(?:export[ \t]+)?(\w+)(?P<plus>\+?)="
     r"(?:\(\s*(?P<array>[^)]*)\)|(?P<value>\"[^\"]*\"|'[^']*'|\S*))",
@@ -48,6 +66,8 @@ _ASSIGNMENT = re.compile(
 )
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """The keys of DeepSpeed that decide the batch together with the number of GPUs."""
+_OPTIMIZER_RATE = "optimizer.params.lr"
+_SCHEDULER_RATE = "scheduler.params.warmup_max_lr"
 _AXES = {
     "tensor-model-parallel-size": "tensor",
     "pipeline-model-parallel-size": "pipeline",
@@ -55,6 +75,8 @@ _AXES = {
     "expert-model-parallel-size": "expert",
 }
 """An argument of Megatron-LM -> the mesh axis whose size it is."""
+_RUN_LENGTHS = {"lr-decay-iters": "train-iters", "lr-decay-samples": "train-samples"}
+"""The length of Megatron-LM's schedule -> the length of the run, which it has by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,11 +209,18 @@ def from_deepspeed(options: Deepspeed) -> tuple[Conversion, str]:
     _require_numbers(options.file, arguments)
 
     arguments += _deepspeed_defaults(values)
+    left_out: list[LeftOut] = []
+    if "optimizer.type" not in values:
+        reason = f"fields of optimizer that no key sets are those of {options.model}"
+        left_out.append(LeftOut("the file has no optimizer", reason))
+    arguments, unused_rates = _with_one_rate(arguments, values)
+    left_out += unused_rates
     settings = _deepspeed_settings(options, values)
     if any(setting.field == "train.microbatches" for setting in settings):
         # The three sizes have decided it together.
         arguments = [argument for argument in arguments if argument.name not in _BATCH]
     conversion = convert(arguments, DEEPSPEED, base, settings)
+    conversion = dataclasses.replace(conversion, left_out=(*conversion.left_out, *left_out))
     docstring = (
         f"The model of {options.model}, trained as {Path(options.file).name} trains with "
         "DeepSpeed.\n\nmesh-lm convert wrote it; each line names its source.\n"
@@ -275,24 +304,58 @@ def _require_numbers(file: str, arguments: Sequence[Argument]) -> None:
 
 
 def _deepspeed_defaults(values: Mapping[str, str]) -> list[Argument]:
-    """Returns the keys that DeepSpeed's Adam has without being in the file."""
-    if values.get("optimizer.type", "").lower() not in ("adam", "adamw"):
-        return []
+    """Returns the keys that DeepSpeed, its Adam and its scheduler have without their being in the
+    file.
+    """
+    defaults = dict(DEEPSPEED_DEFAULTS)
+    if values.get("optimizer.type", "").lower() in ("adam", "adamw"):
+        defaults |= ADAM_DEFAULTS
+    defaults |= SCHEDULER_DEFAULTS.get(values.get("scheduler.type", "").lower(), {})
     return [
         Argument(name, text, f"{name}: {text}, DeepSpeed's default")
-        for name, text in DEEPSPEED_DEFAULTS.items()
+        for name, text in defaults.items()
         if name not in values
     ]
 
 
+def _with_one_rate(
+    arguments: list[Argument], values: Mapping[str, str]
+) -> tuple[list[Argument], list[LeftOut]]:
+    """Returns the arguments without the peak learning rate that DeepSpeed does not use, wherever it
+    stands in the file: the optimizer's, if the scheduler has one; and that rate, if the file has
+    it.
+
+    values: the keys of the file.
+    """
+    if not any(argument.name == _SCHEDULER_RATE for argument in arguments):
+        return arguments, []
+    used = _SCHEDULER_RATE
+    unused = _OPTIMIZER_RATE
+    if values.get("scheduler.type", "").lower() == "warmupcosinelr":
+        # Its parameters are ratios to the optimizer's rate.
+        used = _OPTIMIZER_RATE
+        unused = _SCHEDULER_RATE
+    left_out = [
+        LeftOut(argument.source, f"no option: {used} is the peak")
+        for argument in arguments
+        if argument.name == unused and unused in values
+    ]
+    return [argument for argument in arguments if argument.name != unused], left_out
+
+
 def _deepspeed_settings(options: Deepspeed, values: Mapping[str, str]) -> list[Setting]:
-    """Returns the mesh, the batch and the type, which follow from several keys.
+    """Returns the mesh, the batch, the type and the schedule, where they follow from several keys
+    or from the lack of one.
 
     Raises ConfigError for sizes that contradict each other.
     """
     settings: list[Setting] = []
     if "bf16.enabled" not in values and "fp16.enabled" not in values:
         settings.append(Setting("model.dtype", "float32", "neither bf16 nor fp16 is enabled"))
+    if "optimizer.type" in values and "scheduler.type" not in values:
+        source = "the file has no scheduler"
+        settings.append(Setting("optimizer.schedule", "constant", source))
+        settings.append(Setting("optimizer.warmup_steps", "0", source))
     shards = _whole(values, "tensor_parallel.autotp_size") or 1
     shards *= _whole(values, "sequence_parallel_size") or 1
 
@@ -381,11 +444,18 @@ def from_megatron(options: Megatron) -> tuple[Conversion, str]:
     values = {argument.name: argument.text for argument in arguments}
 
     settings = _megatron_settings(options, values, launcher)
+    ignored: list[LeftOut] = []
+    if "group-query-attention" not in values:
+        reason = "no option: Megatron-LM ignores it without --group-query-attention"
+        ignored = [LeftOut(a.source, reason) for a in arguments if a.name == "num-query-groups"]
+        arguments = [a for a in arguments if a.name != "num-query-groups"]
     arguments += _megatron_defaults(arguments)
     base = TrainConfig(DecoderConfig(), output=_OUTPUT, mesh=MeshConfig(data=-1))
     conversion = convert(arguments, MEGATRON, base, settings)
     conversion = _without_equal_defaults(conversion, base)
     conversion = _with_open_paths(conversion, open_paths)
+    conversion = dataclasses.replace(conversion, left_out=(*conversion.left_out, *ignored))
+    conversion = _with_lost(conversion, [*arguments, *open_paths], values)
     docstring = (
         "A run of Megatron-LM.\n\nmesh-lm convert wrote it from the arguments of its command; each "
         "line names its source.\n"
@@ -436,13 +506,27 @@ def script_words(script: str, file: str) -> list[str]:
     if not commands:
         raise ConfigError(f"{file}: no line has arguments such as --num-layers")
     words = _split_words(max(commands, key=lambda line: line.count("--")), file)
-    # Bash splits the words of an array without quotes around it once more.
-    return [part for word in words for part in (word.split() if "--" in word else [word])]
+    # Bash splits the words of an array without quotes around it, and of eval's command, once more.
+    return [part for word in words for part in (_command(word).split() if "--" in word else [word])]
+
+
+def _command(text: str) -> str:
+    """Returns the command with the most arguments in a line of a shell, without redirections and
+    without the commands behind its pipes.
+    """
+
+    def replacement(match: re.Match[str]) -> str:
+        if match["literal"]:
+            return match[0]
+        return "\0" if match["separator"] else " "
+
+    commands = _OPERATOR.sub(replacement, text).split("\0")
+    return max(commands, key=lambda command: command.count("--"))
 
 
 def _split_words(text: str, name: str) -> list[str]:
     try:
-        return shlex.split(text, comments=True)
+        return shlex.split(_command(text), comments=True)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from error
 
@@ -451,8 +535,9 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str:
     """Returns the text with the values of shell variables; unknown ones stay as they are."""
 
     def value(match: re.Match[str]) -> str:
-        default = (match[2] or "").strip("\"'")
-        return variables.get(match[1], default or match[0])
+        name = match["braced"] or match["plain"]
+        default = (match["default"] or "").strip("\"'")
+        return variables.get(name, default or match[0])
 
     for _ in range(8):  # variables of variables
         expanded = _VARIABLE.sub(value, text)
@@ -544,8 +629,15 @@ def _megatron_settings(
             f"--micro-batch-size {micro}: the number of microbatches depends on the number of "
             "GPUs; add --devices=N"
         )
+    batch = _whole(values, "global-batch-size")
+    data_parallel = replicas * axes["expert"]
+    if micro and batch % (micro * data_parallel):
+        raise ConfigError(
+            f"--global-batch-size {batch} is not divisible by --micro-batch-size x replicas = "
+            f"{micro} x {data_parallel}"
+        )
     if micro and "global-batch-size" not in values:
-        batch = micro * replicas * axes["expert"]
+        batch = micro * data_parallel
         source = "--micro-batch-size x replicas, without --global-batch-size"
         settings.append(Setting("train.global_batch", str(batch), source))
     settings += _megatron_model(values)
@@ -581,6 +673,9 @@ def _megatron_model(values: Mapping[str, str]) -> list[Setting]:
         settings.append(Setting("model.vocab_size", GPT2_VOCABULARY, source))
     if "bf16" not in values and "fp16" not in values:
         settings.append(Setting("model.dtype", "float32", "neither --bf16 nor --fp16"))
+    if "group-query-attention" in values and "num-query-groups" not in values:
+        source = "--group-query-attention without --num-query-groups, 1 by default"
+        settings.append(Setting("model.n_kv_heads", "1", source))
     width = _whole(values, "hidden-size")
     if "swiglu" in values and "ffn-hidden-size" not in values and width:
         # int(4 d 2 / 3 / 64) 64, as megatron/training/arguments.py computes it.
@@ -611,6 +706,23 @@ def _with_open_paths(conversion: Conversion, arguments: Sequence[Argument]) -> C
         if meaning.field:
             reason = f"the script does not assign the variable; set {meaning.field}"
         left_out.append(LeftOut(argument.source, reason))
+    return dataclasses.replace(conversion, left_out=tuple(left_out))
+
+
+def _with_lost(
+    conversion: Conversion, arguments: Sequence[Argument], values: Mapping[str, str]
+) -> Conversion:
+    """Returns the conversion that lists the arguments of MEGATRON_LOST as lost, unless a schedule
+    is as long as the run.
+    """
+    reasons: dict[str, str] = {}
+    for argument in arguments:
+        run_length = values.get(_RUN_LENGTHS.get(argument.name, ""))
+        if argument.name in MEGATRON_LOST and argument.text != run_length:
+            reasons[argument.source] = MEGATRON_LOST[argument.name]
+    left_out = [
+        item._replace(reason=reasons.get(item.source, item.reason)) for item in conversion.left_out
+    ]
     return dataclasses.replace(conversion, left_out=tuple(left_out))
 
 

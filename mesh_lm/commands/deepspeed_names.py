@@ -60,6 +60,13 @@ def _last_fraction(text: str) -> Mapping[str, str]:
     return {"optimizer.final_fraction": "0"} if text.lower() == "warmupdecaylr" else {}
 
 
+def _axis_size(text: str, _: Context) -> str:
+    """Raises ValueError for 0, by which the axis is off."""
+    if text == "0":
+        raise ValueError(text)
+    return require_value(text)
+
+
 def _zero_stage(text: str) -> Mapping[str, str]:
     rules = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
     if text not in rules:
@@ -128,7 +135,7 @@ DEEPSPEED: dict[str, Meaning] = {
     "scheduler.params.warmup_max_lr": same("optimizer.learning_rate"),
     "scheduler.params.total_num_steps": same("train.steps"),
     "scheduler.params.cos_min_ratio": same("optimizer.final_fraction"),
-    "scheduler.params.warmup_type": explained("no option: the warm-up is linear", _warmup_type),
+    "scheduler.params.warmup_type": explained("no option: always linear", _warmup_type),
     "scheduler.params.warmup_min_lr": explained("not built: the warm-up starts at 0"),
     "scheduler.params.warmup_min_ratio": explained("not built: the warm-up starts at 0"),
     "scheduler.params": explained("not built: a parameter of another schedule"),
@@ -223,9 +230,12 @@ DEEPSPEED: dict[str, Meaning] = {
     "zero_allow_untested_optimizer": explained("no option: any rule is sharded; leave it out"),
     "zero_force_ds_cpu_optimizer": explained("no option: the update runs on the GPU"),
     "aio": _NO_OFFLOAD,
-    "tensor_parallel.autotp_size": with_parts(
-        same("mesh.tensor", ", with `rules` such as `megatron`"),
-        constant(rules__tensor="megatron"),
+    "tensor_parallel.autotp_size": Meaning(
+        "`mesh.tensor`, with `rules` such as `megatron`",
+        "mesh.tensor",
+        _axis_size,
+        note=", with `rules` such as `megatron`",
+        parts=constant(rules__tensor="megatron"),
     ),
     "tensor_parallel": explained("`rules`: a table of your own (docs/sharding.md) says the rest"),
     "sequence_parallel_size": with_parts(
@@ -278,8 +288,25 @@ DEEPSPEED: dict[str, Meaning] = {
 """A key of DeepSpeed's JSON, with the sections that it is in -> its meaning. A section stands for
 all of its keys that have no entry."""
 
-DEEPSPEED_DEFAULTS: dict[str, str] = {
+DEEPSPEED_DEFAULTS: dict[str, str] = {"gradient_clipping": "0"}
+"""A key that every file may leave out -> the value that DeepSpeed then takes."""
+
+ADAM_DEFAULTS: dict[str, str] = {
+    "optimizer.params.lr": "0.001",
     "optimizer.params.betas": "0.9,0.999",
     "optimizer.params.weight_decay": "0",
 }
-"""A key that a file with an optimizer may leave out -> the value that DeepSpeed's Adam takes."""
+"""A key that a file with Adam may leave out -> the value that DeepSpeed's Adam takes."""
+
+_WARMUP_DEFAULTS = {
+    "scheduler.params.warmup_num_steps": "1000",
+    "scheduler.params.warmup_type": "log",
+}
+SCHEDULER_DEFAULTS: dict[str, dict[str, str]] = {
+    # Its warmup_max_lr is the optimizer's lr by default.
+    "warmuplr": _WARMUP_DEFAULTS,
+    "warmupdecaylr": {**_WARMUP_DEFAULTS, "scheduler.params.warmup_max_lr": "0.001"},
+    "warmupcosinelr": {**_WARMUP_DEFAULTS, "scheduler.params.cos_min_ratio": "0.0001"},
+}
+"""The type of a scheduler in lower case -> a key that a file may leave out -> the value that the
+scheduler takes."""

@@ -408,3 +408,16 @@ MEGATRON_DEFAULTS: dict[str, str] = {
 }
 """An argument that a command line may leave out -> the value that Megatron-LM then takes. A
 converted config has those that differ from the defaults here."""
+
+
+MEGATRON_LOST: dict[str, str] = {
+    "lr-decay-iters": "not built: the schedule ends at train.steps",
+    "lr-decay-samples": "not built: the schedule ends at train.steps",
+    "moe-expert-capacity-factor": "not built: experts have no capacity, and no token is dropped",
+    "exit-duration-in-mins": (
+        "not built: a run ends at train.steps, or on SIGTERM, on which it saves and exits with "
+        "status 99"
+    ),
+}
+"""An argument for which there is nothing to write here, although it changes Megatron-LM's run ->
+what a converted config says of it."""

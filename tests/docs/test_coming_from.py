@@ -60,7 +60,12 @@ def test_the_deepspeed_file(
     assert 'rules=preset("zero2"),  # zero_optimization.stage: 2' in text
     assert '`rules=preset("zero2"),  # zero_optimization.stage:\n2`' in PAGE
     lost = [item.source for item in conversion.left_out if item.is_lost]
-    assert lost == ["zero_optimization.offload_optimizer.device: cpu"]
+    assert lost == [
+        "zero_optimization.offload_optimizer.device: cpu",
+        "scheduler.params.warmup_type: log, DeepSpeed's default",
+    ]
+    optimizer = conversion.config.optimizer
+    assert (optimizer.learning_rate, optimizer.warmup_steps, optimizer.clip_norm) == (3e-4, 100, 1)
     assert main(words[1:]) == 0
     out = capsys.readouterr().out
     assert all(line in out for line in left_out_lines(conversion.left_out))

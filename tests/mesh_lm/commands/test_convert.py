@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 
 from mesh_lm.commands import command_line, convert, other_names
-from mesh_lm.commands.deepspeed_names import DEEPSPEED, DEEPSPEED_DEFAULTS
+from mesh_lm.commands.deepspeed_names import (
+    ADAM_DEFAULTS,
+    DEEPSPEED,
+    DEEPSPEED_DEFAULTS,
+    SCHEDULER_DEFAULTS,
+)
 from mesh_lm.commands.main import main
 from mesh_lm.commands.meanings import RULES_SLOTS, NotBuiltError
-from mesh_lm.commands.megatron_names import MEGATRON, MEGATRON_DEFAULTS
+from mesh_lm.commands.megatron_names import MEGATRON, MEGATRON_DEFAULTS, MEGATRON_LOST
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.training.check import check
 from sharding_rules import PRESETS, preset
@@ -122,6 +127,88 @@ def test_a_script_with_variables(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "attention-dropout" not in out and "rotary-percent" not in out
 
 
+def test_variables_without_braces() -> None:
+    """A name ends where bash ends it, and only braces have a default."""
+    script = "NAME=gpt\nSIZE=1b\nrun --save ck/$NAME-tp8 --lr 1 --wandb-project $NAME-$SIZE"
+    words = convert.script_words(script, "train.sh")
+    assert words == shlex.split("run --save ck/gpt-tp8 --lr 1 --wandb-project gpt-1b")
+    script = "NAME=gpt\nrun --save ${NAME:-x}-tp8 --load ${DIR:-ck/${NAME}} --seed ${SEED-3}"
+    words = convert.script_words(script, "train.sh")
+    assert words == shlex.split("run --save gpt-tp8 --load ck/gpt --seed 3")
+
+
+SHELL_LINES = {
+    "2>&1 | tee train.log": "",
+    ">> train.log 2>&1 &": "",
+    ">train.log": "",
+    "&> train.log": "",
+    "> >(tee train.log) 2> >(tee errors.log >&2)": "",
+    "; echo --done": "",
+    "&& echo --done": "",
+    "|& tee train.log": "",
+    "< /dev/null --lr 1": "--lr 1",
+    "2> errors.log --lr 1": "--lr 1",
+    "--seed 2 > train.log": "--seed 2",
+    "--load 'a | b' --wandb-project \"a & b\"": "--load 'a | b' --wandb-project 'a & b'",
+}
+"""The rest of a line behind --save ck/x -> the arguments in it."""
+
+
+@pytest.mark.parametrize("rest", SHELL_LINES)
+def test_a_command_ends_where_the_shell_ends_it(rest: str) -> None:
+    expected = shlex.split(f"--bf16 --save ck/x {SHELL_LINES[rest]}")
+    line = f"--bf16 --save ck/x {rest}"
+    assert convert.megatron_words([line]) == expected
+    assert convert.script_words(f"cd /work && run {line}", "train.sh") == ["run", *expected]
+
+
+def test_a_command_in_a_variable() -> None:
+    script = 'command="run --bf16 --save ck/x 2>&1 | tee train.log"\neval "$command"\n'
+    assert convert.script_words(script, "train.sh")[-3:] == ["--bf16", "--save", "ck/x"]
+
+
+def test_query_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-LM groups queries by --group-query-attention alone."""
+    switch = "--group-query-attention"
+    assert vars(megatron(f"{SMALL} {switch}", tmp_path).model)["n_kv_heads"] == 1
+    both = megatron(f"{SMALL} {switch} --num-query-groups 2", tmp_path)
+    assert vars(both.model)["n_kv_heads"] == 2
+    assert "--num-query-groups" not in capsys.readouterr().out
+    assert vars(megatron(f"{SMALL} --num-query-groups 2", tmp_path).model)["n_kv_heads"] == 0
+    line = "  --num-query-groups 2: Megatron-LM ignores it without --group-query-attention\n"
+    assert line in capsys.readouterr().out
+
+
+LOST = {
+    "--train-iters 100 --lr-decay-iters 90": "--lr-decay-iters 90: not built: the schedule ends at",
+    "--train-samples 64 --global-batch-size 1 --lr-decay-samples 32": (
+        "--lr-decay-samples 32: not built: the schedule ends at"
+    ),
+    "--lr-decay-iters $STEPS": "--lr-decay-iters $STEPS: not built: the schedule ends at",
+    "--moe-expert-capacity-factor 1.25": "1.25: not built: experts have no capacity, and no token",
+    "--exit-duration-in-mins 230": "--exit-duration-in-mins 230: not built: a run ends at",
+}
+
+
+@pytest.mark.parametrize("arguments", LOST)
+def test_what_changes_a_run_is_lost(
+    arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron(f"{SMALL} {arguments}", tmp_path)
+    lost, _, unneeded = capsys.readouterr().out.partition("needs no field here:")
+    assert LOST[arguments] in lost
+    assert not unneeded
+
+
+def test_a_schedule_as_long_as_the_run_needs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron(f"{SMALL} --train-iters 100 --lr-decay-iters 100", tmp_path)
+    lost, _, unneeded = capsys.readouterr().out.partition("needs no field here:")
+    assert "--lr-decay-iters 100" in unneeded
+    assert "--lr-decay-iters" not in lost
+
+
 def test_defaults_of_megatron(tmp_path: Path) -> None:
     config = megatron(SMALL.replace(" --bf16", ""), tmp_path)
     assert vars(config.model)["dtype"] == "float32"
@@ -144,6 +231,9 @@ MEGATRON_REFUSALS = {
     "--num-layers 3 --bf16": "the size of the vocabulary is not among the arguments; add --vocab-size N",
     f"{SMALL} --micro-batch-size 2": "--micro-batch-size 2: the number of microbatches depends on",
     f"{SMALL} --num-layers two": "\n  - --num-layers two: model.n_layers=two: expected int",
+    f"{SMALL} --micro-batch-size 3 --global-batch-size 64 --devices=8": (
+        "--global-batch-size 64 is not divisible by --micro-batch-size x replicas = 3 x 8"
+    ),
     f"{SMALL} --devices=6 --tensor-model-parallel-size 4": "6 GPUs are not divisible by tensor 4",
     f"{SMALL} --seq-length $LENGTH": "the script does not assign these variables; replace them",
     f"{SMALL} --hidden-size sixty": "hidden-size: sixty: expected a whole number of at least 1",
@@ -231,6 +321,73 @@ def test_a_deepspeed_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "zero_optimization.offload_optimizer.device: cpu" in lost
     assert "zero_optimization.overlap_comm: true" in unneeded
     assert "loss_scale" not in out and "offload_param" not in out and "breakdown" not in out
+
+
+def test_defaults_of_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Schedule, warm-up and clipping are DeepSpeed's, not those of the model's config."""
+    adam = {"type": "AdamW", "params": {"lr": 2e-4}}
+    params = {"total_num_steps": 2000}
+    cosine = deepspeed(
+        {"optimizer": adam, "scheduler": {"type": "WarmupCosineLR", "params": params}}, tmp_path
+    )
+    optimizer = cosine.optimizer
+    assert (optimizer.schedule, optimizer.warmup_steps, optimizer.clip_norm) == ("cosine", 1000, 0)
+    assert (optimizer.final_fraction, optimizer.learning_rate) == (1e-4, 2e-4)
+    lost = capsys.readouterr().out.partition("needs no field here:")[0]
+    assert "warmup_type: log, DeepSpeed's default: log is not built; here it is always" in lost
+
+    optimizer = deepspeed({"optimizer": adam}, tmp_path).optimizer
+    assert (optimizer.schedule, optimizer.warmup_steps, optimizer.clip_norm) == ("constant", 0, 0)
+    assert optimizer.learning_rate == 2e-4
+    assert "warmup" not in capsys.readouterr().out
+    optimizer = deepspeed({"optimizer": {"type": "Adam"}}, tmp_path).optimizer
+    assert optimizer.learning_rate == 1e-3
+
+
+def test_a_file_without_an_optimizer_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer = deepspeed({}, tmp_path).optimizer
+    assert optimizer == dataclasses.replace(load("gpt2_124m").optimizer, clip_norm=0.0)
+    line = (
+        "  the file has no optimizer: fields of optimizer that no key sets are those of gpt2_124m\n"
+    )
+    assert line in capsys.readouterr().out
+
+
+PEAKS = {
+    ("WarmupDecayLR", 3e-4, 1e-4): 3e-4,
+    ("WarmupDecayLR", 3e-4, None): 3e-4,
+    ("WarmupDecayLR", None, 1e-4): 1e-3,
+    ("WarmupLR", 3e-4, 1e-4): 3e-4,
+    ("WarmupLR", None, 1e-4): 1e-4,
+    ("WarmupCosineLR", None, 1e-4): 1e-4,
+    ("WarmupCosineLR", 3e-4, 1e-4): 1e-4,
+}
+"""(scheduler, its warmup_max_lr, the optimizer's lr) -> the peak in DeepSpeed."""
+
+
+@pytest.mark.parametrize("rates", PEAKS)
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_peak_does_not_depend_on_the_order_of_keys(
+    rates: tuple[str, float | None, float | None], order: int, tmp_path: Path
+) -> None:
+    name, of_scheduler, of_optimizer = rates
+    scheduler = {"warmup_max_lr": of_scheduler} if of_scheduler else {}
+    adam = {"lr": of_optimizer} if of_optimizer else {}
+    sections = {
+        "optimizer": {"type": "Adam", "params": adam},
+        "scheduler": {"type": name, "params": {**scheduler, "total_num_steps": 2000}},
+    }
+    file = dict([*sections.items()][::order])
+    assert deepspeed(file, tmp_path).optimizer.learning_rate == PEAKS[rates]
+
+
+def test_an_axis_of_size_0_is_off(tmp_path: Path) -> None:
+    config = deepspeed({"tensor_parallel": {"autotp_size": 0}}, tmp_path)
+    assert (config.mesh.tensor, config.rules.name) == (1, "ddp")
+    config = deepspeed({"tensor_parallel": {"autotp_size": 2}}, tmp_path)
+    assert (config.mesh.tensor, config.rules.name) == (2, "megatron")
 
 
 def test_each_line_names_its_source(tmp_path: Path) -> None:
@@ -342,7 +499,9 @@ def test_parts_lead_to_fields() -> None:
                     assert field in {"", *fields}, name
     assert n_parts > 30
     assert MEGATRON_DEFAULTS.keys() <= MEGATRON.keys()
-    assert DEEPSPEED_DEFAULTS.keys() <= DEEPSPEED.keys()
+    assert MEGATRON_LOST.keys() <= MEGATRON.keys()
+    for defaults in (DEEPSPEED_DEFAULTS, ADAM_DEFAULTS, *SCHEDULER_DEFAULTS.values()):
+        assert defaults.keys() <= DEEPSPEED.keys()
 
 
 def test_suggestions_know_deepspeed() -> None:
