@@ -57,8 +57,8 @@ _OPERATOR = re.compile(
     |(?P<separator>[|&;<>]+)""",
     re.VERBOSE | re.DOTALL,
 )
-"""Operators of a shell, which end the command or are no part of its arguments; and quoted text, in
-which there are none."""
+"""Operators of a shell, which end a command or redirect its output; and quoted text, in which
+there are none."""
 _ASSIGNMENT = re.compile(
     r"^[ \t]*(?:export[ \t]+)?(\w+)(?P<plus>\+?)="
     r"(?:\(\s*(?P<array>[^)]*)\)|(?P<value>\"[^\"]*\"|'[^']*'|\S*))",
