@@ -420,4 +420,4 @@ MEGATRON_LOST: dict[str, str] = {
     ),
 }
 """An argument for which there is nothing to write here, although it changes Megatron-LM's run ->
-what a converted config says of it."""
+the reason that a converted config prints."""
