@@ -23,7 +23,6 @@ from sharding_rules.lab.report import LabError
 from sharding_rules.lab.targets import TARGETS
 
 SCREEN = "screen"
-_DEFAULT_TARGET = "h100"
 _REPORT = "--plan"
 _OUTPUT = "--output"
 
@@ -35,8 +34,8 @@ class Plan:
     plan: str = ""
     """Where the report goes: the screen, or a file: .html (a page with charts), .trace.json (for
     Perfetto) or .json; also --output."""
-    target: str = _DEFAULT_TARGET
-    """The GPU: h100, h200, a100 or b200."""
+    target: str = ""
+    """The GPU: h100, h200, a100 or b200; empty: that of --hw, else the h100."""
     devices: int = 0
     """Number of GPUs; 0: the size of the mesh; if an axis is -1, the fewest complete nodes that
     hold it."""
@@ -75,7 +74,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         flag_sets = ("auto", *FLAG_SETS)
-        require_target(self.target)
+        if self.target:
+            require_target(self.target)
         self._require_hardware()
         if self.flags not in flag_sets:
             raise ConfigError(
@@ -121,7 +121,7 @@ class Plan:
         """Raises ConfigError for words of --hw that nobody knows. Profiles are read later."""
         words = [word for word in self.hw.split(",") if not word.endswith(".json")]
         machine = _machine(",".join(words), self.target)
-        if machine.target.name != self.target != _DEFAULT_TARGET:
+        if self.target and machine.target.name != self.target:
             raise ConfigError(
                 f"--target={self.target} and --hw={self.hw} name two devices: leave --target out"
             )

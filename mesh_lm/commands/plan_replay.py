@@ -99,7 +99,7 @@ def show(options: Replayed) -> int:
     try:
         all_saved = [load(file) for file in options.report]
         saved = all_saved[0]
-        machine = Machine.of(options.hw, saved.target or "h100")
+        machine = Machine.of(options.hw, saved.target)
         if options.measured:
             programs = {
                 file: Replay(Replay(one).on(machine))

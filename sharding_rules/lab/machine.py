@@ -17,6 +17,8 @@ from sharding_rules.lab.rates import (
     SUSTAINED,
     TABLE_SHARE,
     AttentionRates,
+    LinkName,
+    LinkRate,
     Rate,
     Rates,
 )
@@ -27,6 +29,7 @@ from sharding_rules.rules import did_you_mean
 UNCHECKED = "unchecked"
 """The word that takes a profile of other hardware."""
 _OFF = "off"
+_DEFAULT = "h100"
 _GIVEN = "--hw"
 _DATA_SHEET = "NVIDIA's data sheet"
 
@@ -125,6 +128,20 @@ CONSTANTS = (
 )  # fmt: skip
 """All that --hw can change."""
 _BY_NAME = {constant.name: constant for constant in CONSTANTS}
+_LINK_OF: Mapping[str, LinkName] = {
+    "nvlink": "NVLink",
+    "nvlink_share": "NVLink",
+    "nic": "network",
+    "nic_share": "network",
+}
+"""Constants of a link's bandwidth, and the link."""
+_LATENCIES: Mapping[str, tuple[LinkName, ...]] = {
+    "start_us": ("NVLink", "network"),
+    "between_us": ("network",),
+    "nvlink_step_us": ("NVLink", "network"),
+    "nic_step_us": ("network",),
+}
+"""Constants of a latency, and the links over which it counts."""
 _SHARES = {constant.name for constant in CONSTANTS if constant.rate_fields and not constant.unit}
 
 
@@ -138,13 +155,13 @@ class Machine:
     changes: tuple[Change, ...] = ()
 
     @staticmethod
-    def of(words: str, default: str = "h100") -> Machine:
+    def of(words: str, device: str = "") -> Machine:
         """Returns the machine that `h100,nvlink=off,nic=25,profile.json` describes.
 
         Args:
           words: the name of a target; changes, NAME=VALUE; files of profiles; and "unchecked",
-            which takes a profile of other hardware. A change that comes later wins.
-          default: the target, if neither the words nor a profile name one.
+            which takes a profile of other hardware. A change or a profile that comes later wins.
+          device: the target, if the words name none; empty: that of the profiles, else the h100.
 
         Raises LabError for a device, a constant or a value that does not exist, two devices, and a
         profile that cannot be read or is of other hardware.
@@ -152,17 +169,17 @@ class Machine:
         parts = [word.strip() for word in words.split(",") if word.strip()]
         files = [word for word in parts if word.endswith(".json") and "=" not in word]
         names = [word for word in parts if "=" not in word and word not in (*files, UNCHECKED)]
-        profiles = [load_profile(file) for file in files]
-        target = _target(names, profiles, default)
+        profiles = {file: load_profile(file) for file in files}
+        target = _target(names, list(profiles.values()), device)
         machine = Machine(target)
-        for profile in profiles:
-            if UNCHECKED not in parts:
-                profile.require_hardware(target.name, target.description)
-            machine = machine.measured(profile)
         for word in parts:
             name, equals, value = word.partition("=")
             if equals:
                 machine = machine.with_constant(name, value)
+            elif word in profiles:
+                if UNCHECKED not in parts:
+                    profiles[word].require_hardware(target.name, target.description)
+                machine = machine.measured(profiles[word])
         return machine
 
     @property
@@ -176,7 +193,8 @@ class Machine:
         return tuple(c.name for c in self.changes if c.name in _BY_NAME and _compiled(c.name))
 
     def with_constant(self, name: str, text: str) -> Machine:
-        """Returns the machine with another value of a constant, in its unit: ("nic", "25").
+        """Returns the machine with another value of a constant, in its unit: ("nic", "25"). It takes
+        the place of what a profile has measured of that link.
 
         Raises LabError if there is no such constant, or the value is nonsense.
         """
@@ -189,11 +207,9 @@ class Machine:
         else:
             value = _parsed(constant, text) * constant.scale
             shown = constant.text(value)
-        others = tuple(change for change in self.changes if change.name != name)
-        return dataclasses.replace(
-            self.moved(constant, value),
-            changes=(*others, Change(name, usual, shown, _GIVEN)),
-        )
+        machine = self.moved(constant, value)._without_measured(name)
+        others = tuple(change for change in machine.changes if change.name != name)
+        return dataclasses.replace(machine, changes=(*others, Change(name, usual, shown, _GIVEN)))
 
     def moved(self, constant: Constant, value: float, origin: str = _GIVEN) -> Machine:
         """Returns the machine with another value, in the unit of the code, at both ends of the
@@ -222,28 +238,48 @@ class Machine:
             slow=_with_table(self.slow, ratio),
         )
 
+    def _without_measured(self, name: str) -> Machine:
+        """Returns the machine without what profiles have measured in the place of a constant."""
+        links = {}
+        for (kind, link), rate in self.fast.links.items():
+            if _LINK_OF.get(name) == link:
+                continue
+            if link in _LATENCIES.get(name, ()):
+                rate = rate._replace(latency_us=None)
+            elif _LINK_OF.get(name) == "NVLink":
+                rate = rate._replace(has_other_nvlink=True)
+            links[kind, link] = rate
+        new = {change.name: change for change in _link_changes(links)}
+        old = {change.name for change in _link_changes(self.fast.links)}
+        changes = []
+        for change in self.changes:
+            if change.name in new:
+                changes.append(new[change.name])
+            elif change.name not in old:
+                changes.append(change)
+        return dataclasses.replace(
+            self,
+            fast=dataclasses.replace(self.fast, links=links),
+            slow=dataclasses.replace(self.slow, links=links),
+            changes=tuple(changes),
+        )
+
     def measured(self, profile: Profile) -> Machine:
         """Returns the machine at the speeds of links and matmuls that a profile has."""
         links = profile.link_rates()
         fast = dataclasses.replace(self.fast, links={**self.fast.links, **links})
         slow = dataclasses.replace(self.slow, links={**self.slow.links, **links})
         machine = dataclasses.replace(self, fast=fast, slow=slow)
-        changes = [
-            Change(
-                name=f"{kind} over {link}",
-                usual="assumed",
-                value=f"{rate.bytes_per_s / 1e9:.4g} GB/s, {rate.latency_us:.3g} µs",
-                origin=profile.name,
-            )
-            for (kind, link), rate in links.items()
-        ]
+        changes = list(_link_changes(links))
         share = profile.matmul_share()
         if share is not None:
             constant = _BY_NAME["matmul"]
             usual = constant.text(_value(constant, self.target, self.fast))
             changes.append(Change("matmul", usual, constant.text(share), profile.name))
             machine = machine.moved(constant, share, profile.name)
-        return dataclasses.replace(machine, changes=(*self.changes, *changes))
+        measured_names = {change.name for change in changes}
+        others = [change for change in self.changes if change.name not in measured_names]
+        return dataclasses.replace(machine, changes=(*others, *changes))
 
     def ranges(self) -> Iterator[Range]:
         """Yields the stated range of each rate that nobody has given or measured."""
@@ -264,6 +300,15 @@ class Range(NamedTuple):
     high_text: str
     source: str
     """Who states the range: measured, published, assumed."""
+
+
+def _link_changes(links: Mapping[tuple[str, LinkName], LinkRate]) -> Iterator[Change]:
+    """Yields the measured speeds as changes of what is assumed."""
+    for (kind, link), rate in links.items():
+        value = f"{rate.bytes_per_s / 1e9:.4g} GB/s"
+        if rate.latency_us is not None:
+            value += f", {rate.latency_us:.3g} µs"
+        yield Change(f"{kind} over {link}", "assumed", value, rate.origin)
 
 
 def machine_of(hardware: str | Machine) -> Machine:
@@ -383,14 +428,13 @@ def _parsed(constant: Constant, text: str) -> float:
     return value
 
 
-def _target(names: Sequence[str], profiles: Sequence[Profile], default: str) -> Target:
-    """Returns the target that is named, else that of a profile, else the default."""
+def _target(names: Sequence[str], profiles: Sequence[Profile], device: str) -> Target:
+    """Returns the target that the words name, else the device, else that of the last profile."""
     if len(names) > 1:
         raise LabError(f"--hw={','.join(names)}: one device at a time")
-    name = default
-    if names:
-        name = names[0]
-    else:
+    name = names[0] if names else device
+    if not name:
+        name = _DEFAULT
         for profile in profiles:
             name = _target_of(profile.device) or name
     if name not in TARGETS:

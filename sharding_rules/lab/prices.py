@@ -54,16 +54,18 @@ def collective_us(one: Collective, target: Target, rates: Rates = OPTIMISTIC) ->
     measured = rates.links.get((kind, link))
     nvlink_bytes, network_bytes = link_bytes(one.kind, one.wire, one.group, one.nodes)
     latency = _latency_us(one.kind, one.group, one.nodes, rates)
-    if measured is not None:
+    nvlink_s = nvlink_bytes / (rates.nvlink.value * target.nvlink)
+    network_s = network_bytes / (rates.network.value * target.network)
+    if measured is None:
+        return 1e6 * max(nvlink_s, network_s) + latency
+    if measured.latency_us is not None:
         # The latency of another group than the measured one grows as the assumed latencies do.
         assumed = _latency_us(one.kind, measured.group, measured.nodes, rates)
         latency *= measured.latency_us / assumed
-        slowest_bytes = network_bytes if one.nodes > 1 else nvlink_bytes
-        return 1e6 * slowest_bytes / measured.bytes_per_s + latency
-    transfer = max(
-        nvlink_bytes / (rates.nvlink.value * target.nvlink),
-        network_bytes / (rates.network.value * target.network),
-    )
+    slowest_bytes = network_bytes if one.nodes > 1 else nvlink_bytes
+    transfer = slowest_bytes / measured.bytes_per_s
+    if measured.has_other_nvlink:
+        transfer = max(transfer, nvlink_s)
     return 1e6 * transfer + latency
 
 

@@ -44,8 +44,8 @@ class AttentionRates:
 class LinkRate(NamedTuple):
     """A kind of collective over one kind of link, as a profile of this hardware has measured it."""
 
-    latency_us: float
-    """Microseconds of a collective of no bytes."""
+    latency_us: float | None
+    """Microseconds of a collective of no bytes; None: as the latencies of `Rates` have it."""
     bytes_per_s: float
     """Bytes/s of one GPU's port in one direction (bus bandwidth over the ports of a node)."""
     group: int
@@ -54,6 +54,9 @@ class LinkRate(NamedTuple):
     """Nodes that it spanned."""
     origin: str
     """Which profile."""
+    has_other_nvlink: bool = False
+    """Whether NVLink is another than that of the measurement between nodes, and may be slower than
+    the network's ports."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mesh_lm.planning.program import compile_config
 from mesh_lm.planning.run_cost import RunSize, facts_of
 from sharding_rules.lab.machine import Machine
 from sharding_rules.lab.replayed import Replay
-from tests.sharding_rules.lab.test_machine import NEGATE, gather, saved
+from tests.sharding_rules.lab.test_machine import NEGATE, gather, profile, saved, written
 
 COMPILE_BUDGET = 2
 
@@ -51,6 +51,7 @@ def test_the_words_of_hardware() -> None:
     [
         ({"hw": "nix=3"}, "--hw=nix: there is no such constant; did you mean 'nic'"),
         ({"target": "a100", "hw": "h200"}, "--target=a100 and --hw=h200 name two devices"),
+        ({"target": "h100", "hw": "h200"}, "--target=h100 and --hw=h200 name two devices"),
         ({"what_if": True, "plan": "x.html"}, "x.html: a what-if is drawn to .* .png"),
         ({"plan": "x.png"}, "x.png: the report is a file that ends in .html or .json"),
         ({"what_if": True, "best": True}, "--what-if does not go with --best"),
@@ -81,6 +82,20 @@ def test_mistakes_in_a_plan(options: dict[str, str], message: str) -> None:
 def test_mistakes_in_a_replay(options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Replayed(**{"report": ("a.json",), **options})  # pyright: ignore
+
+
+def test_a_target_that_is_typed_is_the_device(report: str, tmp_path: Path) -> None:
+    """A profile of another is refused, also for a saved report, whose target it has."""
+    file = written(tmp_path, profile())
+    assert Plan("screen", hw=file).machine.target.name == "h100"
+    with pytest.raises(ConfigError, match="and the plan is for h200; add unchecked to --hw"):
+        _ = Plan("screen", "h200", hw=file).machine
+    unchecked = Plan("screen", "h200", hw=f"unchecked,{file}").machine
+    assert unchecked.target.name == "h200" and unchecked.fast.links
+    other = written(tmp_path, profile(device="NVIDIA H200"))
+    with pytest.raises(ConfigError, match="measured on NVIDIA H200, and the plan is for h100"):
+        show(Replayed((report,), other))
+    assert show(Replayed((report,), f"unchecked,{other}")) == 0
 
 
 def test_a_saved_report_on_other_hardware(

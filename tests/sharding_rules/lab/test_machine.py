@@ -265,12 +265,19 @@ def written(tmp_path: Path, one: Profile, **changes: Any) -> str:
     return str(file)
 
 
+INSIDE = Collective(
+    *("g", "all-gather", ("tensor",), 8, 1, ("bf16[8]",), "bf16", 1 << 30, 3e11, ()),
+    *(False, Location(), True, 0),
+)
+ACROSS = dataclasses.replace(INSIDE, group=16, nodes=2)
+
+
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert load_profile(written(tmp_path, profile())) == profile()
 
 
 def test_a_plan_takes_a_profile(tmp_path: Path) -> None:
-    machine = Machine.of(written(tmp_path, profile()), "a100")
+    machine = Machine.of(written(tmp_path, profile()))
     assert machine.target.name == "h100"
     assert machine.fast.matmul.value == machine.slow.matmul.value == 0.7
     assert [str(change) for change in machine.changes] == [
@@ -278,25 +285,76 @@ def test_a_plan_takes_a_profile(tmp_path: Path) -> None:
         "all-gather over network 40 GB/s, 50 µs instead of assumed (profile.json)",
         "matmul 0.7 instead of 0.77 (profile.json)",
     ]
-    inside = Collective(
-        *("g", "all-gather", ("tensor",), 8, 1, ("bf16[8]",), "bf16", 1 << 30, 3e11, ()),
-        *(False, Location(), True, 0),
-    )
-    assert collective_us(inside, machine.target, machine.fast) == pytest.approx(1e6 + 20)
-    across = dataclasses.replace(inside, group=16, nodes=2)
+    assert collective_us(INSIDE, machine.target, machine.fast) == pytest.approx(1e6 + 20)
     # Eight ports of 40 GB/s.
-    assert collective_us(across, machine.target, machine.fast) == pytest.approx(
+    assert collective_us(ACROSS, machine.target, machine.fast) == pytest.approx(
         1e6 * 3e11 / 320e9 + 50
     )
-    half = dataclasses.replace(inside, group=4)
+    half = dataclasses.replace(INSIDE, group=4)
     latency = collective_us(half, machine.target, machine.fast) - 1e6
     assert latency == pytest.approx(20 * (8 + 3 * 1.5) / (8 + 7 * 1.5))
-    unmeasured = dataclasses.replace(inside, kind="all-reduce")
+    unmeasured = dataclasses.replace(INSIDE, kind="all-reduce")
     assert collective_us(unmeasured, machine.target, machine.fast) == collective_us(
         unmeasured, machine.target
     )
     replayed = Replay(saved(gather(1 << 28))).on(machine)
     assert "uncertain" not in rates_words(replayed)
+
+
+@pytest.mark.parametrize(
+    ("word", "inside", "across"),
+    [
+        # The rates that were assumed, of the new link; NVLink limits what crosses nodes, too.
+        ("nvlink=off", 3e11 / (0.78 * 64e9), 3e11 / (0.78 * 64e9)),
+        ("nvlink=900", 3e11 / (0.78 * 900e9), 3e11 / 320e9),
+        ("nvlink_share=0.5", 3e11 / (0.5 * 450e9), 3e11 / (0.5 * 450e9)),
+        ("nic=25", 1.0, 3e11 / (8 * 0.84 * 25e9)),
+        ("nic_share=0.2", 1.0, 3e11 / (8 * 0.2 * 50e9)),
+    ],
+)
+def test_a_link_that_is_given_after_a_profile_replaces_what_it_has_measured(
+    word: str, inside: float, across: float, tmp_path: Path
+) -> None:
+    file = written(tmp_path, profile())
+    machine = Machine.of(f"{file},{word}")
+    for one, seconds in ((INSIDE, inside), (ACROSS, across)):
+        us = collective_us(one, machine.target, machine.fast)
+        assert us == pytest.approx(1e6 * seconds, rel=1e-3), one.nodes
+    name = word.partition("=")[0]
+    dropped = "all-gather over " + ("NVLink" if name.startswith("nvlink") else "network")
+    names = [change.name for change in machine.changes]
+    assert name in names and dropped not in names and len(names) == 3
+    # What comes last wins.
+    measured = Machine.of(f"{word},{file}")
+    assert collective_us(INSIDE, measured.target, measured.fast) == pytest.approx(1e6 + 20)
+    assert collective_us(ACROSS, measured.target, measured.fast) == pytest.approx(
+        1e6 * 3e11 / 320e9 + 50
+    )
+    assert dropped in [change.name for change in measured.changes]
+
+
+def test_a_latency_that_is_given_after_a_profile_replaces_the_measured_ones(
+    tmp_path: Path,
+) -> None:
+    file = written(tmp_path, profile())
+    machine = Machine.of(f"{file},start_us=100")
+    assert collective_us(INSIDE, machine.target, machine.fast) == pytest.approx(1e6 + 110.5)
+    assert str(machine.changes[0]) == (
+        "all-gather over NVLink 300 GB/s instead of assumed (profile.json)"
+    )
+    far = Machine.of(f"{file},nic_step_us=100")
+    assert collective_us(INSIDE, far.target, far.fast) == pytest.approx(1e6 + 20)
+    assert collective_us(ACROSS, far.target, far.fast) > 1e6 * 3e11 / 320e9 + 100
+
+
+def test_a_device_that_is_named_is_not_that_of_a_profile(tmp_path: Path) -> None:
+    file = written(tmp_path, profile())
+    assert Machine.of(file).target.name == Machine.of(file, "h100").target.name == "h100"
+    with pytest.raises(LabError, match="measured on NVIDIA H100 80GB HBM3, and the plan is for h2"):
+        Machine.of(file, "h200")
+    other = Machine.of(f"unchecked,{file}", "h200")
+    assert other.target.name == "h200"
+    assert collective_us(INSIDE, other.target, other.fast) == pytest.approx(1e6 + 20)
 
 
 @pytest.mark.parametrize(
