@@ -180,7 +180,7 @@ def fitting_candidate(
         found.enumerate({}, 0)
     except ConfigError:
         return None
-    fields = _fields_as_they_are(found.config)
+    fields = fields_as_they_are(found.config)
     found.committed = Trial(fields, {}, report, layout_of(found.config, n_devices))
     rows = found.promising(1)
     if not rows:
@@ -399,7 +399,7 @@ class _Search:
             if isinstance(result, LabError):
                 self.refuse(name, result)
             else:
-                self.committed = Trial(_fields_as_they_are(config), {}, result, row)
+                self.committed = Trial(fields_as_they_are(config), {}, result, row)
 
     def refuse(self, name: str, error: Exception) -> None:
         self.refused[name] = str(error)
@@ -603,7 +603,7 @@ def fields_of(row: Mapping[str, float], config: TrainConfig) -> Fields:
     return fields
 
 
-def _fields_as_they_are(config: TrainConfig) -> Fields:
+def fields_as_they_are(config: TrainConfig) -> Fields:
     """Returns the fields of a layout as a config has them, its mesh resolved."""
     row = dict.fromkeys(Layouts.names(), 1.0)
     return {name: value_of(config, name) for name in fields_of(row, config)}

@@ -18,7 +18,7 @@ class Advice(NamedTuple):
     """Empty where nothing fits."""
     reason: str
     options: str
-    """The words of a command line that set the layout on the first number of GPUs."""
+    """The words of a command line that set the batch and the layout on the first number of GPUs."""
     mfu: tuple[float, float] | None
     """The slow and the fast end, on the first number of GPUs."""
 

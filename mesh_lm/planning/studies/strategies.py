@@ -18,7 +18,13 @@ import numpy as np
 
 from mesh_lm.config import TrainConfig
 from mesh_lm.config.layout import Fields, with_fields
-from mesh_lm.planning.best import changes_of, fields_of, hardware_of, options
+from mesh_lm.planning.best import (
+    changes_of,
+    fields_as_they_are,
+    fields_of,
+    hardware_of,
+    options,
+)
 from mesh_lm.planning.best_table import layout_words
 from mesh_lm.planning.closed_forms.config import expected_of
 from mesh_lm.planning.closed_forms.subjects import NoFormError
@@ -82,7 +88,8 @@ class StrategyRow(NamedTuple):
     """Share of the step during which compute waits for the network, at the fast end."""
     layout: str = ""
     options: str = ""
-    """The words of a command line that set the layout."""
+    """The words of a command line that set the batch and all fields of the layout, whatever a
+    config has."""
     compiled_fast_s: float | None = None
     compiled_slow_s: float | None = None
     compiled_peak_gib: float | None = None
@@ -309,8 +316,20 @@ def _priced(
         mfu_slow=point.mfu(max(fast, slow)),
         waits=float(prices.exposed[i]) / fast,
         layout=layout_words(changes),
-        options=" ".join(options(changes)),
+        options=_words(point, fields),
     )
+
+
+def _words(point: _Point, fields: Fields) -> str:
+    """Returns the words that make a config of the user's own run in this layout.
+
+    fields: some of the layout's; the others are those of the point's config.
+    """
+    whole: Fields = {"train.global_batch": point.sizes.global_batch}
+    whole |= {f"mesh.{axis}": 1 for axis in AXES}
+    whole["mesh.extra"] = ()
+    whole |= fields_as_they_are(point.config)
+    return " ".join(options(whole | fields))
 
 
 def _unserved(point: _Point, strategy: str, status: str) -> StrategyRow:
@@ -436,7 +455,7 @@ def _without_time(point: _Point, strategy: str, fields: Fields, n_bytes: float) 
         inside_gib=inside,
         between_gib=between,
         layout=layout_words(changes),
-        options=" ".join(options(changes)),
+        options=_words(point, fields),
     )
 
 
@@ -554,6 +573,8 @@ def _value(text: str) -> Any:
         return text == "true"
     if text == "None":
         return None
+    if not text:
+        return ()
     return int(text) if text.isdecimal() else text
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import lab_report
 import pytest
 
+from mesh_lm.commands import command_line
 from mesh_lm.config import TrainConfig
+from mesh_lm.config.layout import LAYOUT_OF_MODEL
 from mesh_lm.errors import ConfigError
 from mesh_lm.planning.best import hardware_of
 from mesh_lm.planning.closed_forms.config import expected_of
@@ -111,6 +113,30 @@ def test_a_row_is_that_of_its_options(rows: list[StrategyRow]) -> None:
         assert row.step_slow_s and row.step_fast_s and row.step_slow_s >= row.step_fast_s
         n_checked += 1
     assert n_checked > 40
+
+
+def test_the_options_of_a_row_make_any_config_run_in_its_layout(rows: list[StrategyRow]) -> None:
+    """Whatever mesh, rules, policies and batch the config has."""
+    own = [
+        "llama3_70b", "--mesh.pipeline=4", "--mesh.fsdp=2", "--mesh.extra=tensor_y=2",
+        "--model.remat=none", "--model.kept_layers=3", "--pipeline.pair_layers",
+        "--pipeline.layers=40,40", "--train.global_batch=24",
+    ]  # fmt: skip
+    study = {"1b": 1e9, "10b": 1e10, "100b": 1e11}
+    n_checked = 0
+    for row in rows:
+        if not row.options:
+            continue
+        changed = command_line.parse([*own, *row.options.split()])
+        expected = with_options(decoder(study[row.size], **RUN), row.options)
+        assert changed.mesh == expected.mesh and changed.rules == expected.rules
+        assert changed.pipeline == expected.pipeline and changed.launch == expected.launch
+        assert changed.train.microbatches == expected.train.microbatches
+        assert changed.train.global_batch == RUN["batch"]
+        for name in LAYOUT_OF_MODEL:
+            assert getattr(changed.model, name) == getattr(expected.model, name), name
+        n_checked += 1
+    assert n_checked > 60
 
 
 def test_bytes_go_by_the_network_of_their_groups(rows: list[StrategyRow]) -> None:
