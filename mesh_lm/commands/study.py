@@ -255,7 +255,8 @@ def _points(options: Scaling) -> list[Point]:
         counts = table_counts
         if options.gpus:
             counts = gpu_counts(options.gpus, "--gpus", table_counts)
-        points = [point for point in scaling.published_points() if point.gpus in counts]
+        table_points = scaling.published_points(options.target)
+        points = [point for point in table_points if point.gpus in counts]
         if not points:
             numbers = ", ".join(f"{n:,}" for n in table_counts)
             raise ConfigError(
@@ -272,9 +273,9 @@ def _points(options: Scaling) -> list[Point]:
         raise ConfigError("--gpus: missing; a range of GPUs, as 8..64, or numbers, as 96,144,288")
     counts = gpu_counts(options.gpus, "--gpus", known) if options.gpus else known
     if not options.weak:
-        return scaling.strong_points(name, config, counts)
+        return scaling.strong_points(name, config, counts, options.target)
     own_gpus = WEAK[name].gpus if name in WEAK else _mesh_size(config, options.config)
-    return scaling.weak_points(name, config, own_gpus, counts)
+    return scaling.weak_points(name, config, own_gpus, counts, options.target)
 
 
 def _mesh_size(config: TrainConfig, name: str) -> int:

@@ -10,6 +10,7 @@ from mesh_lm.planning.paper.constants import HELD_OUT
 from mesh_lm.planning.studies import charts
 from mesh_lm.planning.studies.charts import PREDICTED
 from mesh_lm.planning.studies.output import Picture, Study
+from mesh_lm.planning.studies.published import TARGET, WEAK
 from mesh_lm.planning.studies.replica_bytes import BytesRow
 from mesh_lm.planning.studies.scaling import ScalingRow, ShareRow, beside_published
 from mesh_lm.planning.studies.strategies import (
@@ -154,6 +155,11 @@ def of_scaling(
         "predicted, never measured, from the fast to the slow end.",
         *beside_published(rows, rates),
     ]
+    if target != TARGET and any(row.config in WEAK for row in rows):
+        sentences.append(
+            "What Megatron-LM has published of these models is of H100s, and is not compared with "
+            f"{target.upper()}s."
+        )
     if len(rows) < n_points:
         sentences.append(
             f"The study was interrupted: {n_points - len(rows)} of {n_points} points are missing. "

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+TARGET = "h100"
+"""The GPU on which all of it was measured."""
+
 
 class Published(NamedTuple):
     """A row of a table of measurements."""

@@ -25,7 +25,7 @@ from mesh_lm.errors import ConfigError
 from mesh_lm.planning import best
 from mesh_lm.planning.best_table import layout_words
 from mesh_lm.planning.climb import climb
-from mesh_lm.planning.studies.published import STRONG, WEAK
+from mesh_lm.planning.studies.published import STRONG, TARGET, WEAK
 from sharding_rules import ShardingRuleError
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.summary import over, wire_by_axes
@@ -115,24 +115,30 @@ class Result(NamedTuple):
     shares: list[ShareRow]
 
 
-def strong_points(name: str, config: TrainConfig, counts: Sequence[int]) -> list[Point]:
+def strong_points(
+    name: str, config: TrainConfig, counts: Sequence[int], target: str = TARGET
+) -> list[Point]:
     """Returns the points of one model, with one batch, on numbers of GPUs.
 
-    name: of a config that comes with mesh_lm, for which there may be published points; that of a
-    file has none.
+    Args:
+      name: of a config that comes with mesh_lm, for which there may be published points; that of a
+        file has none.
+      target: the GPU. What is published is of H100s, and beside no other.
     """
     published = dict(STRONG.get(name, {}))
     if name in WEAK and not published:
         published = {WEAK[name].gpus: WEAK[name].tflops}
+    if target != TARGET:
+        published = {}
     return [Point(name, config, gpus, published.get(gpus)) for gpus in counts]
 
 
 def weak_points(
-    name: str, config: TrainConfig, own_gpus: int, counts: Sequence[int]
+    name: str, config: TrainConfig, own_gpus: int, counts: Sequence[int], target: str = TARGET
 ) -> list[Point]:
     """Returns the points of one model whose batch grows with the GPUs.
 
-    own_gpus: the number of GPUs for which the config's batch is.
+    own_gpus: the number of GPUs for which the config's batch is. Others: those of `strong_points`.
     """
     points = []
     for gpus in counts:
@@ -146,14 +152,19 @@ def weak_points(
             continue
         train = dataclasses.replace(config.train, global_batch=batch // own_gpus)
         is_published = name in WEAK and WEAK[name].gpus == gpus == own_gpus
-        tflops = WEAK[name].tflops if is_published else None
+        tflops = WEAK[name].tflops if is_published and target == TARGET else None
         points.append(Point(name, dataclasses.replace(config, train=train), gpus, tflops))
     return points
 
 
-def published_points() -> list[Point]:
-    """Returns the points of Megatron-LM's table: models that grow with the GPUs."""
-    return [Point(name, load(name), row.gpus, row.tflops) for name, row in WEAK.items()]
+def published_points(target: str = TARGET) -> list[Point]:
+    """Returns the points of Megatron-LM's table: models that grow with the GPUs. On other GPUs than
+    H100s they have nothing published.
+    """
+    return [
+        Point(name, load(name), row.gpus, row.tflops if target == TARGET else None)
+        for name, row in WEAK.items()
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +226,8 @@ def key_of(point: Point, search: Search) -> str:
     identity = [
         _FORMAT, mesh_lm.__version__, version("jax"), point.name, point.gpus, search.target,
         search.compiles, search.keep, repr(config.model), repr(config.train), repr(config.mesh),
-        repr(config.pipeline), repr(config.optimizer), config.rules.name, config.launch.xla_flags,
+        repr(config.pipeline), repr(config.optimizer), repr(config.rules), repr(config.diloco),
+        config.launch.xla_flags, config.data.documents, config.health.outlier, config.seed,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
@@ -227,11 +239,12 @@ def scaled(
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Result]:
     """Yields the result of each point, in order. An interruption (control-C) ends it; the points
-    that are finished by then are in `kept`.
+    that are finished by then are in `kept`. A point that failed, such as for a compiler that lacked
+    memory, is yielded with the error as its status and not kept: the same command tries it again.
 
     say: receives the progress.
 
-    Raises LabError if the compiler is missing, and ConfigError for a wrong --keep.
+    Raises ConfigError for a wrong --keep.
     """
     best.parse_kept(search.keep)
     n_new = sum(kept.find(key_of(point, search)) is None and not point.status for point in points)
@@ -258,6 +271,11 @@ def scaled(
             result = _searched(point, search, say)
         except (KeyboardInterrupt, best.Interrupted):
             result = None
+        except (ConfigError, LabError, ShardingRuleError) as error:
+            status = str(error).partition("\n")[0]
+            say(f"{where}: {status}")
+            yield Result(_row(point, status), [])
+            continue
         if result is None:
             say(f"interrupted at {where}: the same command continues")
             return
@@ -293,26 +311,24 @@ def words(row: ScalingRow) -> str:
 
 
 def _searched(point: Point, search: Search, say: Callable[[str], None]) -> Result | None:
-    """Returns the result of a search; None if it was interrupted."""
+    """Returns the result of a search; None if it was interrupted.
+
+    Raises ConfigError, LabError and ShardingRuleError if no layout compiles.
+    """
     config = point.config
-    try:
-        require_whole_nodes(TARGETS[search.target], point.gpus)
-        reason = best.why_only_compiled(config)
-        arguments = (
-            config,
-            point.gpus,
-            search.target,
-            lambda changed: search.compile_one(changed, point.gpus),
-        )
-        kept = best.parse_kept(search.keep)
-        if reason:
-            found = climb(*arguments, compiles=search.compiles, kept=kept, reason=reason, say=say)
-        else:
-            found = best.search(*arguments, compiles=search.compiles, kept=kept, say=say)
-    except best.Interrupted:
-        raise
-    except (ConfigError, LabError, ShardingRuleError) as error:
-        return Result(_row(point, str(error).partition("\n")[0]), [])
+    require_whole_nodes(TARGETS[search.target], point.gpus)
+    reason = best.why_only_compiled(config)
+    arguments = (
+        config,
+        point.gpus,
+        search.target,
+        lambda changed: search.compile_one(changed, point.gpus),
+    )
+    kept = best.parse_kept(search.keep)
+    if reason:
+        found = climb(*arguments, compiles=search.compiles, kept=kept, reason=reason, say=say)
+    else:
+        found = best.search(*arguments, compiles=search.compiles, kept=kept, say=say)
     if found.interrupted:
         return None
     n_programs = len(found.trials) + (found.committed is not None)

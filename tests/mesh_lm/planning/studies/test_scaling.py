@@ -11,6 +11,7 @@ from typing import Any
 import lab_report
 import pytest
 
+from mesh_lm.commands import study
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.errors import ConfigError
 from mesh_lm.planning.studies import figures, scaling
@@ -99,6 +100,25 @@ def test_models_that_grow() -> None:
     assert all(point.published_tflops for point in points)
 
 
+def test_what_was_measured_on_h100s_stands_beside_no_other_gpu() -> None:
+    config = load("megatron_177b")
+    points = [
+        *published_points("h200"),
+        *strong_points("megatron_177b", config, [96, 2304], "h200"),
+        *weak_points("megatron_1_7b", load("megatron_1_7b"), 48, [48], "h200"),
+    ]
+    assert len(points) == 12 and not any(point.published_tflops for point in points)
+    words = ["scaling", "megatron_177b", "--gpus=96,2304", "--target=h200"]
+    options = study.parse(words)
+    assert isinstance(options, study.Scaling)
+    assert not any(point.published_tflops for point in study._points(options))
+    arguments = ([row(0.0)._replace(config="megatron_177b")], [], "one")
+    for target, expected in (("h200", True), ("h100", False)):
+        made = figures.of_scaling(*arguments, target, "", grows=False, n_points=1)
+        said = any("of H100s, and is not compared with" in text for text in made.sentences)
+        assert said == expected
+
+
 def test_a_row_is_arithmetic_on_its_report() -> None:
     config = load("llama3_8b")
     (result,) = scaled(strong_points("llama3_8b", config, [64]), search(Compiler()), Kept())
@@ -156,8 +176,29 @@ def test_a_compiler_that_fails_marks_the_point() -> None:
     def refuses(config: TrainConfig, n_devices: int) -> Report:
         raise LabError("XLA said no\nand more")
 
-    (result,) = scaled(strong_points("llama3_8b", load("llama3_8b"), [64]), search(refuses), Kept())
+    points = strong_points("llama3_8b", load("llama3_8b"), [64])
+    kept = Kept()
+    (result,) = scaled(points, search(refuses), kept)
     assert result.row.status == "XLA said no"
+    # The compiler may have lacked memory: the next time may be another.
+    (again,) = scaled(points, search(Compiler()), kept)
+    assert again.row.status == "" and again.row.step_fast_s
+
+
+def test_a_kept_point_is_that_of_the_same_table_of_rules_and_of_all_that_a_step_reads() -> None:
+    config = load("llama3_8b")
+    (point,) = strong_points("llama3_8b", config, [64])
+    changed = [
+        dataclasses.replace(config, rules=config.rules.replace(params={"embed": None})),
+        dataclasses.replace(config, seed=1),
+        dataclasses.replace(config, health=dataclasses.replace(config.health, outlier=9.0)),
+        dataclasses.replace(config, data=dataclasses.replace(config.data, documents="separate")),
+        dataclasses.replace(config, diloco=dataclasses.replace(config.diloco, outer_steps=7)),
+    ]
+    same_name = dataclasses.replace(changed[0].rules, name=config.rules.name)
+    changed.append(dataclasses.replace(config, rules=same_name))
+    keys = [scaling.key_of(point._replace(config=one), search(None)) for one in changed]
+    assert len({scaling.key_of(point, search(None)), *keys}) == 1 + len(keys)
 
 
 def test_an_interrupted_study_continues(tmp_path: Path) -> None:
