@@ -193,8 +193,9 @@ class Machine:
         return tuple(c.name for c in self.changes if c.name in _BY_NAME and _compiled(c.name))
 
     def with_constant(self, name: str, text: str) -> Machine:
-        """Returns the machine with another value of a constant, in its unit: ("nic", "25"). It takes
-        the place of what a profile has measured of that link.
+        """Returns the machine with another value of a constant, in its unit: ("nic", "25").
+
+        It takes the place of what a profile has measured of that link.
 
         Raises LabError if there is no such constant, or the value is nonsense.
         """

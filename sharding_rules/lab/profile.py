@@ -126,17 +126,24 @@ class Profile:
 
     def merged(self, other: Profile) -> Profile:
         """Returns this profile with what `other` has measured on the same hardware and this has
-        not. Raises LabError if the hardware differs.
+        not: collectives of another kind, axis, group or number of nodes, and matmuls of another
+        size. Raises LabError if the hardware differs.
         """
         if (self.platform, self.device) != (other.platform, other.device):
             raise LabError(
                 f"{other.name} was measured on {other.device}, not on {self.device}: choose "
                 "another file for this profile"
             )
+        collectives = {_subject(one): one for one in other.collectives}
+        for one in self.collectives:
+            # At the end, where `link_rates` prefers it to an older one of as many devices.
+            collectives.pop(_subject(one), None)
+            collectives[_subject(one)] = one
+        matmuls = {one.size: one for one in (*other.matmuls, *self.matmuls)}
         return dataclasses.replace(
             self,
-            collectives=self.collectives or other.collectives,
-            matmuls=self.matmuls or other.matmuls,
+            collectives=tuple(collectives.values()),
+            matmuls=tuple(matmuls.values()),
             mesh=self.mesh or other.mesh,
             n_devices=max(self.n_devices, other.n_devices),
             n_processes=max(self.n_processes, other.n_processes),
@@ -150,6 +157,11 @@ class Profile:
             collective["fit"] = collective["fit"]._asdict()
             collective["points"] = [point._asdict() for point in collective["points"]]
         return json.dumps(data, indent=1)
+
+
+def _subject(one: Measured) -> tuple[str, str, int, int]:
+    """Returns what was measured, whatever came out."""
+    return one.kind, one.axis, one.group, one.nodes
 
 
 def load_profile(file: str) -> Profile:

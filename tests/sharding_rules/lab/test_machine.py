@@ -395,6 +395,27 @@ def test_profiles_of_one_device_are_merged() -> None:
         matmul.merged(profile(device="NVIDIA H200"))
 
 
+def test_a_new_measurement_replaces_its_own_older_one_and_no_other() -> None:
+    """Collectives by kind, axis, group and nodes; matmuls by their size."""
+    old = profile()
+    tensor, data = old.collectives
+    faster = dataclasses.replace(tensor, fit=Fit(10.0, 400e9, 0.01))
+    reduced = dataclasses.replace(tensor, kind="all-reduce")
+    new = profile(collectives=(faster, reduced), matmuls=(Matmul(8192, 1400.0, 750e12, 0.75),))
+    merged = new.merged(old)
+    assert merged.collectives == (data, faster, reduced)
+    assert merged.matmuls == (old.matmuls[0], new.matmuls[0]) and merged.matmul_share() == 0.75
+    assert merged.link_rates().keys() == {
+        ("all-gather", "NVLink"), ("all-gather", "network"), ("all-reduce", "NVLink"),
+    }  # fmt: skip
+    assert new.merged(merged) == merged
+    # Of as many devices over the same link the newer one counts.
+    renamed = dataclasses.replace(tensor, axis="fsdp", fit=Fit(10.0, 100e9, 0.01))
+    over_fsdp = profile(collectives=(renamed,)).merged(profile(collectives=(tensor,)))
+    assert len(over_fsdp.collectives) == 2
+    assert over_fsdp.link_rates()["all-gather", "NVLink"].bytes_per_s == 100e9
+
+
 def test_a_change_survives_json() -> None:
     report = dataclasses.replace(saved(NEGATE), changes=(Change("nic", "50", "25", "--hw"),))
     assert Report.from_json(report.to_json()).changes == report.changes
