@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,12 +33,19 @@ from mesh_lm.planning.paper.layouts import (
     layout_of,
 )
 from mesh_lm.planning.paper.price import Price, price
-from mesh_lm.planning.paper.sizes import AXES, Hardware, ModelSizes, why_no_formulas
+from mesh_lm.planning.paper.sizes import (
+    AXES,
+    Hardware,
+    MeasuredLink,
+    ModelSizes,
+    why_no_formulas,
+)
 from mesh_lm.training.check import check
 from sharding_rules import REDUCTIONS, ShardingRuleError, did_you_mean, preset
 from sharding_rules.lab import LabError, Report
 from sharding_rules.lab.fixes import Candidate
 from sharding_rules.lab.machine import Machine, machine_of
+from sharding_rules.lab.prices import latency_us
 from sharding_rules.lab.rates import Rates
 from sharding_rules.lab.report import MARGIN
 from sharding_rules.lab.side_by_side import compiled_side_by_side, parallel
@@ -228,7 +236,28 @@ def hardware_of(target: str | Machine, rates: Rates | None = None) -> Hardware:
         nvlink=rates.nvlink.value * gpu.nvlink,
         network=rates.network.value * gpu.network,
         node=gpu.node,
+        kernel=rates.kernel_us.value / 1e6,
+        start=rates.start_us.value / 1e6,
+        start_between_nodes=rates.between_us.value / 1e6,
+        nvlink_step=rates.nvlink_step_us.value / 1e6,
+        network_step=rates.network_step_us.value / 1e6,
+        measured=_measured_links(rates, rates.nvlink.value * gpu.nvlink),
     )
+
+
+def _measured_links(rates: Rates, nvlink: float) -> dict[tuple[str, str], MeasuredLink]:
+    """Returns what a profile has measured, by kind of collective and link.
+
+    nvlink: bytes/s of NVLink without the profile.
+    """
+    measured: dict[tuple[str, str], MeasuredLink] = {}
+    for (kind, link), rate in rates.links.items():
+        scale = 1.0
+        if rate.latency_us is not None:
+            scale = rate.latency_us / latency_us(kind, rate.group, rate.nodes, rates)
+        most = nvlink if rate.has_other_nvlink else math.inf
+        measured[kind, link] = MeasuredLink(rate.bytes_per_s, scale, most)
+    return measured
 
 
 def parse_kept(text: str) -> dict[str, float]:

@@ -53,14 +53,14 @@ def collective_us(one: Collective, target: Target, rates: Rates = OPTIMISTIC) ->
     kind = "all-to-all" if one.kind in _ALL_TO_ALL else one.kind
     measured = rates.links.get((kind, link))
     nvlink_bytes, network_bytes = link_bytes(one.kind, one.wire, one.group, one.nodes)
-    latency = _latency_us(one.kind, one.group, one.nodes, rates)
+    latency = latency_us(one.kind, one.group, one.nodes, rates)
     nvlink_s = nvlink_bytes / (rates.nvlink.value * target.nvlink)
     network_s = network_bytes / (rates.network.value * target.network)
     if measured is None:
         return 1e6 * max(nvlink_s, network_s) + latency
     if measured.latency_us is not None:
         # The latency of another group than the measured one grows as the assumed latencies do.
-        assumed = _latency_us(one.kind, measured.group, measured.nodes, rates)
+        assumed = latency_us(one.kind, measured.group, measured.nodes, rates)
         latency *= measured.latency_us / assumed
     slowest_bytes = network_bytes if one.nodes > 1 else nvlink_bytes
     transfer = slowest_bytes / measured.bytes_per_s
@@ -89,8 +89,8 @@ def link_bytes(kind: str, wire: float, group: int, nodes: int) -> tuple[float, f
     return wire, wire / n_ports
 
 
-def _latency_us(kind: str, group: int, nodes: int, rates: Rates) -> float:
-    """Returns the assumed microseconds of a collective of no bytes."""
+def latency_us(kind: str, group: int, nodes: int, rates: Rates) -> float:
+    """Returns the assumed microseconds of a collective of no bytes, whatever was measured."""
     is_pairwise = kind in _PAIRWISE
     if kind == "all-reduce":
         network_steps = 2 * math.ceil(math.log2(nodes))

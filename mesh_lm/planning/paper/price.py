@@ -30,11 +30,10 @@ Array = np.ndarray
 _BF16 = 2.0
 _F32 = 4.0
 
-# Latency of a collective, in seconds, as in `sharding_rules.lab.prices`.
-_START = 8e-6
-_START_BETWEEN_NODES = 7e-6
-_NVLINK_STEP = 1.5e-6
-_NETWORK_STEP = 6e-6
+_GATHER = "all-gather"
+_SCATTER = "reduce-scatter"
+_SUM = "all-reduce"
+_SEND = "collective-permute"
 
 
 class Price(NamedTuple):
@@ -209,20 +208,50 @@ class _Step:
         inside = np.clip(np.floor(together / stride), 1, ways)
         return inside, ways / inside
 
-    def _collective(self, payload: Array, ways: Array, stride: Array, rounds: int = 1) -> Array:
-        """Seconds of an all-gather or a reduce-scatter; of an all-reduce with 2 rounds.
+    def _collective(self, payload: Array, ways: Array, stride: Array, *kinds: str) -> Array:
+        """Seconds of a collective; of several kinds, which differ in what was measured, the mean.
 
         payload: bytes of the whole array.
         """
+        if not self.hardware.measured:
+            return self._of_kind(payload, ways, stride, kinds[0])
+        each = [self._of_kind(payload, ways, stride, kind) for kind in kinds]
+        return np.mean(each, axis=0)
+
+    def _of_kind(self, payload: Array, ways: Array, stride: Array, kind: str) -> Array:
         hardware = self.hardware
         inside, nodes = self._group(ways, stride)
+        rounds = 2 if kind == _SUM else 1
         wire = rounds * payload * (ways - 1) / ways
-        network = np.minimum(hardware.nvlink, inside * hardware.network)
-        bandwidth = np.where(nodes > 1, network, hardware.nvlink)
-        steps = 2 * np.ceil(np.log2(np.maximum(nodes, 1))) if rounds == 2 else nodes - 1
-        latency = _START + _NVLINK_STEP * (inside - 1) + _NETWORK_STEP * steps
-        latency = latency + np.where(nodes > 1, _START_BETWEEN_NODES, 0)
+        bandwidth = self._bandwidth(kind, inside, nodes)
+        steps = 2 * np.ceil(np.log2(np.maximum(nodes, 1))) if kind == _SUM else nodes - 1
+        latency = hardware.start + hardware.nvlink_step * (inside - 1)
+        latency = latency + hardware.network_step * steps
+        latency = latency + np.where(nodes > 1, hardware.start_between_nodes, 0)
+        latency = latency * self._latency_scale(kind, nodes)
         return np.where(ways > 1, wire / bandwidth + latency, 0.0)
+
+    def _bandwidth(self, kind: str, inside: Array, nodes: Array) -> Array:
+        """Bytes/s of what a device sends in a ring, `inside` members of which are in each node."""
+        hardware = self.hardware
+        nvlink = hardware.nvlink
+        network = np.minimum(hardware.nvlink, inside * hardware.network)
+        measured_nvlink = hardware.measured.get((kind, "NVLink"))
+        if measured_nvlink:
+            nvlink = measured_nvlink.bandwidth
+        measured_network = hardware.measured.get((kind, "network"))
+        if measured_network:
+            ports = inside * measured_network.bandwidth
+            network = np.minimum(measured_network.most, ports)
+        return np.where(nodes > 1, network, nvlink)
+
+    def _latency_scale(self, kind: str, nodes: Array) -> Array:
+        """The latency that was measured, over the assumed one."""
+        nvlink = self.hardware.measured.get((kind, "NVLink"))
+        network = self.hardware.measured.get((kind, "network"))
+        return np.where(
+            nodes > 1, network.latency if network else 1.0, nvlink.latency if nvlink else 1.0
+        )
 
     def _hop(self, payload: Array) -> Array:
         """Seconds of a send from one stage to the next."""
@@ -230,9 +259,16 @@ class _Step:
         hardware = self.hardware
         stride = layouts.data * layouts.fsdp * layouts.tensor
         is_far = stride >= hardware.node
-        bandwidth = np.where(is_far, min(hardware.network, hardware.nvlink), hardware.nvlink)
-        far_latency = _START_BETWEEN_NODES + _NETWORK_STEP
-        return payload / bandwidth + _START + _NVLINK_STEP + far_latency * is_far
+        nodes = np.where(is_far, 2, 1)
+        bandwidth = self._bandwidth(_SEND, np.ones_like(stride), nodes)
+        scale = self._latency_scale(_SEND, nodes)
+        near_latency = hardware.start + hardware.nvlink_step
+        far_latency = hardware.start_between_nodes + hardware.network_step
+        if not hardware.measured:
+            # In the order in which the formulas have always added them, to the last bit.
+            seconds = payload / bandwidth + hardware.start + hardware.nvlink_step
+            return seconds + far_latency * is_far
+        return payload / bandwidth + scale * (near_latency + far_latency * is_far)
 
     # Parts of a step.
 
@@ -305,8 +341,8 @@ class _Step:
 
         activations = _BF16 * self._tokens * sizes.d_model
         ones = np.ones_like(t)
-        half = self._collective(activations, t, ones)
-        whole = self._collective(activations, t, ones, rounds=2)
+        half = self._collective(activations, t, ones, _GATHER, _SCATTER)
+        whole = self._collective(activations, t, ones, _SUM)
         gathers, scatters, sums = self._tensor_collectives()
         tensor = (gathers + scatters) * half + sums * whole
         hidden_share = self._by_remat(constants.hidden_tensor)
@@ -318,13 +354,13 @@ class _Step:
         weights = _BF16 * sizes.matrices / t
         # The matrices of a layer are gathered one by one, and scattered together.
         n_matrices = 4 if sizes.heads == sizes.kv_heads else 5
-        gather = n_matrices * self._collective(weights / n_matrices, ways, t)
+        gather = n_matrices * self._collective(weights / n_matrices, ways, t, _GATHER)
         gather = gather * (2 + again - layouts.kept_share)
         # Layers that make their own sums make them in float32, XLA in the type of the matmul.
         sum_bytes = np.where(is_zero3, _F32, _BF16)
         if self.sizes.reduction != "auto":
             sum_bytes = _F32 if self.sizes.reduction == "float32" else _BF16
-        scatter = self._collective(weights / _BF16 * sum_bytes, ways, t)
+        scatter = self._collective(weights / _BF16 * sum_bytes, ways, t, _SCATTER)
         is_far = self._group(ways, t)[1] > 1
         gather_share = np.where(
             is_far, constants.hidden_gather_network, constants.hidden_gather_nvlink
@@ -360,11 +396,11 @@ class _Step:
         compute = loss + self._moving(8 * activations + 2 * table / layouts.fsdp)
 
         ones = np.ones_like(t)
-        rounds = 4 * self._collective(activations, t, ones)
-        of_chunks = n_chunks * 3 * self._collective(_F32 * chunk, t, ones, rounds=2)
+        rounds = 4 * self._collective(activations, t, ones, _GATHER, _SCATTER)
+        of_chunks = n_chunks * 3 * self._collective(_F32 * chunk, t, ones, _SUM)
         n_tables = 1 if sizes.is_tied else 2
-        gather = self._collective(table, layouts.fsdp, t)
-        scatter = self._collective(2 * table, layouts.fsdp, t)
+        gather = self._collective(table, layouts.fsdp, t, _GATHER)
+        scatter = self._collective(2 * table, layouts.fsdp, t, _SCATTER)
         waited = constants.exposed_tables * (n_tables * gather + 2 * scatter)
         return _Once(compute, rounds + of_chunks + waited)
 
@@ -417,19 +453,17 @@ class _Step:
         summed = self._layer_params + np.where(self._has_stages, 0, self._end_params)
         gradients = sum_bytes * summed
         data = layouts.data
-        scatter = self._collective(gradients, data, stride)
-        gather_weights = self._collective(_BF16 * summed, data, stride)
-        all_reduce = self._collective(gradients, data, stride, rounds=2)
+        scatter = self._collective(gradients, data, stride, _SCATTER)
+        gather_weights = self._collective(_BF16 * summed, data, stride, _GATHER)
+        all_reduce = self._collective(gradients, data, stride, _SUM)
         is_sharded = layouts.replicas > ZERO1
         sums = np.where(is_sharded, scatter + gather_weights, all_reduce)
         sums = sums + np.where(layouts.replicas == ZERO1, 2 * gather_weights, 0)
         # With zero3 each layer has made its own, and only those of the tables are left.
-        tables = self._collective(sum_bytes * self._end_params, data, stride)
-        tables = tables + self._collective(_BF16 * self._end_params, data, stride)
+        tables = self._collective(sum_bytes * self._end_params, data, stride, _SCATTER)
+        tables = tables + self._collective(_BF16 * self._end_params, data, stride, _GATHER)
         sums = np.where(self._is_zero3, 0, sums)
-        of_ends = self._collective(
-            _F32 * self._end_params, data * layouts.pipeline, stride, rounds=2
-        )
+        of_ends = self._collective(_F32 * self._end_params, data * layouts.pipeline, stride, _SUM)
         sums = sums + np.where(self._has_stages, of_ends, 0)
         sharded = np.where(layouts.replicas >= ZERO1, data, 1)
         params = (self._layer_params + self._end_params) / sharded

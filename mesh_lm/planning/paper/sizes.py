@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,17 @@ AXES = ("pipeline", "data", "fsdp", "tensor")
 """The mesh axes of the formulas."""
 
 
+class MeasuredLink(NamedTuple):
+    """A kind of collective over one kind of link, as a profile has measured it."""
+
+    bandwidth: float
+    """Bytes/s of one GPU's port."""
+    latency: float
+    """The latency, over the assumed one of the same group."""
+    most: float = math.inf
+    """Bytes/s of the other link that the collective takes, if that may be slower."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """A GPU and its links, each rate being what is reached, not the data sheet's peak. Bytes, FLOP
@@ -125,3 +138,14 @@ class Hardware:
     """GPUs of a node."""
     kernel: float = 1.5e-6
     """Seconds of the shortest kernel."""
+    start: float = 8e-6
+    """Seconds of the start of a collective."""
+    start_between_nodes: float = 7e-6
+    """Seconds that the start of a collective between nodes adds."""
+    nvlink_step: float = 1.5e-6
+    """Seconds of one step of a collective inside a node."""
+    network_step: float = 6e-6
+    """Seconds of one step of a collective between nodes."""
+    measured: Mapping[tuple[str, str], MeasuredLink] = dataclasses.field(default_factory=dict)
+    """By kind of collective and link (NVLink, network). It takes the place of the links' rates, and
+    scales the latencies."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mesh_lm.commands import plan_options
@@ -13,11 +15,24 @@ from mesh_lm.commands.plan_replay import Replayed, show
 from mesh_lm.config import load
 from mesh_lm.errors import ConfigError
 from mesh_lm.planning.best import hardware_of
+from mesh_lm.planning.paper.constants import FITTED
+from mesh_lm.planning.paper.layouts import Layouts, layout_of
+from mesh_lm.planning.paper.price import _Step
+from mesh_lm.planning.paper.sizes import ModelSizes
 from mesh_lm.planning.program import compile_config
 from mesh_lm.planning.run_cost import RunSize, facts_of
 from sharding_rules.lab.machine import Machine
+from sharding_rules.lab.prices import collective_us
+from sharding_rules.lab.profile import Fit, Measured
 from sharding_rules.lab.replayed import Replay
-from tests.sharding_rules.lab.test_machine import NEGATE, gather, profile, saved, written
+from tests.sharding_rules.lab.test_machine import (
+    INSIDE,
+    NEGATE,
+    gather,
+    profile,
+    saved,
+    written,
+)
 
 COMPILE_BUDGET = 2
 
@@ -175,6 +190,61 @@ def test_the_planners_formulas_take_the_changed_constants() -> None:
     assert changed.network == pytest.approx(usual.network / 2)
     assert changed.nvlink == pytest.approx(usual.nvlink / 2)
     assert (changed.node, changed.matmul) == (72, usual.matmul)
+
+
+MEASURED = (
+    Measured("all-gather", "tensor", 8, 1, Fit(40.0, 100e9, 0.01), ()),
+    Measured("all-gather", "data", 16, 2, Fit(90.0, 80e9, 0.01), ()),
+    Measured("all-reduce", "data", 32, 4, Fit(70.0, 120e9, 0.01), ()),
+    Measured("collective-permute", "pipeline", 2, 2, Fit(30.0, 5e9, 0.01), ()),
+)
+
+
+@pytest.mark.parametrize("word", ["", "nvlink=20", "nic=5", "start_us=200", "nic_step_us=90"])
+def test_the_formulas_price_collectives_as_a_plan_does(word: str, tmp_path: Path) -> None:
+    """With a profile, and with constants that come after it."""
+    machine = Machine.of(f"{written(tmp_path, profile(collectives=MEASURED))},{word}")
+    hardware = hardware_of(machine)
+    sizes = ModelSizes.of(load("llama3_8b"))
+    assert sizes is not None
+    step = _Step(sizes, Layouts.of([]), hardware, FITTED)
+    n_bytes = float(1 << 28)
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        for ways in (4, 8, 16, 64):
+            rounds = 2 if kind == "all-reduce" else 1
+            collective = dataclasses.replace(
+                INSIDE,
+                kind=kind,
+                group=ways,
+                nodes=max(1, ways // 8),
+                wire=rounds * n_bytes * (ways - 1) / ways,
+            )
+            paper = step._collective(np.array([n_bytes]), np.array([ways]), np.array([1]), kind)
+            us = collective_us(collective, machine.target, machine.fast)
+            assert 1e6 * paper[0] == pytest.approx(us), (kind, ways)
+    group = (np.array([n_bytes]), np.array([8]), np.array([1]))
+    gather = step._collective(*group, "all-gather")[0]
+    scatter = step._collective(*group, "reduce-scatter")[0]
+    mean = step._collective(*group, "all-gather", "reduce-scatter")[0]
+    assert mean == pytest.approx((gather + scatter) / 2)
+    # Between stages: eight or more devices apart they are in different nodes.
+    row = layout_of(load("llama3_8b"), 64)
+    assert row is not None
+    far = Layouts.of([{**row, "pipeline": 2.0, "data": 8.0, "fsdp": 4.0}])
+    hop = _Step(sizes, far, hardware, FITTED)._hop(np.array([n_bytes]))
+    send = dataclasses.replace(INSIDE, kind="collective-permute", group=2, nodes=2, wire=n_bytes)
+    assert 1e6 * hop[0] == pytest.approx(collective_us(send, machine.target, machine.fast))
+
+
+def test_without_a_profile_the_formulas_have_the_assumed_latencies() -> None:
+    """To the last bit: what was fitted with them stays."""
+    usual = hardware_of("h100")
+    fields = {field.name: field.default for field in dataclasses.fields(usual)}
+    for name in ("kernel", "start", "start_between_nodes", "nvlink_step", "network_step"):
+        assert getattr(usual, name) == fields[name], name
+    assert usual.measured == {}
+    changed = hardware_of(Machine.of("start_us=80,kernel_us=3"))
+    assert (changed.start, changed.kernel) == (80e-6, 3e-6)
 
 
 @pytest.mark.deviceless
