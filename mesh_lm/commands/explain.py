@@ -193,10 +193,10 @@ def lines(report: Report, collective: Collective, rank: int = -1) -> Iterator[st
 
 
 def _loops(collective: Collective) -> str:
-    if not collective.loops:
-        return ""
-    trips = " x ".join(f"{trips:g}" for trips in collective.loops)
     taken = ", in a branch that not every device takes" if collective.conditional else ""
+    if not collective.loops:
+        return taken
+    trips = " x ".join(f"{trips:g}" for trips in collective.loops)
     return f": loops of {trips}, outermost first{taken}"
 
 

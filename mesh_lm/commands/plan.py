@@ -85,7 +85,10 @@ def show(plan: Plan, config: TrainConfig) -> int:
             _log(f"compiling {Path(config.output).name} for {n_devices:,} x {plan.machine.name}")
         report = program.compile(options(flags))
         if plan.what_if:
-            return show_what_if(report, plan.machine, "" if plan.plan == SCREEN else plan.plan)
+            show_what_if(report, plan.machine, "" if plan.plan == SCREEN else plan.plan)
+            if not report.fits:
+                raise ConfigError(refusal(report, ()))
+            return 0
         outer_report = program.compile_outer(options(flags))
         # Before the search for fixes, which may be interrupted.
         if plan.plan != SCREEN or not report.fits:

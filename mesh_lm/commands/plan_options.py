@@ -13,7 +13,7 @@ from pathlib import Path
 from mesh_lm.commands import command_line, plan_bytes, plan_replay
 from mesh_lm.commands.options import HELP, print_help
 from mesh_lm.commands.plan_bytes import Bytes
-from mesh_lm.commands.plan_replay import PICTURE, Replayed, require_cost
+from mesh_lm.commands.plan_replay import PICTURE, Replayed, require_cost, require_none
 from mesh_lm.config import TrainConfig
 from mesh_lm.config.typed import TypedRun
 from mesh_lm.errors import ConfigError
@@ -97,6 +97,15 @@ class Plan:
         if self.devices < 0:
             raise ConfigError(f"--devices={self.devices}: a plan is for at least 1 device")
         if self.what_if:
+            require_none(
+                "--what-if",
+                {
+                    "--against": self.against,
+                    "--max-microbatch": self.max_microbatch,
+                    "--tokens": self.tokens,
+                    "--gpu-hour": self.gpu_hour,
+                },
+            )
             if self.plan != SCREEN and Path(self.plan).suffix != PICTURE:
                 raise ConfigError(f"{self.plan}: a what-if is drawn to a file that ends in .png")
         elif self.plan != SCREEN and Path(self.plan).suffix not in (".html", ".json"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,6 +67,23 @@ class Replayed:
         if len(self.report) > 1 and not self.measured:
             raise ConfigError("several reports go with --measured; give one report")
         require_cost(self.tokens, self.gpu_hour)
+        costs = {"--tokens": self.tokens, "--gpu-hour": self.gpu_hour}
+        if self.measured:
+            require_none(
+                "--measured", {"--output": self.output, "--what-if": self.what_if, **costs}
+            )
+        if self.what_if:
+            require_none("--what-if", costs)
+
+
+def require_none(option: str, others: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that another one would leave without effect.
+
+    others: options -> their values.
+    """
+    for other, value in others.items():
+        if value:
+            raise ConfigError(f"{other} does not go with {option}: give one of them")
 
 
 def require_cost(tokens: float, gpu_hour: float) -> None:

@@ -73,18 +73,21 @@ class Replay:
 
 def _require_same_program(report: Report, machine: Machine) -> None:
     """Raises LabError if a constant that XLA reads is another than that of the compiled program."""
-    compiled = {change.name: change.value for change in report.changes}
-    wanted = {change.name: change.value for change in machine.changes}
+    compiled = {change.name: change for change in report.changes}
+    wanted = {change.name: change for change in machine.changes}
     for name in machine.recompiled:
-        if compiled.get(name) != wanted[name]:
+        # A constant that the report does not name had the target's own value.
+        value = compiled[name].value if name in compiled else wanted[name].usual
+        if wanted[name].value != value:
             raise LabError(
                 f"--hw={name}: XLA reads it, and {report.name} was compiled for another value: "
                 "plan its config with --hw, which compiles it"
             )
     for name in compiled.keys() & {"node", "memory", "bandwidth"}:
-        if name not in wanted:
+        change = compiled[name]
+        if name not in wanted and change.value != change.usual:
             raise LabError(
-                f"{report.name} was compiled with {name} {compiled[name]}: give the same to --hw"
+                f"{report.name} was compiled with {name} {change.value}: give the same to --hw"
             )
 
 
@@ -179,8 +182,8 @@ def suspects(
 
 
 _FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
-"""By which a constant is tried smaller and larger. Between two of them a step is linear in the time
-that the constant stands for, but for what compute hides."""
+"""By which a constant is tried smaller and larger, a share up to 1. Between two of them a step is
+linear in the time that the constant stands for, but for what compute hides."""
 _GRID = 2000
 """Values between the smallest and the largest of which the best is taken."""
 
@@ -200,23 +203,27 @@ class _Fit:
         self._programs = programs
         self._machine = machine
         self._usual = rate_value(constant, machine.fast) or 1.0
-        self._slowest = self._steps(1 / 8)
-        self._fastest = self._steps(8.0)
+        self._factors = _FACTORS
+        if not constant.unit:
+            most = 1 / self._usual  # a share of 1
+            self._factors = (*(factor for factor in _FACTORS if factor < most), most)
+        self._at_smallest = self._steps(self._factors[0])
+        self._at_largest = self._steps(self._factors[-1])
 
     def has_effect(self) -> bool:
         """Whether a program's step depends on the constant."""
-        return self._slowest != self._fastest
+        return self._at_smallest != self._at_largest
 
     def best(self) -> Suspect:
         """Returns the best value, from steps that are interpolated, and its error from a replay."""
-        steps = {1 / 8: self._slowest, 8.0: self._fastest}
-        for factor in _FACTORS:
-            steps.setdefault(factor, self._steps(factor))
-        factors = np.geomspace(_FACTORS[0], _FACTORS[-1], _GRID)
+        steps = {self._factors[0]: self._at_smallest, self._factors[-1]: self._at_largest}
+        for factor in self._factors[1:-1]:
+            steps[factor] = self._steps(factor)
+        factors = np.geomspace(self._factors[0], self._factors[-1], _GRID)
         times = self._times(factors)
         order = np.argsort(times)
         errors = np.zeros(_GRID)
-        tried = sorted(_FACTORS, key=lambda factor: float(self._times(np.array(factor))))
+        tried = sorted(self._factors, key=lambda factor: float(self._times(np.array(factor))))
         for name, us in self._measured_us.items():
             at = np.array([self._times(np.array(factor)) for factor in tried])
             known = np.array([steps[factor][name] for factor in tried])

@@ -9,7 +9,7 @@ import lab_report
 import numpy as np
 import pytest
 
-from mesh_lm.commands.explain import groups, instruction_name, named
+from mesh_lm.commands.explain import groups, instruction_name, lines, named
 from mesh_lm.commands.main import main
 from sharding_rules.lab.report import Report
 
@@ -46,6 +46,17 @@ def test_from_a_name_to_source_axes_and_ranks(
     assert found["phase"] == "forward"
     assert found["runs"] == "384 times in a step: loops of 4 x 96, outermost first"
     assert found["ranks"] == "devices 8-15, with device 9"
+
+
+def test_a_branch_that_not_every_device_takes_is_named_in_loops_and_outside() -> None:
+    made = report()
+    collective = next(one for one in made.collectives if one.loops)
+    for loops, expected in (
+        ((4, 96), "times in a step: loops of 4 x 96, outermost first, in a branch that not every"),
+        ((), "times in a step, in a branch that not every device takes"),
+    ):
+        changed = dataclasses.replace(collective, loops=loops, conditional=True)
+        assert any(expected in line for line in lines(made, changed))
 
 
 def test_the_end_of_a_collective_is_its_start() -> None:

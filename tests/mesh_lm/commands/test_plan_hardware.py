@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mesh_lm.commands import plan as plan_command
 from mesh_lm.commands import plan_options
 from mesh_lm.commands.plan_options import Plan
 from mesh_lm.commands.plan_replay import Replayed, show
@@ -70,6 +72,9 @@ def test_the_words_of_hardware() -> None:
         ({"what_if": True, "plan": "x.html"}, "x.html: a what-if is drawn to .* .png"),
         ({"plan": "x.png"}, "x.png: the report is a file that ends in .html or .json"),
         ({"what_if": True, "best": True}, "--what-if does not go with --best"),
+        ({"what_if": True, "against": "x.json"}, "--against does not go with --what-if"),
+        ({"what_if": True, "max_microbatch": True}, "--max-microbatch does not go with --what-if"),
+        ({"what_if": True, "tokens": 1e12}, "--tokens does not go with --what-if"),
     ],
 )
 def test_mistakes_in_a_plan(options: dict[str, str], message: str) -> None:
@@ -92,6 +97,13 @@ def test_mistakes_in_a_plan(options: dict[str, str], message: str) -> None:
         ({"measured": (0.0,)}, "--measured: expected seconds of a step, above 0"),
         ({"report": ("a.json", "b.json")}, "several reports go with --measured"),
         ({"tokens": -1.0}, "--tokens=-1: expected a number of at least 0"),
+        (
+            {"measured": (1.0,), "output": "x.html"},
+            "--output does not go with --measured: give one of them",
+        ),
+        ({"measured": (1.0,), "what_if": True}, "--what-if does not go with --measured"),
+        ({"measured": (1.0,), "tokens": 1e12}, "--tokens does not go with --measured"),
+        ({"what_if": True, "gpu_hour": 2.0}, "--gpu-hour does not go with --what-if"),
     ],
 )
 def test_mistakes_in_a_replay(options: dict[str, str], message: str) -> None:
@@ -155,6 +167,18 @@ def test_a_what_if_lists_constants_and_draws_them(
     assert "predicted, never measured" in lines[0]
     assert lines[2].startswith("nvlink_share") and lines[3].startswith("elementwise")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_what_if_of_what_does_not_fit_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It lists the effects, and ends as the plan does."""
+    too_large = dataclasses.replace(saved(gather(1 << 28), NEGATE), hbm=1)
+    program = SimpleNamespace(compile=lambda options: too_large)
+    monkeypatch.setattr(plan_command.Program, "of", lambda *arguments: program)
+    with pytest.raises(ConfigError, match=r"GiB on each device and a margin of .* has 0\.0"):
+        plan_command.show(Plan("screen", what_if=True), load("gpt_tiny"))
+    assert "nvlink_share" in capsys.readouterr().out
 
 
 def test_a_measured_step_names_the_constants_that_would_explain_it(

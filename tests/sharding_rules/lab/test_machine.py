@@ -185,6 +185,13 @@ def test_what_xla_reads_is_compiled_again() -> None:
     assert again.node == 72 and [change.name for change in again.changes] == ["node"]
     with pytest.raises(LabError, match="was compiled with node 72 GPUs: give the same to --hw"):
         Replay(compiled).on(Machine.of("h100"))
+    # The value that it was compiled with, given or not, is the same program.
+    same = compiled_on(report, Machine.of("h100,node=8"))
+    assert Replay(report).on(Machine.of("h100,node=8")).timeline == report.timeline
+    assert Replay(same).on(Machine.of("h100")).timeline == report.timeline
+    assert Replay(compiled).on(Machine.of("h100,node=72,watts=350")).watts == 350
+    with pytest.raises(LabError, match="--hw=node: XLA reads it"):
+        Replay(compiled).on(Machine.of("h100,node=8"))
     with pytest.raises(LabError, match="holds no program to replay"):
         Replay(dataclasses.replace(report, program=""))
 
@@ -239,6 +246,20 @@ def test_a_planted_wrong_rate_is_found_by_name(
     assert first.constant.name == name
     assert first.value == pytest.approx(true, rel=0.02)
     assert first.error < 0.005 and second.error > 10 * first.error
+
+
+def test_no_share_above_1_explains_a_step(programs: dict[str, Replay]) -> None:
+    """Steps that are five times as fast as any share allows."""
+    machine = Machine.of("h100")
+    measured = {
+        name: replay.timeline(machine.target, machine.fast).step / 5
+        for name, replay in programs.items()
+    }
+    found = suspects(measured, programs, machine)
+    shares = [suspect for suspect in found if not suspect.constant.unit]
+    assert {suspect.constant.name for suspect in shares} >= {"matmul", "nvlink_share", "nic_share"}
+    assert max(suspect.value for suspect in shares) == pytest.approx(1)
+    assert all(suspect.value <= 1 + 1e-9 for suspect in shares)
 
 
 # Profiles.
