@@ -83,7 +83,7 @@ def require_none(option: str, others: Mapping[str, Any]) -> None:
     """
     for other, value in others.items():
         if value:
-            raise ConfigError(f"{other} does not go with {option}: give one of them")
+            raise ConfigError(f"{other} would change nothing beside {option}: give one of them")
 
 
 def require_cost(tokens: float, gpu_hour: float) -> None:

@@ -72,9 +72,12 @@ def test_the_words_of_hardware() -> None:
         ({"what_if": True, "plan": "x.html"}, "x.html: a what-if is drawn to .* .png"),
         ({"plan": "x.png"}, "x.png: the report is a file that ends in .html or .json"),
         ({"what_if": True, "best": True}, "--what-if does not go with --best"),
-        ({"what_if": True, "against": "x.json"}, "--against does not go with --what-if"),
-        ({"what_if": True, "max_microbatch": True}, "--max-microbatch does not go with --what-if"),
-        ({"what_if": True, "tokens": 1e12}, "--tokens does not go with --what-if"),
+        ({"what_if": True, "against": "x.json"}, "--against would change nothing beside --what-if"),
+        (
+            {"what_if": True, "max_microbatch": True},
+            "--max-microbatch would change nothing beside --what-if",
+        ),
+        ({"what_if": True, "tokens": 1e12}, "--tokens would change nothing beside --what-if"),
     ],
 )
 def test_mistakes_in_a_plan(options: dict[str, str], message: str) -> None:
@@ -99,11 +102,11 @@ def test_mistakes_in_a_plan(options: dict[str, str], message: str) -> None:
         ({"tokens": -1.0}, "--tokens=-1: expected a number of at least 0"),
         (
             {"measured": (1.0,), "output": "x.html"},
-            "--output does not go with --measured: give one of them",
+            "--output would change nothing beside --measured: give one of them",
         ),
-        ({"measured": (1.0,), "what_if": True}, "--what-if does not go with --measured"),
-        ({"measured": (1.0,), "tokens": 1e12}, "--tokens does not go with --measured"),
-        ({"what_if": True, "gpu_hour": 2.0}, "--gpu-hour does not go with --what-if"),
+        ({"measured": (1.0,), "what_if": True}, "--what-if would change nothing beside --measured"),
+        ({"measured": (1.0,), "tokens": 1e12}, "--tokens would change nothing beside --measured"),
+        ({"what_if": True, "gpu_hour": 2.0}, "--gpu-hour would change nothing beside --what-if"),
     ],
 )
 def test_mistakes_in_a_replay(options: dict[str, str], message: str) -> None:
