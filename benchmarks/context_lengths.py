@@ -15,7 +15,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -190,13 +190,8 @@ def collect(args: Any) -> None:
     record = Record(
         f"context_lengths{'-quick' * args.quick}", args.output, kind=f"h100 jax {jax.__version__}"
     )
-    earlier_file = record.directory / f"{record.stem}.json"
-    tables: Mapping[str, Any] = (
-        json.loads(earlier_file.read_text(encoding="utf-8"))["tables"]
-        if earlier_file.is_file() and not args.again
-        else {}
-    )
-    done = {row["name"]: row for table in tables.values() for row in table["rows"] if "name" in row}
+    tables = {} if args.again else record.earlier()
+    done = {row["name"]: row for rows in tables.values() for row in rows if "name" in row}
     selected = list(subjects())
     if args.quick:
         selected = [

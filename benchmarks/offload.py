@@ -9,7 +9,6 @@ results have already are not compiled again. Needs the compiler for CUDA: pip in
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -66,7 +65,9 @@ SUBJECTS = (
     Subject("llama3_8b", "fsdp", MOMENTS, {"fsdp": 8}, replicas=8),
     Subject("llama3_70b", "distributed+megatron_sp", (), {"tensor": 8}),
     Subject("llama3_70b", "distributed+megatron_sp", ALL, {"tensor": 8}),
+    Subject("llama3_8b", "zero3", ALL),
     Subject("llama3_70b", "zero3", MOMENTS, {"data": 8}, replicas=8),
+    Subject("llama3_70b", "zero3", ALL, {"data": 8}, replicas=8),
 )
 
 
@@ -148,11 +149,8 @@ def main() -> int:
     record = Record(
         f"offload{'-quick' * args.quick}", args.output, kind=f"h100 jax {jax.__version__}"
     )
-    earlier = record.directory / f"{record.stem}.json"
-    done: dict[str, Row] = {}
-    if earlier.is_file() and not args.again:
-        tables = json.loads(earlier.read_text(encoding="utf-8"))["tables"]
-        done = {row["name"]: row for row in tables[TITLE]["rows"]}
+    tables = {} if args.again else record.earlier()
+    done = {row["name"]: row for row in tables.get(TITLE, [])}
     for subject in SUBJECTS[:2] if args.quick else SUBJECTS:
         if subject.name in done or args.only not in subject.name:
             continue

@@ -108,6 +108,16 @@ class Record:
         if show:
             print(f"\n{markdown(title, rows, note)}", flush=True)
 
+    def earlier(self) -> dict[str, list[Row]]:
+        """Returns the rows of today's results of this name, by the table's title, as an interrupted
+        run has left them.
+        """
+        path = self.directory / f"{self.stem}.json"
+        if not path.is_file():
+            return {}
+        tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
+        return {title: table["rows"] for title, table in tables.items()}
+
     def write(self) -> Path:
         """Writes <stem>.json and <stem>.md; returns the path of the first."""
         self.directory.mkdir(parents=True, exist_ok=True)

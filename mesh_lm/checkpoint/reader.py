@@ -313,7 +313,9 @@ class SavedCheckpoint:
         differing = [part for part in parts if saved.get(part) != expected.get(part)]
         if not differing:
             return
-        name = described_name(self.config.get("optimizer", {}).get("rule"))
+        description = self.config.get("optimizer", {}).get("rule")
+        name = described_name(description)
+        settings = [f"optimizer.rule={name}"]
         saved_slots = _slots(saved)
         expected_slots = _slots(expected)
         lines = [
@@ -324,8 +326,14 @@ class SavedCheckpoint:
             part = differing[0]
             leaves = _shape_differences(saved.get(part, {}), expected.get(part, {}))
             lines.append(f"{part}/{leaves[0]}")
+            # It may be the same rule with other options, such as a block size.
+            settings += [
+                f"optimizer.rule.{option}={value}"
+                for option, value in (description or {}).items()
+                if option not in ("class", "module")
+            ]
         lines.append(
-            f"set optimizer.rule={name}, or use a new output directory with "
+            f"set {', '.join(settings)}, or use a new output directory with "
             f"init_from={self.path} to start from its weights"
         )
         raise ConfigError("\n".join(lines))

@@ -90,7 +90,7 @@ class AdamW8:
         for slot in ("mu", "nu"):
             new_slots[slot] = {name: moments[slot][name] for name in slots[slot]}
         for name, scale in slots["mu_scale"].items():
-            block = leaves[name].shape[-1] // scale.shape[-1]
+            block = slots["mu8"][name].shape[-1] // scale.shape[-1]
             new_slots["mu8"][name], new_slots["mu_scale"][name] = quantized(
                 moments["mu"][name], block
             )

@@ -61,8 +61,9 @@ def _offload_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str]
             continue
         if part == "params":
             yield (
-                f"optimizer.offload={words}: params cannot be offloaded yet, because the layers do "
-                f"not stream their weights from the host; use {','.join(known)}"
+                f"optimizer.offload={words}: params, what the layers use, stay on the devices; "
+                "under rules zero3 layers gather their weights from the master, and with it in "
+                f"optimizer.offload they stream them from the host; use {','.join(known)}"
             )
             continue
         yield (
@@ -71,16 +72,9 @@ def _offload_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str]
         )
     if len(set(optimizer.offload)) < len(optimizer.offload):
         yield f"optimizer.offload={words} names a part more than once; leave out the others"
-    gathered = _flat_rows("params", rules)
-    if MASTER in optimizer.offload and gathered:
-        yield (
-            f"optimizer.offload={words}: under rules {rules.name!r} the layers gather their "
-            f"weights from the master (rules.params[{gathered[0]!r}]), which must be on the "
-            "devices; leave master out"
-        )
 
 
-def _flat_rows(column: Literal["params", "optimizer"], rules: Rules) -> list[str]:
+def _flat_rows(column: Literal["optimizer"], rules: Rules) -> list[str]:
     """Returns the rows of flat vectors that shard over a mesh axis."""
     return [
         row

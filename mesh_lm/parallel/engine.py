@@ -34,6 +34,7 @@ from mesh_lm.parallel import feedback, noise_scale, paired_tick, stage_transfers
 from mesh_lm.parallel.flat import FlatLayout
 from mesh_lm.parallel.gradient_reduction import cast_to_float32, psum, reduce_gradients, reduce_sums
 from mesh_lm.parallel.gradient_reduction import manual_axes as manual_axes
+from mesh_lm.parallel.layer_collectives import zeros_on_device
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
 from mesh_lm.parallel.paired_tick import PairedProgram
 from mesh_lm.parallel.stack import RETURNED, forward, used_outside
@@ -145,6 +146,16 @@ class _Inputs(NamedTuple):
     """The sum of all weights of the global batch."""
 
 
+class _Totals(NamedTuple):
+    """Sums over microbatches."""
+
+    sums: Sums
+    grads: Params
+    """Those of parameters that are not stacked."""
+    vector_grads: Params
+    """Those of the vectors that layers gather their matrices from."""
+
+
 def _accumulate(
     layout: ModelLayout,
     flat: FlatLayout,
@@ -161,31 +172,32 @@ def _accumulate(
     # All others are in the carry of the scan.
     stacked_zeros = layout.constrain(differentiated(layout, params, flat)[0], "params")
     stacked_grads = {name: jax.new_ref(zero) for name, zero in stacked_zeros.items()}
-    run = partial(zero3.run_segment, layout) if vectors else None
+    run = partial(zero3.run_segment, layout, vectors) if vectors else None
 
-    def microbatch(
-        total: tuple[Sums, Params] | None, one: Batch
-    ) -> tuple[tuple[Sums, Params], None]:
+    def microbatch(total: _Totals | None, one: Batch) -> tuple[_Totals, None]:
         dropout = Dropout.of(key, one["sample_ids"], one["indices"])
         sinks, unstacked = differentiated(layout, params, flat)
+        vector_totals = zeros_on_device(vectors) if total is None else total.vector_grads
         objective = partial(
             forward, layout.bind, layout.segments, params, one, dropout, 1 / weight, run=run
         )
-        value, pull, sums = jax.vjp(objective, sinks, unstacked, vectors, has_aux=True)
+        value, pull, sums = jax.vjp(objective, sinks, unstacked, vector_totals, has_aux=True)
         pull = pull.with_refs(
             stacked_grads, dict.fromkeys(unstacked, RETURNED), dict.fromkeys(vectors, RETURNED)
         )
-        _, unstacked_grads, vector_grads = pull(jnp.ones_like(value))
-        grads = layout.constrain(unstacked_grads, "params") | vector_grads
-        if total is None:
-            return (sums, grads), None
-        return jax.tree.map(jnp.add, total, (sums, grads)), None
+        _, unstacked_grads, vector_totals = pull(jnp.ones_like(value))
+        grads = layout.constrain(unstacked_grads, "params")
+        if total is not None:
+            sums, grads = jax.tree.map(jnp.add, (total.sums, total.grads), (sums, grads))
+        return _Totals(sums, grads, vector_totals), None
 
     if len(batch["tokens"]) == 1:
-        sums, grads = microbatch(None, _first(batch))[0]
+        total = microbatch(None, _first(batch))[0]
     else:
         zeros = _zeros(jax.eval_shape(partial(microbatch, None), _first(batch))[0])
-        sums, grads = lax.scan(microbatch, zeros, dict(batch))[0]
+        total = lax.scan(microbatch, zeros, dict(batch))[0]
+    sums = total.sums
+    grads = total.grads | total.vector_grads
     stacked = {name: jax.freeze(ref) for name, ref in stacked_grads.items()}
     grads |= layout.constrain(stacked, "params")
     if replica_square:
@@ -301,10 +313,10 @@ def _evaluate_one_stage(
 ) -> Sums:
     """Returns the scalar sums of all microbatches, reduced over devices."""
     vectors, params = zero3.split_vectors(layout, flat, params)
-    run = partial(zero3.run_segment, layout)
+    run = partial(zero3.run_segment, layout, vectors)
 
     def microbatch(total: Sums | None, one: Batch) -> tuple[Sums, None]:
-        _, sums = forward(layout.bind, layout.segments, params, one, vectors=vectors, run=run)
+        _, sums = forward(layout.bind, layout.segments, params, one, vector_totals={}, run=run)
         scalars = {name: x for name, x in sums.items() if x.ndim == 0}
         if total is None:
             return scalars, None

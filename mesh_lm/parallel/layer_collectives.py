@@ -44,6 +44,7 @@ class LayerCollectives:
             matrices: Params = {}
             for vector in self.vectors:
                 shard = lax.dynamic_index_in_dim(vectors[vector.name], row, keepdims=False)
+                shard = _copied_to_device(shard)
                 # One all-gather for each vector, over the replicas.
                 matrices |= vector.all_gather_row(self.ordered(shard, predecessor))
                 predecessor = self._finished(matrices[vector.matrices[0].name], predecessor)
@@ -170,3 +171,23 @@ def with_row(stacked: Params, row: jax.Array, values: Params) -> Params:
         name: lax.dynamic_update_index_in_dim(x, values[name], row, 0)
         for name, x in stacked.items()
     }
+
+
+def with_row_added(totals: Params, row: jax.Array, values: Params) -> Params:
+    """Returns arrays [rows, ...] with values added to a row, in place inside a loop."""
+    old_values = {
+        name: lax.dynamic_index_in_dim(totals[name], row, keepdims=False) for name in values
+    }
+    return with_row(totals, row, jax.tree.map(jnp.add, old_values, values))
+
+
+def zeros_on_device(like: Params) -> Params:
+    """Returns zeros of these shapes and types, on the device wherever `like` is."""
+    return {name: jnp.zeros(x.shape, x.dtype) for name, x in like.items()}
+
+
+def _copied_to_device(x: jax.Array) -> jax.Array:
+    """Returns an array on the device, whose host has it under optimizer.offload=master."""
+    if jax.typeof(x).memory_space == jax.memory.Space.Host:
+        return jax.device_put(x, jax.memory.Space.Device)
+    return x

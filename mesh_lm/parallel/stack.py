@@ -71,7 +71,7 @@ def forward(
     scale: jax.Array | float = 1.0,
     sinks: Any = None,
     shared: Any = None,
-    vectors: Any = None,
+    vector_totals: Any = None,
     run: Callable | None = None,
 ) -> tuple[jax.Array, Sums]:
     """Returns (objective * scale, sums) of one microbatch.
@@ -83,9 +83,10 @@ def forward(
       segments: those of the model, in order.
       sinks: zeros that receive the gradients of stacked parameters, see `Sinks`.
       shared: other parameters to differentiate, which replace those in `params`.
-      vectors: what `run` reads besides the model, to differentiate, too.
-      run: runs a segment, with `vectors` as its first argument and then those of `run_segment`;
-        None: `run_segment`.
+      vector_totals: sums of gradients to which `run` adds, and which are differentiated for that
+        (`mesh_lm.parallel.zero3.run_segment`).
+      run: runs a segment, with `vector_totals` as its first argument and then those of
+        `run_segment`; None: `run_segment`.
     """
     params = {**params, **(shared or {})}
     model = bind(params)
@@ -94,7 +95,7 @@ def forward(
     x = model.embed(batch, dropout)
     total: Sums = {}
     first_layer = 0
-    run_layers = partial(run, vectors) if run else run_segment
+    run_layers = partial(run, vector_totals) if run else run_segment
     for segment in segments:
         with segment_scope(segment, segments):
             x, _, sums = run_layers(model, segment, x, ctx, first_layer, sinks=bound_sinks)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mesh_lm.parallel.layer_collectives import LayerCollectives, row_of, with_row
+from mesh_lm.parallel.layer_collectives import LayerCollectives, row_of, with_row, zeros_on_device
 from mesh_lm.parallel.layout import ModelLayout, Params
 from mesh_lm.schedules.table import Table
 from mesh_lm.schedules.transfers import Transfers, plan_transfers
@@ -120,7 +120,7 @@ class StageTransfers:
 
     def zeros(self) -> Params:
         """Returns the sums of the gradients, like the vectors, at zero."""
-        return jax.tree.map(jnp.zeros_like, self.vectors)
+        return zeros_on_device(self.vectors)
 
     def gradients(self, tick: jax.Array, stacked_grads: Params) -> dict[str, Params]:
         """Returns the gradients of the layers, one of each segment, that `reduce` moves in this

@@ -30,7 +30,7 @@ from mesh_lm.model import Context, Model, Sums
 from mesh_lm.model.contract import layer_output
 from mesh_lm.parallel import stack
 from mesh_lm.parallel.flat import FlatLayout
-from mesh_lm.parallel.layer_collectives import LayerCollectives, row_of, with_row
+from mesh_lm.parallel.layer_collectives import LayerCollectives, row_of, with_row_added
 from mesh_lm.parallel.layout import ModelLayout, Params, segment_of
 from mesh_lm.parallel.remat import remat
 from mesh_lm.parallel.residuals import depends_on_first, restored, saved
@@ -55,6 +55,7 @@ def split_vectors(layout: ModelLayout, flat: FlatLayout, params: Params) -> tupl
 def run_segment(
     layout: ModelLayout,
     vectors: Params,
+    vector_totals: Params,
     model: Model,
     segment: Segment,
     x: jax.Array,
@@ -64,15 +65,23 @@ def run_segment(
 ) -> tuple[jax.Array, Any, Sums]:
     """`mesh_lm.parallel.stack.run_segment`, where layers gather the weights that are in `vectors`.
 
-    The gradient of a vector is this replica's shard of the sum over the replicas.
+    vector_totals: float32, the gradients of the vectors so far: this replica's shards of the sums
+    over the replicas, of earlier microbatches. They are differentiated in place of the vectors, and
+    what comes back is their new value: the old one plus the gradient. So the backward loop adds to
+    them in place, where a gradient of its own would be a second array of that size. {}: nothing is
+    differentiated.
     """
-    segment_vectors = {name: v for name, v in vectors.items() if segment_of(name) == segment.name}
+
+    def of_segment(arrays: Params) -> Params:
+        return {name: x for name, x in arrays.items() if segment_of(name) == segment.name}
+
+    segment_vectors = of_segment(vectors)
     if not segment_vectors:
         return stack.run_segment(model, segment, x, ctx, first_layer, sinks=sinks)
     with jax.named_scope("layers"):
         x, ctx = stack.to_layer_order(model, segment, x, ctx)
         layers = _GatheredLayers(layout, model, segment, ctx, first_layer, x)
-        x, layer_sums = layers(segment_vectors, x)
+        x, layer_sums = layers(segment_vectors, of_segment(vector_totals), x)
     return stack.batch_first(x, ctx), ctx.cache, stack.totals(segment.name, layer_sums)
 
 
@@ -94,8 +103,9 @@ class _BackwardCarry(NamedTuple):
     """The matrices of that layer, unless its run keeps them from the forward pass."""
     matrix_grads: Params
     """The gradients of the layer that was visited last, not yet summed over the replicas."""
-    vector_grads: Params
-    """[layers, ...]: this replica's shards of the sums, of the layers visited before that one."""
+    vector_totals: Params
+    """[layers, ...]: gradients of the vectors so far (`run_segment`), with this microbatch's of the
+    layers visited before that one."""
     float_grads: list[jax.Array]
     """Summed over the layers visited so far."""
 
@@ -146,27 +156,42 @@ class _GatheredLayers(LayerCollectives):
         self.shared, self.shared_tree = jax.tree.flatten(ctx.shared)
         self.floats = [leaf for leaf in self.shared if _is_float(leaf)]
 
-    def __call__(self, vectors: Params, x: jax.Array) -> tuple[jax.Array, Sums]:
+    def __call__(
+        self, vectors: Params, vector_totals: Params, x: jax.Array
+    ) -> tuple[jax.Array, Sums]:
         """Returns (output, sums by layer: [periods, period, ...])."""
 
         # A custom VJP: the backward loop gathers and sums a layer ahead, which the transpose of the
         # forward loop would not.
         @jax.custom_vjp
         def run(
-            vectors: Params, other_params: Params, floats: list[jax.Array], x: jax.Array
+            vectors: Params,
+            vector_totals: Params,
+            other_params: Params,
+            floats: list[jax.Array],
+            x: jax.Array,
         ) -> tuple[jax.Array, Sums]:
             return self.forward(vectors, other_params, floats, x, save=False)[0]
 
         def forward(
-            vectors: Params, other_params: Params, floats: list[jax.Array], x: jax.Array
-        ) -> tuple[tuple[jax.Array, Sums], _Residuals]:
-            return self.forward(vectors, other_params, floats, x, save=True)
+            vectors: Params,
+            vector_totals: Params,
+            other_params: Params,
+            floats: list[jax.Array],
+            x: jax.Array,
+        ) -> tuple[tuple[jax.Array, Sums], tuple[_Residuals, Params]]:
+            output, residuals = self.forward(vectors, other_params, floats, x, save=True)
+            return output, (residuals, vector_totals)
 
-        def backward(residuals: _Residuals, cotangents: tuple[jax.Array, Sums]) -> tuple[Any, ...]:
-            return self.backward(residuals, *cotangents)
+        def backward(
+            kept: tuple[_Residuals, Params], cotangents: tuple[jax.Array, Sums]
+        ) -> tuple[Any, ...]:
+            residuals, vector_totals = kept
+            no_gradient = None  # of the vectors, whose totals have it
+            return no_gradient, *self.backward(residuals, vector_totals, *cotangents)
 
         run.defvjp(forward, backward)
-        return run(vectors, self.other_params, self.floats, x)
+        return run(vectors, vector_totals, self.other_params, self.floats, x)
 
     # The two loops.
 
@@ -227,10 +252,10 @@ class _GatheredLayers(LayerCollectives):
         return (carry.x, layer_sums), residuals
 
     def backward(
-        self, residuals: _Residuals, dx: jax.Array, d_sums: Sums
+        self, residuals: _Residuals, vector_totals: Params, dx: jax.Array, d_sums: Sums
     ) -> tuple[Params, Params, list[jax.Array], jax.Array]:
-        """Returns the gradients of the vectors, of the other parameters, of the floats, and of the
-        input.
+        """Returns the new totals of the vectors' gradients, and the gradients of the other
+        parameters, of the floats, and of the input.
         """
         vectors, other_params, floats, last_matrices, residuals_by_run = residuals
         n_layers = self.segment.n_layers
@@ -239,7 +264,7 @@ class _GatheredLayers(LayerCollectives):
         def run_period(
             run: LayerRun, carry: _BackwardCarry, xs: tuple[jax.Array, list[Any], Sums]
         ) -> tuple[_BackwardCarry, Params]:
-            dx, matrices, matrix_grads, vector_grads, float_grads = carry
+            dx, matrices, matrix_grads, vector_totals, float_grads = carry
             number, period_residuals, period_d_sums = xs
             period_other_grads = []
             for position in reversed(range(period)):
@@ -272,21 +297,19 @@ class _GatheredLayers(LayerCollectives):
                 dx, matrix_grads, matrices, reduced = lax.optimization_barrier(
                     (self.pinned(dx), self.constrain_matrices(matrix_grads), next_matrices, reduced)
                 )
-                # In the first iteration row + 1 wraps around to 0, which the last lines of
-                # `backward` overwrite.
-                vector_grads = with_row(vector_grads, (row + 1) % n_layers, reduced)
+                # In the first iteration row + 1 wraps around to 0, to which it adds zeros.
+                vector_totals = with_row_added(vector_totals, (row + 1) % n_layers, reduced)
                 float_grads = jax.tree.map(jnp.add, float_grads, layer_float_grads)
                 period_other_grads.insert(0, other_grads)
-            carry = _BackwardCarry(dx, matrices, matrix_grads, vector_grads, float_grads)
+            carry = _BackwardCarry(dx, matrices, matrix_grads, vector_totals, float_grads)
             return carry, jax.tree.map(lambda *rows: jnp.stack(rows), *period_other_grads)
 
         matrix_zeros = {name: jnp.zeros(m.shape, m.dtype) for name, m in self.abstract.items()}
-        vector_zeros = jax.tree.map(jnp.zeros_like, vectors)
         carry = _BackwardCarry(
             dx,
             last_matrices,
             self.constrain_matrices(matrix_zeros),
-            vector_zeros,
+            vector_totals,
             jax.tree.map(jnp.zeros_like, floats),
         )
         run_other_grads = []
@@ -312,10 +335,10 @@ class _GatheredLayers(LayerCollectives):
         other_grads = jax.tree.map(lambda *parts: jnp.concatenate(parts), *run_other_grads)
         # The first layer's reduce-scatter has no layer to hide behind.
         reduced, _ = self.reduce(carry.matrix_grads, self.finished(carry.dx, self.x_spec))
-        vector_grads = with_row(carry.vector_grads, jnp.int32(0), reduced)
+        vector_totals = with_row_added(carry.vector_totals, jnp.int32(0), reduced)
         # [periods, period, ...] -> [layers, ...]
         other_grads = {name: g.reshape(-1, *g.shape[2:]) for name, g in other_grads.items()}
-        return vector_grads, other_grads, carry.float_grads, carry.dx
+        return vector_totals, other_grads, carry.float_grads, carry.dx
 
     # One layer.
 

@@ -27,8 +27,8 @@ VOCABULARY = Vocabulary(
             "run both branches and select the result, or move it out of the conditional"
         ),
         "divided-matrices": (
-            "give each device complete matrices of its own layers: --rules={rules}+owner "
-            "(docs/optimizers.md, Muon by owner)"
+            "give each device complete matrices of its own layers: --rules={rules}+owner, in a "
+            "pipeline with --pipeline.chunks=1 (docs/optimizers.md, Muon by owner)"
         ),
         "exchange-repeated": (
             "give what the exchange returns a name, checkpoint_name(x, NAME), and add the name to "

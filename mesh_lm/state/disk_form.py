@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,12 +57,6 @@ class DiskArray:
     def is_copied(self) -> bool:
         """Whether the array on disk is made in the hosts' memory, and the state keeps its own."""
         return self.vector is not None or self.on_host
-
-    @property
-    def is_as_on_disk(self) -> bool:
-        """Whether an offloaded array is already what is saved."""
-        is_in_order = self.stack is None or self.stack.is_contiguous
-        return self.on_host and self.vector is None and is_in_order
 
     @property
     def key(self) -> str:
@@ -191,6 +186,16 @@ def stored(layout: ModelLayout, optimizer: Optimizer) -> State:
     return tree
 
 
+def host_bytes(layout: ModelLayout, optimizer: Optimizer) -> int:
+    """Returns the bytes of what `to_disk` makes in the hosts' memory, for each device."""
+    nbytes = 0
+    for entry in entries(layout, optimizer):
+        if entry.is_copied:
+            size = math.prod(entry.canonical.shard_shape(entry.shape))
+            nbytes += size * np.dtype(entry.dtype).itemsize
+    return nbytes
+
+
 def to_disk(
     layout: ModelLayout, optimizer: Optimizer, state: State
 ) -> tuple[State, dict[str, str]]:
@@ -211,10 +216,9 @@ def to_disk(
         array = entry.extract(loaded.on_device(entry, state[part][name]))
         if entry.is_copied:
             flat_digests[entry.key] = _digest(array)
-        if entry.is_as_on_disk:
-            array.delete()
-            array = state[part][name]
-        elif entry.is_copied:
+        if entry.is_copied:
+            # A copy also of an offloaded array that is already what is saved: Orbax does not copy
+            # what is in host memory, and writes it while the next step donates the state.
             array = placement.moved_to_host(array)
         else:
             device_tree.setdefault(entry.part, {})[entry.name] = array
@@ -319,10 +323,15 @@ def with_used(layout: ModelLayout, state: State, every: bool = False) -> State:
     """
     if not layout.flat.vectors:
         return state
-    vectors = state[MASTER]
-    copies = {name: x for name, x in vectors.items() if placement.is_on_host(x)}
-    copies = {name: placement.copied_to_device(x) for name, x in copies.items()}
-    computed = _compute_params(layout, every)({**vectors, **copies})
+    read = {
+        vector.name: state[MASTER][vector.name]
+        for vector in layout.flat.vectors
+        if every or not vector.gathered_by_layer
+    }
+    copies = {
+        name: placement.copied_to_device(x) for name, x in read.items() if placement.is_on_host(x)
+    }
+    computed = _compute_params(layout, every)({**read, **copies})
     if copies:
         jax.block_until_ready(computed)
         for copy in copies.values():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from mesh_lm.state import placement
 from mesh_lm.state.digest import leaf_name
 from mesh_lm.state.parts import State
 
@@ -68,9 +69,10 @@ def assembled(abstract: jax.ShapeDtypeStruct, shard: Callable[[str], np.ndarray]
 
 
 def _to_numpy(x: jax.Array) -> np.ndarray:
-    # Copied on CPU, where NumPy would share memory with the array, which the next step donates.
+    # Copied where the array is in host memory, on a CPU's or under optimizer.offload: NumPy would
+    # share it with the array, which the next step donates.
     is_on_cpu = next(iter(x.devices())).platform == "cpu"
-    return np.array(x) if is_on_cpu else np.asarray(x)
+    return np.array(x) if is_on_cpu or placement.is_on_host(x) else np.asarray(x)
 
 
 def _index(slices: tuple[slice, ...], shape: tuple[int, ...]) -> str:

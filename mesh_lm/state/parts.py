@@ -135,7 +135,10 @@ def _divided_problem(divided: dict[str, _DividedBlocks]) -> str:
     # every parameter of the list, and those that the larger one suits.
     works = math.gcd(*(math.gcd(*sizes) for sizes in divided.values()))
     if works >= SHORTEST_BLOCK:
-        remedy = f"set optimizer.rule.block_size={works}"
+        remedy = (
+            f"set optimizer.rule.block_size={works}, with which a run starts from scratch: its "
+            "moments are not those of a checkpoint with other blocks"
+        )
     else:
         remedy = "shard them over fewer devices, or use optimizer.rule=adamw"
     return (

@@ -13,7 +13,7 @@ from mesh_lm.distributed import host_memory
 from mesh_lm.errors import ConfigError, listed
 from mesh_lm.optim import Optimizer
 from mesh_lm.parallel.layout import ModelLayout
-from mesh_lm.state import parts
+from mesh_lm.state import disk_form, parts
 from mesh_lm.state.placement import HOST
 
 _GIB = 2**30
@@ -28,6 +28,7 @@ class Share(NamedTuple):
     limit: float | None
     """Bytes that XLA may pin in the process; None: any number, on CPUs."""
     needed: int
+    """Bytes for what is offloaded, and for a copy of it while a checkpoint is saved."""
 
 
 def require_host_memory(layout: ModelLayout, optimizer: Optimizer) -> None:
@@ -46,6 +47,7 @@ def require_host_memory(layout: ModelLayout, optimizer: Optimizer) -> None:
         )
     declared = parts(layout, optimizer).values()
     n_bytes = sum(part.nbytes for part in declared if part.on_host)
+    n_bytes += disk_form.host_bytes(layout, optimizer)
     is_gpu = devices[0].platform == "gpu"
     share = Share(
         socket.gethostname(),
@@ -72,7 +74,8 @@ def host_problems(setting: str, shares: Sequence[Share]) -> list[str]:
         host_bytes = min(share.host_bytes for share in on_host)
         if needed > host_bytes:
             problems.append(
-                f"{setting} needs {needed / _GIB:.1f} GiB of host memory on {host}, "
+                f"{setting} needs {needed / _GIB:.1f} GiB of host memory on {host}, with the copy "
+                "that a checkpoint is saved from, "
                 f"{on_host[0].needed / _GIB:.1f} GiB for each of its {len(on_host)} processes, and "
                 f"it has {host_bytes / _GIB:.1f} GiB; offload fewer parts, or use more hosts"
             )

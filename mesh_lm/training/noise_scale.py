@@ -22,7 +22,9 @@ class RunningNoiseScale:
         self._signal = 0.0
 
     def add(self, trace: float, signal: float) -> None:
-        """Takes the estimates of a step; those of a step that is not finite do not count."""
+        """Takes the estimates of a step; those of a step that was skipped, which are not finite, do
+        not count.
+        """
         if not (math.isfinite(trace) and math.isfinite(signal)):
             return
         self._n_steps += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,8 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from mesh_lm.errors import ConfigError
 from mesh_lm.optim import ArraySpec, Optimizer, Params
 from mesh_lm.optim.contract import ArraySpecs, Slots
+from mesh_lm.optim.rules import rule_name
 from mesh_lm.parallel.feedback import feedback_of
 from mesh_lm.parallel.flat import FlatLayout, serialized_on_cpu
 from mesh_lm.parallel.layout import ModelLayout, segment_of
@@ -126,6 +128,27 @@ class _Update:
         offloaded = frozenset(optimizer.config.offload)
         self._hosted_slots = offloaded - {MASTER}
         self._hosted_weights = frozenset(self._vectors) if MASTER in offloaded else frozenset()
+        self._require_rows()
+
+    def _require_rows(self) -> None:
+        """Raises ConfigError for a slot without a row for each layer, or each row of a table that
+        is updated in slices.
+        """
+        config = self._optimizer.config
+        for slot, part in self._parts.items():
+            if part.kind != "optimizer" or slot == MASTER:
+                continue
+            for name, leaf in part.leaves.items():
+                weight = self._leaves[name]
+                is_whole = not (weight.stacked or self._is_elementwise)
+                if is_whole or leaf.shape[:1] == weight.shape[:1]:
+                    continue
+                raise ConfigError(
+                    f"optimizer.offload={','.join(config.offload)}: the slot {slot!r} of the rule "
+                    f"{rule_name(config.rule)} has the shape {leaf.shape} for {name}, whose shape "
+                    f"is {weight.shape}; the update goes through rows, so both need "
+                    "the same number of them"
+                )
 
     def __call__(
         self,
@@ -136,9 +159,40 @@ class _Update:
         scalars: _Scalars,
     ) -> Updated:
         axes = self._manual_axes()
+        if self._is_elementwise or not axes:
+            return self._in_region(axes, grads, weights, slots, computed, scalars)
+
+        # Only layers have owners. The rule sees complete tables, which XLA shards, outside of the
+        # region: a device's part of one has other means and other blocks. There are no vectors.
+        layers = [name for name, leaf in self._leaves.items() if leaf.stacked]
+        tables = [name for name, leaf in self._leaves.items() if not leaf.stacked]
+        of_layers = self._in_region(
+            axes,
+            _only(layers, grads),
+            _only(layers, weights),
+            _slots_of(layers, slots),
+            {},
+            scalars,
+        )
+        of_tables = self._run(
+            _only(tables, grads), _only(tables, weights), _slots_of(tables, slots), {}, scalars
+        )
+        new_slots = {slot: of_layers.slots[slot] | of_tables.slots[slot] for slot in slots}
+        return Updated(of_layers.weights | of_tables.weights, new_slots, {})
+
+    def _in_region(
+        self,
+        axes: frozenset[str],
+        grads: Params,
+        weights: Params,
+        slots: Slots,
+        computed: Params,
+        scalars: _Scalars,
+    ) -> Updated:
+        """Returns `_run`, in a region that is manual over these axes."""
         if not axes:
             return self._run(grads, weights, slots, computed, scalars)
-        weight_specs = self._weight_specs(axes)
+        weight_specs = _only(weights, self._weight_specs(axes))
         slot_specs = {
             slot: {name: self._spec(self._parts[slot], name, axes) for name in arrays}
             for slot, arrays in slots.items()
@@ -203,7 +257,7 @@ class _Update:
         weights = dict(weights)
         slots = {slot: dict(arrays) for slot, arrays in slots.items()}
         gathered: Params = {}
-        for group in self._groups():
+        for group in self._groups(weights):
             state = Updated(
                 {name: weights[name] for name in group.weights},
                 {
@@ -219,10 +273,12 @@ class _Update:
             gathered |= new.computed
         return Updated(weights, slots, gathered)
 
-    def _groups(self) -> Iterator[_Group]:
-        """Yields the layers' weights, segment by segment, and each other weight alone."""
+    def _groups(self, weights: Container[str]) -> Iterator[_Group]:
+        """Yields those of the layers' weights, segment by segment, and each other weight alone."""
         by_segment: dict[tuple[str, int], list[str]] = {}
         for name, leaf in self._leaves.items():
+            if name not in weights:
+                continue
             if leaf.stacked:
                 by_segment.setdefault((segment_of(name), leaf.shape[0]), []).append(name)
             else:
@@ -399,6 +455,15 @@ class _Update:
             shard = serialized_on_cpu(shard, (earlier, gathered), vector.mesh)
             gathered |= vector.all_gather_row(shard)
         return gathered
+
+
+def _only(names: Iterable[str], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the arrays that have these names."""
+    return {name: arrays[name] for name in names if name in arrays}
+
+
+def _slots_of(names: Iterable[str], slots: Slots) -> Slots:
+    return {slot: _only(names, arrays) for slot, arrays in slots.items()}
 
 
 def _one_layer(leaf: ArraySpec) -> ArraySpec:

@@ -182,12 +182,14 @@ def train_step(
         if has_noise_scale:
             del metrics[noise_scale.REPLICA_SQUARE]
             n_microbatches, n_sequences, _ = batch["tokens"].shape
-            metrics |= noise_scale.estimates(
+            estimates = noise_scale.estimates(
                 sums[noise_scale.REPLICA_SQUARE],
                 grad_norm,
                 n_microbatches * n_sequences,
                 noise_scale.n_replicas(layout),
             )
+            # A step that is not accepted does not count (`mesh_lm.training.noise_scale`).
+            metrics |= {name: jnp.where(accepted, x, jnp.nan) for name, x in estimates.items()}
         return new_state, metrics
 
     run = diloco.on_each_island(step, layout) if n_islands(layout, optimizer) else step

@@ -147,6 +147,13 @@ def divided_matrices(context: LintContext) -> Iterator[Finding]:
     collectives = {piece.collective.name: piece.collective for piece in pieces}
     n_times = round(sum(collective.times for collective in collectives.values()))
     names = f" ({name_list(matrices)})" if matrices else ""
+    fix = (
+        "divide the optimizer's state by layers, so that a device has complete matrices "
+        "(sharding_rules.owner.with_owners)"
+    )
+    rules = context.rules.name if context.rules else ""
+    if not rules.endswith("(changed)"):  # of which no command line has a name
+        fix = context.vocabulary.fix("divided-matrices", fix, rules=rules)
     yield Finding(
         check="divided-matrices",
         bytes=wire_bytes(pieces),
@@ -155,12 +162,7 @@ def divided_matrices(context: LintContext) -> Iterator[Finding]:
             f"the optimizer multiplies matrices{names} of which a device has a part, and gathers "
             f"or sums them over {_axes(context, pieces)} in {n_times} collectives"
         ),
-        fix=context.vocabulary.fix(
-            "divided-matrices",
-            "divide the optimizer's state by layers, so that a device has complete matrices "
-            "(sharding_rules.owner)",
-            rules=context.rules.name if context.rules else "",
-        ),
+        fix=fix,
         severity="error" if context.rules else "notice",
         collectives=instructions(pieces),
     )

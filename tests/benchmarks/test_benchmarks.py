@@ -217,6 +217,7 @@ def test_diloco(tmp_path: Path) -> None:
     assert sent[0] == 2 * sent[1] == 2 * sent[2] > 0 == sent[3]
 
 
+@pytest.mark.slow
 def test_fit_formulas(tmp_path: Path) -> None:
     """Of two models: fitted constants are no worse than those that the project has."""
     tables = run("fit_formulas", tmp_path)

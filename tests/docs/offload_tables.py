@@ -1,5 +1,5 @@
-"""The table of docs/memory.md, from the results of benchmarks/offload.py: tests/docs/made.py writes
-it into the page."""
+"""The tables of docs/memory.md, from the results of benchmarks/offload.py and
+benchmarks/memory_choices.py: tests/docs/made.py writes them into the page."""
 
 from __future__ import annotations
 
@@ -41,4 +41,40 @@ def offloaded() -> str:
     return table(head, rows)
 
 
-TABLES = {"offload": offloaded}
+def chosen() -> str:
+    """Returns a row for each way to save memory."""
+    rows = []
+    for row in tables_of("memory_choices")["One model with each way to save memory"]:
+        of_layers = sum(
+            row.get(f"{kind}_gib") or 0 for kind in ("residuals", "activations", "logits")
+        )
+        rows.append(
+            [
+                row["group"],
+                row["name"],
+                f"{row['peak_gib']:.1f}" + ("" if row["fits"] else ", does not fit"),
+                *(
+                    f"{row.get(f'{kind}_gib') or 0:.1f}"
+                    for kind in ("params", "moments", "gradients", "weights in use")
+                ),
+                f"{of_layers:.1f}",
+                f"{row['host_gib']:.1f}",
+                f"{row['step_s']:.2f} to {row['step_slow_s']:.2f}",
+            ]
+        )
+    head = [
+        "by",
+        "with",
+        "GiB of a GPU",
+        "weights",
+        "moments",
+        "gradients",
+        "weights in use",
+        "activations",
+        "GiB of the host",
+        "step, s",
+    ]
+    return table(head, rows)
+
+
+TABLES = {"offload": offloaded, "memory choices": chosen}

@@ -219,6 +219,7 @@ def test_a_layer_derived_from_ours_has_experts(tmp_path: Path) -> None:
     assert problem.endswith("'Missing' is not a class of the module " + repr(str(file)))
 
 
+@pytest.mark.slow
 def test_rows_of_no_token_reach_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a kernel leaves in rows after the last expert's, even NaN, loss and gradients are
     those without."""

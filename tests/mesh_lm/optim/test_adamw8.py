@@ -293,7 +293,8 @@ def test_blocks_that_a_device_would_share_are_refused() -> None:
     assert str(caught.value).split("\n  - ")[1:] == [
         "the rules would divide blocks of 32 elements that share a scale, in parameters such as "
         "embedding, whose last dimension has 16 elements on a device; set "
-        "optimizer.rule.block_size=16"
+        "optimizer.rule.block_size=16, with which a run starts from scratch: its moments are not those of "
+        "a checkpoint with other blocks"
     ]
     assert parts(layout, optimizer(AdamW8(block_size=16)))
 

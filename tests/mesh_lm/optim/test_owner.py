@@ -152,8 +152,8 @@ def trained(where: str) -> Trained:
         pytest.param("data, padded", marks=SLOW),
         pytest.param("fsdp, padded", marks=SLOW),
         pytest.param("data x tensor, padded", marks=SLOW),
-        "pipeline, padded",
-        "experts",
+        pytest.param("pipeline, padded", marks=SLOW),
+        pytest.param("experts", marks=SLOW),
         pytest.param("experts, padded", marks=SLOW),
     ],
 )
@@ -175,7 +175,15 @@ def test_equals_one_device(where: str) -> None:
         np.testing.assert_allclose(mine, np.asarray(x), rtol=0, atol=2e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("where", ["data", "data x tensor", "pipeline, padded", "experts"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "data",
+        "data x tensor",
+        pytest.param("pipeline, padded", marks=SLOW),
+        pytest.param("experts", marks=SLOW),
+    ],
+)
 def test_equals_a_twin_in_float64(where: str) -> None:
     """Five updates by their formulas, of the gradients that the parallel program has had."""
     run = trained(where)

@@ -81,11 +81,12 @@ CONSTRAINTS = (
 ROWS = covering.array(FACTORS, CONSTRAINTS)[0]
 N_FAST = 5
 N_CI = 13
-"""The first rows cover the most pairs: so many are in the fast tier, and so many in CI."""
+"""The first rows cover the most pairs: so many are in the fast tier, and so many in CI. Pipelines,
+whose programs take the longest to compile, are only in CI."""
 
 
-def _marks(number: int) -> list[Any]:
-    if number < N_FAST:
+def _marks(number: int, row: Row) -> list[Any]:
+    if number < N_FAST and row["partner"] != "pipeline":
         return []
     return [pytest.mark.slow if number < N_CI else pytest.mark.exhaustive]
 
@@ -132,7 +133,7 @@ def _microbatches(row: Row) -> int:
     [
         pytest.param(
             row,
-            marks=_marks(number),
+            marks=_marks(number, row),
             id="-".join(f"{value}" for value in row.values()),
         )
         for number, row in enumerate(ROWS)
@@ -171,7 +172,13 @@ def folded(base: str, experts: tuple[str, ...], **exchange: Any) -> Rules:
     ("rules", "mesh", "microbatches", "routing"),
     [
         # Over the replicas, without an axis of their own.
-        (folded("ddp", ("data",), data="padded"), {"data": 4}, 2, "learned"),
+        pytest.param(
+            folded("ddp", ("data",), data="padded"),
+            {"data": 4},
+            2,
+            "learned",
+            marks=pytest.mark.slow,
+        ),
         # Tensor parallelism for attention, expert parallelism for experts.
         pytest.param(
             folded("experts_gather+megatron_sp", ("expert", "tensor"), tensor="gather"),
@@ -328,7 +335,9 @@ def steps_on_one_device() -> tuple[list[float], list[float], np.ndarray]:
 @pytest.mark.parametrize(
     ("rules", "mesh"),
     [
-        ("experts_padded+distributed", {"data": 2, "expert": 2}),
+        pytest.param(
+            "experts_padded+distributed", {"data": 2, "expert": 2}, marks=pytest.mark.slow
+        ),
         pytest.param("experts_gather+zero3", {"data": 2, "expert": 2}, marks=pytest.mark.slow),
         pytest.param("experts_padded+zero2", {"data": 2, "expert": 2}, marks=pytest.mark.slow),
         pytest.param(

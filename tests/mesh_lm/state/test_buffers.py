@@ -202,7 +202,8 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     )
 
 
-@pytest.mark.parametrize("place", ["tensor", pytest.param("flat stages", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["tensor", "flat stages"])
 def test_local_checkpoints_keep_buffers(place: str, tmp_path: Path) -> None:
     policy = CheckpointConfig(every=10, local=str(tmp_path / "disk"), local_every=2)
     config = config_at(tmp_path / "run", place, checkpoint=policy)

@@ -193,6 +193,8 @@ def test_matrices_of_which_devices_multiply_parts() -> None:
     assert "matrices (blocks.up) of which a device has a part" in found.text
     assert "over fsdp in 2 collectives" in found.text
     assert "--rules=hsdp+megatron_sp+owner" in found.fix
+    changed = only(lint(report(*gathers, table, **multiplies), rules.replace(), AXES))
+    assert "sharding_rules.owner.with_owners" in changed.fix
     assert found.bytes == sum(int(one.wire) for one in gathers)
     # AdamW multiplies no matrices.
     assert "divided-matrices" not in {one.check for one in lint(report(*gathers), rules, AXES)}
