@@ -5,9 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mesh_lm.config import TrainConfig
+from mesh_lm.model import DecoderConfig
+from mesh_lm.planning.best import fields_as_they_are, options
 from mesh_lm.planning.studies.guide import advice
 from mesh_lm.planning.studies.output import read_csv
 from mesh_lm.planning.studies.strategies import StrategyRow, points_of, winner
+from sharding_rules import MeshConfig
+from sharding_rules.mesh import AXES
 from tests.docs.markdown import table
 
 STUDIES = Path(__file__).resolve().parents[2] / "docs" / "studies"
@@ -38,12 +43,20 @@ def strategy_advice() -> str:
         if one.last_gpus > one.first_gpus:
             gpus += f" to {one.last_gpus:,}"
         mfu = f"{one.mfu[0]:.0%} to {one.mfu[1]:.0%}" if one.mfu else ""
-        command = f"`mesh-lm plan CONFIG --devices={one.first_gpus} {one.options}`"
+        command = f"`mesh-lm plan CONFIG --devices={one.first_gpus} {_shorter(one.options)}`"
         lines.append([
             one.size.upper(), gpus, one.strategy or "-", one.reason, mfu,
             command if one.strategy else "",
         ])  # fmt: skip
     return table(["model", "GPUs", "strategy", "why", "MFU", "on the first number of GPUs"], lines)
+
+
+def _shorter(words: str) -> str:
+    """Returns the words of a command line without those that set a default of the layout."""
+    config = TrainConfig(model=DecoderConfig(), output="", mesh=MeshConfig(data=1))
+    default = {f"mesh.{axis}": 1 for axis in AXES} | {"mesh.extra": ()} | fields_as_they_are(config)
+    known = set(options(default))
+    return " ".join(word for word in words.split() if word not in known)
 
 
 TABLES = {"strategy map": strategy_map, "strategy advice": strategy_advice}
