@@ -1,9 +1,9 @@
 """How far the formulas of the planner are from compiled programs, and their constants fitted again.
 
 The programs are those of the newest results of `best_layouts` and `random_layouts`, which were
-priced before they were compiled. A fit minimises the squared logarithm of paper over compiled step,
-and stays close to the present constants where the programs say nothing (ridge). `--write` puts the
-fitted values into mesh_lm/planning/paper/constants.py. Needs no compiler.
+priced before they were compiled. A fit minimises the squared logarithms of paper over compiled step
+and peak, and stays close to the present constants where the programs say nothing (ridge). `--write`
+puts the fitted values into mesh_lm/planning/paper/constants.py. Needs no compiler.
 """
 
 from __future__ import annotations
@@ -119,32 +119,42 @@ def upper_bounds(like: Any) -> np.ndarray:
 # Prices and errors.
 
 
-def steps_on_paper(pool: Pool, constants: Any) -> np.ndarray:
-    """Returns the steps of a pool, in seconds."""
+def on_paper(pool: Pool, constants: Any) -> Any:
+    """Returns the formulas' prices of a pool (`mesh_lm.planning.paper.price.Price`)."""
     from mesh_lm.planning.best import hardware_of
     from mesh_lm.planning.paper.price import price
 
-    return price(pool.sizes, pool.layouts, hardware_of(TARGET), constants).seconds
+    return price(pool.sizes, pool.layouts, hardware_of(TARGET), constants)
 
 
-def fitted(fit_to: Sequence[Pool], start: Any) -> Any:
-    """Returns the constants that predict the steps of these pools best."""
+def fitted(fit_to: Sequence[Pool], start: Any, near: Any = None) -> Any:
+    """Returns the constants that predict the steps and peaks of these pools best.
+
+    near: a fit to almost the same pools, from which a few iterations suffice.
+    """
     x0 = to_vector(start)
     upper = upper_bounds(start)
     scale = np.maximum(np.abs(x0), 0.1 * upper)
 
     def residuals(vector: np.ndarray) -> np.ndarray:
         constants = from_vector(vector, start)
-        errors = [
+        errors: list[np.ndarray] = []
+        for pool in fit_to:
+            paper = on_paper(pool, constants)
             # Each model counts alike, however many of its programs were compiled.
-            np.log(steps_on_paper(pool, constants) / pool.steps)[pool.fits]
-            / np.sqrt(max(1, pool.fits.sum()))
-            for pool in fit_to
-        ]
+            weight = 1 / np.sqrt(max(1, pool.fits.sum()))
+            errors.append(weight * np.log(paper.seconds / pool.steps)[pool.fits])
+            errors.append(weight * np.log(paper.peak / pool.peaks)[pool.fits])
         return np.concatenate([*errors, _RIDGE * (vector - x0) / scale / np.sqrt(len(x0))])
 
-    inside = np.clip(x0, 1e-6 * upper, (1 - 1e-6) * upper)
-    result = least_squares(residuals, inside, bounds=(np.zeros_like(upper), upper), x_scale=scale)
+    inside = np.clip(to_vector(near or start), 1e-6 * upper, (1 - 1e-6) * upper)
+    result = least_squares(
+        residuals,
+        inside,
+        bounds=(np.zeros_like(upper), upper),
+        x_scale=scale,
+        max_nfev=8 if near else None,
+    )
     return from_vector(result.x, start)
 
 
@@ -202,7 +212,9 @@ def main() -> int:
 
 def _row(pool: Pool, data: Sequence[Pool], constants: Any, start: Any) -> Row:
     others = [other for other in data if other is not pool]
-    left_out = errors_of(pool, steps_on_paper(pool, fitted(others, start))) if others else None
+    without = on_paper(pool, fitted(others, start, near=constants)) if others else None
+    left_out = errors_of(pool, without.seconds) if without else None
+    now = on_paper(pool, constants)
     predicted = errors_of(pool, pool.paper_steps)
     peak = np.abs(pool.paper_peaks / pool.peaks - 1)
     return {
@@ -211,13 +223,15 @@ def _row(pool: Pool, data: Sequence[Pool], constants: Any, start: Any) -> Row:
         "fit": int(pool.fits.sum()),
         "predicted_mean": _mean(predicted),
         "predicted_max": _max(predicted),
-        "fitted_mean": _mean(errors_of(pool, steps_on_paper(pool, constants))),
+        "fitted_mean": _mean(errors_of(pool, now.seconds)),
         "left_out_mean": _mean(left_out),
         "left_out_max": _max(left_out),
         "spearman": rank_correlation(pool, pool.paper_steps),
-        "spearman_fitted": rank_correlation(pool, steps_on_paper(pool, constants)),
+        "spearman_fitted": rank_correlation(pool, now.seconds),
         "peak_mean": _mean(peak),
         "peak_max": _max(peak),
+        "peak_fitted_mean": _mean(np.abs(now.peak / pool.peaks - 1)),
+        "peak_left_out_mean": _mean(np.abs(without.peak / pool.peaks - 1)) if without else None,
     }
 
 

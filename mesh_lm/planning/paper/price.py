@@ -510,7 +510,9 @@ class _Step:
         moments = 2 * _F32 * params / moment_ways
         gradient_ways = np.where(is_zero3, layouts.data, 1)
         layer_gradients = _F32 * self._layer_params / gradient_ways
-        accumulated = np.where(layouts.microbatches > 1, _F32 * params / gradient_ways, 0)
+        # Without stages the gradients of layers are added in place.
+        summed_apart = np.where(has_stages, params, self._end_params)
+        accumulated = np.where(layouts.microbatches > 1, _F32 * summed_apart / gradient_ways, 0)
 
         kept = self._kept_bytes()
         per_chunk = self._layers_of_chunk
@@ -523,6 +525,9 @@ class _Step:
             in_flight * stream + per_chunk * kept,
         )
         residuals = np.where(has_stages, stash, self._layers * kept)
+        hidden = _BF16 * tokens * up
+        unrolled = self._by_remat(self.constants.unrolled_memory) * self._layers * hidden
+        residuals = residuals + layouts.unroll * unrolled
 
         layer_weights = _BF16 * sizes.matrices / t
         gathers = self._gather_ways > 1
@@ -544,4 +549,5 @@ class _Step:
         in_layers = base + accumulated + residuals + chunk_gradients + sliced
         in_layers = in_layers + end_gradients + in_use + work
         in_update = base + _F32 * params / gradient_ways
-        return np.maximum(np.maximum(in_loss, in_layers), in_update)
+        most = np.maximum(np.maximum(in_loss, in_layers), in_update)
+        return (1 + self.constants.fragmentation_share) * most
