@@ -62,7 +62,7 @@ SUBJECTS = (
             {"tensor": GPUS}),
     Subject("parallelism", "pipeline 8", {"rules": "ddp", "model.remat": "full"},
             {"pipeline": GPUS}),
-    Subject("parallelism", "sequence 8, zero3", {"rules": "zero3", "model.remat": "full"},
+    Subject("parallelism", "sequence 8, zero3", {"rules": "zero3+ulysses", "model.remat": "full"},
             {"sequence": GPUS}),
 )  # fmt: skip
 

@@ -32,6 +32,8 @@ class AdamW8:
     """
 
     elementwise: ClassVar[bool] = False
+    by_layer: ClassVar[bool] = True
+    """All moments at once, dequantized, would take the memory that 8 bits save."""
     beta1: float = option(0.9, least=0, below=1)
     """Decay rate of the first moment."""
     beta2: float = option(0.95, least=0, below=1)

@@ -102,8 +102,9 @@ class Rule(Protocol):
         It is traced under jit. count: int32, the number of earlier updates. leaves: the parameters,
         whose logical axes tell matrices from other parameters. Gradients and directions are
         float32. Stacked parameters have layers as leading dimension; padding rows are zero.
-        Under optimizer.offload it is called for some parameters at a time, one layer of them: what
-        it returns for a parameter may depend on that parameter and layer alone.
+        Under optimizer.offload, and for a rule with `by_layer = True`, it is called for some
+        parameters at a time, one layer of them: what it returns for a parameter may depend on that
+        parameter and layer alone.
         """
         ...
 

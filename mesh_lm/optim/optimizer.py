@@ -27,6 +27,13 @@ class Optimizer:
     diloco: DilocoConfig = DilocoConfig()
     """The outer step of islands; without them nothing."""
 
+    @property
+    def updates_by_layer(self) -> bool:
+        """Whether layers are updated one after another, so that what an update needs besides the
+        state is that of one layer.
+        """
+        return bool(self.config.offload) or getattr(self.config.rule, "by_layer", False)
+
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         """Returns the optimizer state of parameters, see `Rule.slots`.
 

@@ -1,5 +1,6 @@
 """The update with parts of the state in the hosts' memory (optimizer.offload): a layer at a time,
-so that the devices hold one layer of these parts.
+so that the devices hold one layer of these parts. Rules whose updates need much memory besides the
+state take the same way (`Optimizer.updates_by_layer`).
 
 The stacks of the layers are the carry of a loop, which XLA updates in place: it copies one row to
 the device, updates it and copies it back. Other forms of the loop were compiled for an H100 and

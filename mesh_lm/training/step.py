@@ -84,6 +84,8 @@ def train_step(
     weight_specs = masters(layout)
     slot_names = list(optimizer.slots(weight_specs))
     unflattened = [name for name in weight_specs if name not in flat.leaves]
+    # Islands update their weights in a region of their own.
+    updates_by_layer = optimizer.updates_by_layer and not n_islands(layout, optimizer)
     region = region_with_feedback
     if has_noise_scale:
         region = partial(region_with_feedback, replica_square=True)
@@ -118,7 +120,7 @@ def train_step(
             old = Update(weights, slots, buffers, state["recent"], feedback)
 
             n_updates = state["step"] - state["skipped"]
-            if optimizer.config.offload:
+            if updates_by_layer:
                 by_layer = offload.update(
                     layout,
                     optimizer,

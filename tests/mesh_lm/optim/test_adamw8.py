@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from support import GPT, by_stage, host_batch, in_model_order, initial, on_devices, shard_on
 
-from mesh_lm.config import OptimizerConfig, load
+from mesh_lm.config import OptimizerConfig, TrainConfig, load
 from mesh_lm.errors import ConfigError
 from mesh_lm.optim import AdamW, AdamW8, ArraySpec, Optimizer, Rule
 from mesh_lm.optim.quantization import dequantized, quantized, quantized_root
 from mesh_lm.parallel.layout import ModelLayout
+from mesh_lm.planning.program import Program
 from mesh_lm.state import abstract_state, parts
+from mesh_lm.training import offload
 from mesh_lm.training.check import check
 from mesh_lm.training.step import train_step
 from sharding_rules import ShardingRuleError
@@ -196,7 +198,22 @@ def updated(where: str) -> dict[str, np.ndarray]:
     declared = parts(layout, made)
     state = zeros(layout, made)
     slots = {slot: state[slot] for slot in SLOTS}
-    update = jax.jit(functools.partial(made.update, leaves=layout.leaves))
+
+    @jax.jit
+    def update(grads: Any, slots: Any, weights: Any, number: jax.Array) -> offload.Updated:
+        return offload.update(
+            layout,
+            made,
+            grads,
+            weights,
+            slots,
+            {},
+            grad_norm=jnp.float32(0.5),
+            step=number,
+            n_updates=number,
+            accepted=jnp.bool_(True),
+        )
+
     random = np.random.default_rng(0)
     weights = by_stage(layout, initial(layout))
     gradient_shardings = layout.shardings("gradients")
@@ -205,9 +222,7 @@ def updated(where: str) -> dict[str, np.ndarray]:
         for name, leaf in layout.leaves.items():
             grad = random.normal(size=leaf.shape) * 10.0 ** random.uniform(-4, 0, leaf.shape)
             grads[name] = jax.device_put(grad.astype(np.float32), gradient_shardings[name])
-        weights, slots = update(
-            grads, np.float32(0.5), slots, weights, np.int32(n_updates), np.int32(n_updates)
-        )
+        weights, slots, _ = update(grads, slots, weights, np.int32(n_updates))
         for slot in SLOTS:
             for name, x in slots[slot].items():
                 slots[slot][name] = jax.device_put(x, declared[slot].shardings[name])
@@ -304,6 +319,34 @@ def test_blocks_that_a_device_would_share_are_refused() -> None:
     assert str(caught.value).endswith(
         "has 8 elements on a device; shard them over fewer devices, or use optimizer.rule=adamw"
     )
+
+
+@pytest.mark.deviceless
+def test_the_update_needs_the_fp32_moments_of_one_layer(reports: str) -> None:
+    """Those of all layers at once would take what 8 bits save."""
+
+    model = dataclasses.replace(
+        GPT, n_layers=8, d_model=512, n_heads=8, seq_len=512, vocab_size=4096,
+        dtype="bfloat16", remat="full", dropout=0.0, attention="xla",
+    )  # fmt: skip
+
+    def program(rule: Rule) -> Program:
+        config = TrainConfig(model, output="out", optimizer=OptimizerConfig(rule))
+        config = dataclasses.replace(
+            config,
+            train=dataclasses.replace(config.train, global_batch=8, microbatches=4),
+            launch=dataclasses.replace(config.launch, compile_cache=reports),
+        )
+        return Program.of(config, "h100", 1)
+
+    plain = program(AdamW())
+    found = program(AdamW8())
+
+    def slot_bytes(one: Program) -> int:
+        return sum(part.nbytes for name, part in one.declared.items() if name != "params")
+
+    saved = slot_bytes(plain) - slot_bytes(found)
+    assert plain.compile().peak_bytes - found.compile().peak_bytes > 0.8 * saved > 0
 
 
 @pytest.mark.parametrize(("block_size", "nbytes"), [(32, 2.25), (64, 2.125), (128, 2.0625)])
