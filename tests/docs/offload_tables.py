@@ -45,6 +45,7 @@ def chosen() -> str:
     """Returns a row for each way to save memory."""
     rows = []
     for row in tables_of("memory_choices")["One model with each way to save memory"]:
+        of_state = [row.get(f"{kind}_gib") or 0 for kind in ("params", "moments", "gradients")]
         of_layers = sum(
             row.get(f"{kind}_gib") or 0 for kind in ("residuals", "activations", "logits")
         )
@@ -53,11 +54,9 @@ def chosen() -> str:
                 row["group"],
                 row["name"],
                 f"{row['peak_gib']:.1f}" + ("" if row["fits"] else ", does not fit"),
-                *(
-                    f"{row.get(f'{kind}_gib') or 0:.1f}"
-                    for kind in ("params", "moments", "gradients", "weights in use")
-                ),
+                *(f"{gib:.1f}" for gib in of_state),
                 f"{of_layers:.1f}",
+                f"{row['peak_gib'] - sum(of_state) - of_layers:.1f}",
                 f"{row['host_gib']:.1f}",
                 f"{row['step_s']:.2f} to {row['step_slow_s']:.2f}",
             ]
@@ -67,10 +66,10 @@ def chosen() -> str:
         "with",
         "GiB of a GPU",
         "weights",
-        "moments",
+        "master and moments",
         "gradients",
-        "weights in use",
         "activations",
+        "others",
         "GiB of the host",
         "step, s",
     ]
