@@ -326,12 +326,8 @@ class SavedCheckpoint:
             part = differing[0]
             leaves = _shape_differences(saved.get(part, {}), expected.get(part, {}))
             lines.append(f"{part}/{leaves[0]}")
-            # It may be the same rule with other options, such as a block size.
-            settings += [
-                f"optimizer.rule.{option}={value}"
-                for option, value in (description or {}).items()
-                if option not in ("class", "module")
-            ]
+            if "block_size" in (description or {}):
+                settings.append(f"optimizer.rule.block_size={description['block_size']}")
         lines.append(
             f"set {', '.join(settings)}, or use a new output directory with "
             f"init_from={self.path} to start from its weights"
