@@ -497,6 +497,12 @@ class _Search:
             kind = _kind(row)
             if kind in kinds:
                 continue
+            # Where the formulas have all layouts with stages wrong, or all without, the last of the
+            # first round is of the others.
+            is_last = not self.trials and len(chosen) == most - 1 > 0
+            families = {_has_stages(one) for one in (*chosen, row)}
+            if is_last and len(families) == 1 and self.has_both_families(seconds):
+                continue
             fields = fields_of(row, self.config)
             if self.name(fields) in tried or not self.can_run(fields):
                 continue
@@ -509,6 +515,12 @@ class _Search:
             if self.name(fields) not in tried and self.can_run(fields):
                 chosen.append(smallest)
         return chosen
+
+    def has_both_families(self, seconds: np.ndarray) -> bool:
+        """Returns whether layouts with stages and layouts without are expected to fit."""
+        has_stages = self.layouts.pipeline > 1
+        fits = np.isfinite(seconds)
+        return bool((fits & has_stages).any() and (fits & ~has_stages).any())
 
     def fastest(self) -> Trial | None:
         """Returns the fastest that fits of those that were compiled and have what is kept."""
@@ -551,7 +563,8 @@ class _Search:
 
     def corrected(self) -> Price:
         """Returns the prices, multiplied by what compiled layouts of the same kind came out at, in
-        the median; those of other kinds by the mean of all and of the paper itself.
+        the median; those of other kinds by the mean of all with stages, or of all without, and of
+        the paper itself.
         """
         trials = [*self.trials, *([self.committed] if self.committed else [])]
         compiled = [trial for trial in trials if trial.row and trial.report.timeline]
@@ -562,26 +575,32 @@ class _Search:
         by_kind: dict[tuple[float, ...], _Ratios] = {}
         # Paper is an observation, too, so that a kind is not given up for what one program of
         # another kind came out at.
-        everything = _Ratios([1.0], [])
+        families = {has_stages: _Ratios([1.0], []) for has_stages in (False, True)}
         self.is_too_large[:] = False
         for trial, row, step, peak in zip(compiled, rows, paper.seconds, paper.peak, strict=True):
             of_kind = by_kind.setdefault(_kind(row), _Ratios([], []))
+            of_family = families[_has_stages(row)]
             time_ratio = trial.seconds / step
-            for ratios in (of_kind, everything):
+            for ratios in (of_kind, of_family):
                 ratios.peak.append(trial.report.peak_bytes / peak)
             if self.lacks_memory(trial, time_ratio):
                 # The step says nothing about layouts that need less.
                 self.is_too_large |= self.alike(row) & (self.price.peak > _SMALLER * peak)
                 continue
-            for ratios in (of_kind, everything):
+            for ratios in (of_kind, of_family):
                 ratios.seconds.append(time_ratio)
 
-        otherwise = statistics.geometric_mean(everything.seconds)
+        has_stages = self.layouts.pipeline > 1
+        means = [statistics.geometric_mean(families[one].seconds) for one in (False, True)]
+        medians = [statistics.median(families[one].peak or [1.0]) for one in (False, True)]
+        otherwise = np.where(has_stages, means[1], means[0])
         seconds = self.price.seconds * otherwise
-        peak = self.price.peak * statistics.median(everything.peak)
+        peak = self.price.peak * np.where(has_stages, medians[1], medians[0])
         for kind, ratios in by_kind.items():
-            alike = self.alike(dict(zip(_KIND, kind, strict=True)))
-            seconds = np.where(alike, self.price.seconds * ratios.of_seconds(otherwise), seconds)
+            row: dict[str, float] = dict(zip(_KIND, kind, strict=True))
+            alike = self.alike(row)
+            ratio = ratios.of_seconds(means[_has_stages(row)])
+            seconds = np.where(alike, self.price.seconds * ratio, seconds)
             peak = np.where(alike, self.price.peak * statistics.median(ratios.peak), peak)
         return Price(seconds, self.price.exposed, peak)
 
@@ -604,6 +623,10 @@ _KIND = ("pipeline", "data", "fsdp", "tensor", "replicas", "sequence_parallel")
 
 def _kind(row: Mapping[str, float]) -> tuple[float, ...]:
     return tuple(row[column] for column in _KIND)
+
+
+def _has_stages(row: Mapping[str, float]) -> bool:
+    return row["pipeline"] > 1
 
 
 def fields_of(row: Mapping[str, float], config: TrainConfig) -> Fields:
