@@ -129,8 +129,8 @@ def _of_mesh(sizes: ModelSizes, axes: Mapping[str, int]) -> Iterator[np.ndarray]
         choices["replicas"] = (ZERO3,) if has_stages else (DDP, ZERO1, DISTRIBUTED, ZERO3)
     choices["sequence_parallel"] = (0, 1) if axes["tensor"] > 1 else (0,)
     choices["remat"] = (NONE, SAVE_NAMES, FULL, SAVE_ATTENTION)
-    choices["remat_share"] = (1.0,) if has_stages else (0.125, 0.25, 0.5, 0.75, 1.0)
-    choices["kept_share"] = (0.0,) if has_stages else (0.0, 0.5, 1.0)
+    choices["remat_share"] = (1.0,) if has_stages else (0.125, 0.25, 0.5, 0.75, 0.875, 1.0)
+    choices["kept_share"] = (0.0,) if has_stages else (0.0, 0.25, 0.5, 0.75, 1.0)
     choices["keeps_residuals"] = (0, 1) if has_stages else (1,)
     can_unroll = not has_stages and sizes.layers <= MOST_UNROLLED
     choices["unroll"] = (0, 1) if can_unroll else (0,)
