@@ -49,6 +49,7 @@ PAGES = {
     "benchmarks/results/context_lengths", "benchmarks/results/reductions",
     "benchmarks/results/jax_versions", "benchmarks/results/best_layouts",
     "benchmarks/results/random_layouts", "benchmarks/results/offload",
+    "benchmarks/results/memory_choices",
     "benchmarks/results/bars_base_h100-jax-0.10.2.md",
 }  # fmt: skip
 """Those that are known to; of results the beginnings of their names."""

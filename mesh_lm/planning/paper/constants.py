@@ -69,8 +69,8 @@ class Constants:
 
 
 FITTED = Constants()
-"""The values that predict the steps of the programs of benchmarks/best_layouts.py within 4 % in the
-mean, and 22 % at most; those of random models and layouts within 9 %, and 44 % at most."""
+"""The values that predict the steps of the programs of benchmarks/best_layouts.py within 5 % in the
+mean, and 24 % at most; those of random models and layouts within 9 %, and 44 % at most."""
 
 
 class FormulaError(NamedTuple):

@@ -71,7 +71,7 @@ def test_bytes_are_those_of_the_closed_forms(name: str, n_devices: int) -> None:
         kind = "stages that recompute" if recomputes else "others"
         differences[kind].append(abs(waiting / sent - 1) if sent else waiting)
     assert len(differences["others"]) > SAMPLE / 4
-    assert max(differences["others"]) < 0.04
+    assert max(differences["others"]) < 0.05
     assert float(np.median(differences["others"])) < 0.01
     # A stage that recomputes has one more tick, and its collectives are not priced apart.
     assert max(differences["stages that recompute"], default=0) < 0.15
