@@ -16,6 +16,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+from offload import ALL, GIB, memory_and_step
 from record import Record, Row, options
 
 TARGET = "h100"
@@ -27,7 +28,6 @@ NOTE = (
     "peak: of one GPU, in GiB, and below it the classes at that moment. Times are predicted, never "
     "measured; slow: at the sustained rates."
 )
-ALL = ("mu", "nu", "master")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,20 +105,11 @@ def compiled(subject: Subject, quick: bool) -> Row:
 
     config = prepared(subject, quick)
     report = compile_config(config, TARGET, GPUS, flags(flags_of(config, TARGET)))
-    fast = report.timeline
-    slow = report.sustained
-    assert fast is not None and slow is not None
-    gib = 2**30
     return {
         "group": subject.group,
         "name": subject.name,
-        "peak_gib": report.peak_bytes / gib,
-        "usable_gib": report.hbm / gib,
-        "fits": report.fits,
-        "host_gib": report.host_bytes / gib,
-        "step_s": fast.step / 1e6,
-        "step_slow_s": slow.step / 1e6,
-        **{f"{kind}_gib": n / gib for kind, n in report.memory.by_kind.items()},
+        **memory_and_step(report),
+        **{f"{kind}_gib": n / GIB for kind, n in report.memory.by_kind.items()},
         "seconds": report.compile_seconds,
     }
 

@@ -21,6 +21,7 @@ from record import Record, Row, options
 
 TARGET = "h100"
 MICROBATCHES = 16
+GIB = 2**30
 TITLE = "Memory of a GPU and of its host"
 NOTE = (
     "peak: of one GPU. host: pinned memory for each GPU. copied: over PCIe in a step, both "
@@ -110,10 +111,6 @@ def measured(subject: Subject, quick: bool) -> Row:
 
     config = prepared(subject, quick)
     report = compile_config(config, TARGET, subject.devices, flags(flags_of(config, TARGET)))
-    fast = report.timeline
-    slow = report.sustained
-    assert fast is not None and slow is not None
-    gib = 2**30
     return {
         "name": subject.name,
         "config": subject.config,
@@ -121,19 +118,26 @@ def measured(subject: Subject, quick: bool) -> Row:
         "gpus": subject.devices,
         "tokens": config.model.seq_len,
         "offload": ",".join(subject.offload) or "none",
-        "peak_gib": report.peak_bytes / gib,
-        "usable_gib": report.hbm / gib,
-        "fits": report.fits,
-        "host_gib": report.host_bytes / gib,
-        "host_temporaries_gib": report.memory.host.temporaries / gib,
+        **memory_and_step(report),
+        "host_temporaries_gib": report.memory.host.temporaries / GIB,
         "within_host": sum(copy.direction == "within host" for copy in report.host_copies),
-        "copied_gib": report.host_copy_bytes / gib,
-        "pcie_s": fast.host / 1e6,
-        "pcie_slow_s": slow.host / 1e6,
-        "exposed_s": fast.host_exposed / 1e6,
-        "step_s": fast.step / 1e6,
-        "step_slow_s": slow.step / 1e6,
+        "copied_gib": report.host_copy_bytes / GIB,
+        "pcie_s": report.timeline.host / 1e6,
+        "pcie_slow_s": report.sustained.host / 1e6,
+        "exposed_s": report.timeline.host_exposed / 1e6,
         "seconds": report.compile_seconds,
+    }
+
+
+def memory_and_step(report: Any) -> Row:
+    """Returns the memory of a GPU and of its host, in GiB, and both ends of the step, in seconds."""
+    return {
+        "peak_gib": report.peak_bytes / GIB,
+        "usable_gib": report.hbm / GIB,
+        "fits": report.fits,
+        "host_gib": report.host_bytes / GIB,
+        "step_s": report.timeline.step / 1e6,
+        "step_slow_s": report.sustained.step / 1e6,
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
 
 from mesh_lm.errors import ConfigError
 from mesh_lm.fields import bound_problems
@@ -32,7 +31,7 @@ def optimizer_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str
     yield from _offload_problems(optimizer, rules)
     if rule.elementwise:
         return
-    for row in _flat_rows("optimizer", rules)[:1]:
+    for row in _flat_rows(rules)[:1]:
         entry = rules.column("optimizer")[row]
         yield (
             f"optimizer.rule={rule_name(rule)} needs full matrices, but rules {rules.name!r} store "
@@ -48,7 +47,7 @@ def _offload_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str]
     words = ",".join(optimizer.offload)
     name = rule_name(optimizer.rule)
     slots = list(optimizer.rule.slots({}))
-    flat_rows = _flat_rows("optimizer", rules)
+    flat_rows = _flat_rows(rules)
     known = [*slots, *([MASTER] if flat_rows else [])]
     for part in dict.fromkeys(optimizer.offload):
         if part in known:
@@ -74,10 +73,10 @@ def _offload_problems(optimizer: OptimizerConfig, rules: Rules) -> Iterator[str]
         yield f"optimizer.offload={words} names a part more than once; leave out the others"
 
 
-def _flat_rows(column: Literal["optimizer"], rules: Rules) -> list[str]:
-    """Returns the rows of flat vectors that shard over a mesh axis."""
+def _flat_rows(rules: Rules) -> list[str]:
+    """Returns the rows of the optimizer's column that shard flat vectors over a mesh axis."""
     return [
         row
-        for row, entry in rules.column(column).items()
+        for row, entry in rules.column("optimizer").items()
         if row.rpartition("/")[2] == FLAT and entry is not None
     ]

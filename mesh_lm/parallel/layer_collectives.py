@@ -175,10 +175,7 @@ def with_row(stacked: Params, row: jax.Array, values: Params) -> Params:
 
 def with_row_added(totals: Params, row: jax.Array, values: Params) -> Params:
     """Returns arrays [rows, ...] with values added to a row, in place inside a loop."""
-    old_values = {
-        name: lax.dynamic_index_in_dim(totals[name], row, keepdims=False) for name in values
-    }
-    return with_row(totals, row, jax.tree.map(jnp.add, old_values, values))
+    return with_row(totals, row, jax.tree.map(jnp.add, row_of(totals, row), values))
 
 
 def zeros_on_device(like: Params) -> Params:

@@ -30,6 +30,7 @@ from mesh_lm.parallel.feedback import feedback_of
 from mesh_lm.parallel.flat import FlatLayout, serialized_on_cpu
 from mesh_lm.parallel.layout import ModelLayout, segment_of
 from mesh_lm.state import MASTER, StatePart, masters, parts
+from mesh_lm.state.diloco import n_islands
 from sharding_rules import axes_of
 
 _SLICE_BYTES = 2**26
@@ -56,6 +57,13 @@ class _Scalars(NamedTuple):
     """False: the step changes nothing."""
 
 
+def updates_by_layer(layout: ModelLayout, optimizer: Optimizer) -> bool:
+    """Returns whether a step calls `update`. Islands never do: they update their weights in a
+    region of their own.
+    """
+    return optimizer.updates_by_layer and not n_islands(layout, optimizer)
+
+
 def packs_rows(layout: ModelLayout) -> bool:
     """Returns whether the update makes vectors of the gradients' matrices, a row at a time. The
     gradients are then those of matrices, not of flat vectors.
@@ -70,7 +78,7 @@ def packs_rows(layout: ModelLayout) -> bool:
 
 def gradient_layout(layout: ModelLayout, optimizer: Optimizer) -> FlatLayout:
     """Returns the vectors that the gradients are of (`region_with_feedback`)."""
-    if optimizer.config.offload and packs_rows(layout):
+    if updates_by_layer(layout, optimizer) and packs_rows(layout):
         return FlatLayout()
     return layout.flat
 
@@ -135,7 +143,7 @@ class _Update:
         """Raises ConfigError for a slot without a row for each layer, or each row of a table that
         is updated in slices.
         """
-        config = self._optimizer.config
+        rule = rule_name(self._optimizer.config.rule)
         for slot, part in self._parts.items():
             if part.kind != "optimizer" or slot == MASTER:
                 continue
@@ -145,10 +153,10 @@ class _Update:
                 if is_whole or leaf.shape[:1] == weight.shape[:1]:
                     continue
                 raise ConfigError(
-                    f"optimizer.offload={','.join(config.offload)}: the slot {slot!r} of the rule "
-                    f"{rule_name(config.rule)} has the shape {leaf.shape} for {name}, whose shape "
-                    f"is {weight.shape}; the update goes through rows, so both need "
-                    "the same number of them"
+                    f"optimizer.rule={rule}: its slot {slot!r} has the shape {leaf.shape} for "
+                    f"{name}, whose shape is {weight.shape}; an update by layers (of a rule with "
+                    "by_layer, or with optimizer.offload) goes through rows, so both need the same "
+                    "number of them"
                 )
 
     def __call__(

@@ -84,8 +84,7 @@ def train_step(
     weight_specs = masters(layout)
     slot_names = list(optimizer.slots(weight_specs))
     unflattened = [name for name in weight_specs if name not in flat.leaves]
-    # Islands update their weights in a region of their own.
-    updates_by_layer = optimizer.updates_by_layer and not n_islands(layout, optimizer)
+    updates_by_layer = offload.updates_by_layer(layout, optimizer)
     region = region_with_feedback
     if has_noise_scale:
         region = partial(region_with_feedback, replica_square=True)

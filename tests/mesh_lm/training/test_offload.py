@@ -312,7 +312,7 @@ class SharedNorm(Lion):
 
 def test_a_slot_without_rows_is_refused() -> None:
     case = CASES["lion"]._replace(rule=SharedNorm())
-    with pytest.raises(ConfigError, match=r"the slot 'shared' of the rule .* goes through rows"):
+    with pytest.raises(ConfigError, match=r"its slot 'shared' has the shape .* goes through rows"):
         state = abstract_state(layout_of(case), optimizer_of(case, offloads=True))
         step = train_step(layout_of(case), optimizer_of(case, offloads=True), seed=0)
         step.lower(state, on_devices(host_batch(MICROBATCHES), layout_of(case)))
