@@ -191,7 +191,7 @@ class DataConfig:
     last, partial sequence of each held-out text is left out instead of padded (Megatron's default).
     mask_document_start: the first token of each document is not in the loss (--eod-mask-loss)."""
     fim_rate: float = 0.0
-    """Fraction of training documents that are rearranged for fill-in-the-middle (FIM, arXiv
+    """Fraction of training documents in fill-in-the-middle order (FIM, arXiv
     2207.14255)."""
     fim_spm_rate: float = expert(0.5)
     """Fraction of FIM documents in suffix-prefix-middle order; the others are in

@@ -38,9 +38,9 @@ class OptimizerConfig:
     clip_norm: float = option(1.0, least=0, below=math.inf)
     """Clip gradients to this global L2 norm; 0: off."""
     offload: tuple[str, ...] = ()
-    """Parts of the state that are kept in the hosts' pinned memory, and updated a layer at a time:
-    slots of the rule, such as mu,nu, and master, the fp32 weights of rules with flat vectors
-    (docs/memory.md)."""
+    """Parts of the state that the hosts' pinned memory keeps, such as mu,nu (docs/memory.md). They
+    are slots of the rule, and master, the fp32 weights of rules with flat vectors; they are updated
+    a layer at a time."""
 
 
 @dataclasses.dataclass(frozen=True)

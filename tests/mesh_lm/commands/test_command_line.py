@@ -335,6 +335,16 @@ def test_help(
         assert expected in words
 
 
+def test_the_help_is_short(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a terminal is 80 columns wide, the help of the tiny config has under 200 lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse(["--config=configs/gpt_tiny.py", "--help"])
+    assert capsys.readouterr().out.count("\n") < 200
+
+
 def test_only_the_command_line_knows_tyro() -> None:
     code = (
         "import sys, mesh_lm.config, mesh_lm.report; sys.exit(sorted({'tyro', 'matplotlib'} & "
