@@ -205,23 +205,65 @@ def test_islands_kill_and_resume_is_bitwise(arguments, tmp_path: Path) -> None:
             train.main(arguments(killed, **{**changes, "train__steps": 12, **other}))
 
 
+OFFLOADED = {
+    "fsdp": ("mu,nu", {"rules": "fsdp", "mesh__data": 1, "mesh__fsdp": 8}),
+    "distributed": ("mu,nu,master", {"rules": "distributed", "mesh__data": 8}),
+    "pipeline": (
+        "mu,nu",
+        {"rules": "zero1", "mesh__pipeline": 2, "mesh__data": 4, "train__microbatches": 2},
+    ),
+}
+"""Name -> parts of the state that are kept on the host, and the run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_a_killed_run_goes_on_with_its_state_elsewhere(
+    name: str, arguments, tmp_path: Path
+) -> None:
+    """A run that is killed with a part of its state in the hosts' memory, and goes on with all of
+    it on the devices, or the opposite, has the bits of one that moved it without being killed, and
+    the losses of one that never did."""
+    parts, run = OFFLOADED[name]
+    changes = run | {"train__steps": 8, "checkpoint__every": 4}
+    first, then = {"optimizer__offload": parts}, {"optimizer__offload": ""}
+    if name == "distributed":
+        first, then = then, first
+    straight, moved, killed = tmp_path / "straight", tmp_path / "moved", tmp_path / "killed"
+    assert train.main(arguments(straight, **changes, **first)) == 0
+    shutil.copytree(straight / "checkpoints" / "4", moved / "checkpoints" / "4")
+    assert train.main(arguments(moved, **changes, **then)) == 0
+    np.testing.assert_allclose(losses(moved), losses(straight)[4:], rtol=1e-6)
+
+    killed_after_step_6(arguments(killed, **changes, **first), killed)
+    assert train.main(arguments(killed, **changes, **then)) == 0
+    require_equal_state(killed, moved, 8)
+
+
 def resumed_as_uninterrupted(arguments, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Runs without an interruption, and again killed after step 6 and resumed from step 4; asserts
     that both end in the same state."""
     straight, killed, steps = tmp_path / "straight", tmp_path / "killed", changes["train__steps"]
     assert train.main(arguments(straight, **changes)) == 0
+    killed_after_step_6(arguments(killed, **changes), killed)
+    assert train.main(arguments(killed, **changes)) == 0
+    require_equal_state(killed, straight, steps)
+    assert [row["step"] for row in metrics(killed) if "loss" in row] == list(range(1, steps + 1))
 
-    process = spawn(arguments(killed, **changes), ("-c", KILLED))
+
+def killed_after_step_6(words: list[str], output: Path) -> None:
+    """Starts a run, which leaves a checkpoint of step 4."""
+    process = spawn(words, ("-c", KILLED))
     out = ended(process)
     assert process.returncode == -signal.SIGKILL, out
-    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["4"]
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["4"]
 
-    assert train.main(arguments(killed, **changes)) == 0
-    wanted, found = leaves(straight, steps), leaves(killed, steps)
+
+def require_equal_state(output: Path, reference: Path, step: int) -> None:
+    wanted, found = leaves(reference, step), leaves(output, step)
     assert found.keys() == wanted.keys() and len(wanted) > 20
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
-    assert [row["step"] for row in metrics(killed) if "loss" in row] == list(range(1, steps + 1))
 
 
 @pytest.mark.slow
