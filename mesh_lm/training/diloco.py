@@ -49,7 +49,8 @@ def on_each_island(
     def on_island(
         counters: State, island_state: State, batch: Batch
     ) -> tuple[State, State, Metrics]:
-        island_state = jax.tree.map(lambda x: x[0], island_state)
+        # A squeeze, which leaves arrays where they are, in the hosts' memory too.
+        island_state = jax.tree.map(lambda x: lax.squeeze(x, (0,)), island_state)
         # recent[0, 0] counts the steps that this island did not skip.
         n_updates = island_state["recent"][0, 0].astype(jnp.int32)
         state = {name: x for name, x in island_state.items() if name != WEIGHTS}
@@ -62,7 +63,7 @@ def on_each_island(
         new_island_state = {
             name: new_state["params" if name == WEIGHTS else name] for name in island_state
         }
-        new_island_state = jax.tree.map(lambda x: x[None], new_island_state)
+        new_island_state = jax.tree.map(lambda x: lax.expand_dims(x, (0,)), new_island_state)
         metrics = {**metrics, "skipped": counters["skipped"]}
         return {"step": new_state["step"]}, new_island_state, metrics
 

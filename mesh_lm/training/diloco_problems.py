@@ -56,11 +56,6 @@ def _step_problems(config: TrainConfig) -> Iterator[str]:
 def _unsupported(config: TrainConfig) -> Iterator[str]:
     rules = config.rules
     setting = f"diloco.outer_steps={config.diloco.outer_steps}"
-    if config.optimizer.offload:
-        yield (
-            f"optimizer.offload={','.join(config.optimizer.offload)}: {setting} keeps the state of "
-            "all islands on the devices; set optimizer.offload to nothing, or diloco.outer_steps=0"
-        )
     if config.mesh.pipeline > 1:
         yield (
             f"{setting}: an island cannot have pipeline stages yet, and "

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from mesh_lm.config import DilocoConfig
 from mesh_lm.errors import ConfigError
 from mesh_lm.optim import ArraySpec, Optimizer, Params
 from mesh_lm.optim.contract import ArraySpecs, Slots
@@ -30,7 +31,6 @@ from mesh_lm.parallel.feedback import feedback_of
 from mesh_lm.parallel.flat import FlatLayout, serialized_on_cpu
 from mesh_lm.parallel.layout import ModelLayout, segment_of
 from mesh_lm.state import MASTER, StatePart, masters, parts
-from mesh_lm.state.diloco import n_islands
 from sharding_rules import axes_of
 
 _SLICE_BYTES = 2**26
@@ -57,13 +57,6 @@ class _Scalars(NamedTuple):
     """False: the step changes nothing."""
 
 
-def updates_by_layer(layout: ModelLayout, optimizer: Optimizer) -> bool:
-    """Returns whether a step calls `update`. Islands never do: they update their weights in a
-    region of their own.
-    """
-    return optimizer.updates_by_layer and not n_islands(layout, optimizer)
-
-
 def packs_rows(layout: ModelLayout) -> bool:
     """Returns whether the update makes vectors of the gradients' matrices, a row at a time. The
     gradients are then those of matrices, not of flat vectors.
@@ -78,7 +71,7 @@ def packs_rows(layout: ModelLayout) -> bool:
 
 def gradient_layout(layout: ModelLayout, optimizer: Optimizer) -> FlatLayout:
     """Returns the vectors that the gradients are of (`region_with_feedback`)."""
-    if updates_by_layer(layout, optimizer) and packs_rows(layout):
+    if optimizer.updates_by_layer and packs_rows(layout):
         return FlatLayout()
     return layout.flat
 
@@ -131,7 +124,9 @@ class _Update:
         self._flat = layout.flat
         self._vectors = {vector.name: vector for vector in layout.flat.vectors}
         self._leaves = masters(layout)
-        self._parts = parts(layout, optimizer)
+        # An island updates its own arrays, which have no dimension of islands.
+        on_one_island = dataclasses.replace(optimizer, diloco=DilocoConfig())
+        self._parts = parts(layout, on_one_island)
         self._packs_rows = packs_rows(layout)
         self._is_elementwise = optimizer.config.rule.elementwise
         offloaded = frozenset(optimizer.config.offload)
@@ -216,13 +211,15 @@ class _Update:
         }
         scalar_specs = jax.tree.map(lambda _: PartitionSpec(), scalars)
         out_specs: Any = (weight_specs, slot_specs, computed_specs)
+        # Inside of an island's region the mesh is in the context, and is not passed again.
+        mesh = {} if _manual_axes() else {"mesh": self._layout.shard.mesh}
         run = jax.shard_map(
             self._run,
-            mesh=self._layout.shard.mesh,
             in_specs=(grad_specs, weight_specs, slot_specs, computed_specs, scalar_specs),
             out_specs=Updated(*out_specs),
             axis_names=axes,
             check_vma=False,
+            **mesh,
         )
         return run(grads, weights, slots, computed, scalars)
 
@@ -231,7 +228,7 @@ class _Update:
     def _manual_axes(self) -> frozenset[str]:
         mesh = self._layout.shard.mesh
         if self._is_elementwise:
-            return frozenset(mesh.axis_names)
+            return frozenset(mesh.axis_names) - _manual_axes()
         axes: set[str] = set()
         for part in self._parts.values():
             for name, leaf in part.leaves.items():
@@ -464,6 +461,11 @@ class _Update:
             shard = serialized_on_cpu(shard, (earlier, gathered), vector.mesh)
             gathered |= vector.all_gather_row(shard)
         return gathered
+
+
+def _manual_axes() -> frozenset[str]:
+    """Returns the axes of the region that this code is traced in: that of islands, or none."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _only(names: Iterable[str], arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def train_step(
     weight_specs = masters(layout)
     slot_names = list(optimizer.slots(weight_specs))
     unflattened = [name for name in weight_specs if name not in flat.leaves]
-    updates_by_layer = offload.updates_by_layer(layout, optimizer)
+    updates_by_layer = optimizer.updates_by_layer
     region = region_with_feedback
     if has_noise_scale:
         region = partial(region_with_feedback, replica_square=True)
