@@ -236,6 +236,7 @@ def hardware_of(target: str | Machine, rates: Rates | None = None) -> Hardware:
         nvlink=rates.nvlink.value * gpu.nvlink,
         network=rates.network.value * gpu.network,
         node=gpu.node,
+        pcie=rates.pcie.value * gpu.pcie,
         kernel=rates.kernel_us.value / 1e6,
         start=rates.start_us.value / 1e6,
         start_between_nodes=rates.between_us.value / 1e6,

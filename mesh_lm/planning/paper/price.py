@@ -30,6 +30,10 @@ Array = np.ndarray
 _BF16 = 2.0
 _F32 = 4.0
 
+_EXPOSED_STREAM = 0.8
+"""Share of the copies of weights from the host, a layer ahead, for which compute waits: 0.6 to 1 in
+compiled programs (benchmarks/results/offload)."""
+
 _GATHER = "all-gather"
 _SCATTER = "reduce-scatter"
 _SUM = "all-reduce"
@@ -131,6 +135,11 @@ class _Step:
     def _is_zero3(self) -> Array:
         """Whether layers gather their own weights, which they do not in stages."""
         return (self.layouts.replicas == ZERO3) & ~self._has_stages
+
+    @property
+    def _are_weights_hosted(self) -> Array:
+        """Whether the fp32 weights are in the hosts' memory."""
+        return self.sizes.is_master_hosted & (self.layouts.replicas > ZERO1)
 
     @property
     def _gather_ways(self) -> Array:
@@ -470,7 +479,21 @@ class _Step:
         update = self._moving(params * constants.updated_bytes)
         exposed = sums * (1 - constants.hidden_sums)
         exposed = exposed + self._is_zero3 * constants.exposed_tables_zero3 * tables
-        return _Once(update, exposed)
+        return _Once(update + self._host_copies(params), exposed)
+
+    def _host_copies(self, params: Array) -> Array:
+        """Returns the time that compute waits for copies from and to the host's memory.
+
+        params: elements of the optimizer's state on a device.
+        """
+        sizes = self.sizes
+        layouts = self.layouts
+        updated = 2 * params * (sizes.hosted_moments + _F32 * self._are_weights_hosted)
+        # With zero3 each microbatch copies the weights of each layer twice, a layer ahead.
+        streams = self._are_weights_hosted & self._is_zero3
+        layers = _F32 * self._layer_params / np.where(self._is_zero3, layouts.data, 1)
+        streamed = streams * 2 * layouts.microbatches * layers
+        return (updated + _EXPOSED_STREAM * streamed) / self.hardware.pcie
 
     # Memory.
 
@@ -506,8 +529,9 @@ class _Step:
         # The layers of distributed, and of zero3 in stages, use a copy in bf16 of sharded weights.
         has_copy = (layouts.replicas > ZERO1) & ~is_zero3
         sharded_ways = np.where(layouts.replicas > ZERO1, layouts.data, 1)
-        stored = _F32 * params / sharded_ways + np.where(has_copy, _BF16 * params, 0)
-        moments = 2 * _F32 * params / moment_ways
+        weights = np.where(self._are_weights_hosted, 0, _F32 * params / sharded_ways)
+        stored = weights + np.where(has_copy, _BF16 * params, 0)
+        moments = (2 * _F32 - sizes.hosted_moments) * params / moment_ways
         gradient_ways = np.where(is_zero3, layouts.data, 1)
         layer_gradients = _F32 * self._layer_params / gradient_ways
         # Without stages the gradients of layers are added in place.

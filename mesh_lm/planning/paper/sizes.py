@@ -31,6 +31,10 @@ class ModelSizes:
     """Whether a table of positions is learned."""
     reduction: str = "auto"
     """The type in which gradients are summed (`Rules.reduction`)."""
+    hosted_moments: float = 0.0
+    """Bytes of moments for each parameter that the hosts keep (optimizer.offload)."""
+    is_master_hosted: bool = False
+    """Whether the hosts keep the fp32 weights of rules with flat vectors."""
 
     @classmethod
     def of(cls, config: Any) -> ModelSizes | None:
@@ -54,6 +58,8 @@ class ModelSizes:
             has_biases=model.biases,
             has_positions=model.positions == "learned",
             reduction=config.rules.reduction,
+            hosted_moments=4.0 * len({"mu", "nu"} & set(config.optimizer.offload)),
+            is_master_hosted="master" in config.optimizer.offload,
         )
 
     @property
@@ -136,6 +142,8 @@ class Hardware:
     network: float
     node: int
     """GPUs of a node."""
+    pcie: float = math.inf
+    """Of copies between a GPU and its host's memory, in one direction."""
     kernel: float = 1.5e-6
     """Seconds of the shortest kernel."""
     start: float = 8e-6
