@@ -507,7 +507,7 @@ print(json.dumps(found))
     }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_block_is_rehearsed(tmp_path: Path) -> None:
     """All of them, on a CPU, with tiny shapes: the tables that each must fill, and what must be
     right in them."""

@@ -36,6 +36,7 @@ from sharding_rules import MeshConfig, preset
 
 COMPILE_BUDGET = 90
 SLOW = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 MOE = dataclasses.replace(
@@ -147,13 +148,13 @@ def trained(where: str) -> Trained:
     [
         "data",
         "data x tensor",
-        pytest.param("fsdp", marks=SLOW),
-        pytest.param("pipeline", marks=SLOW),
+        pytest.param("fsdp", marks=EXHAUSTIVE),
+        pytest.param("pipeline", marks=EXHAUSTIVE),
         pytest.param("data, padded", marks=SLOW),
         pytest.param("fsdp, padded", marks=SLOW),
         pytest.param("data x tensor, padded", marks=SLOW),
         pytest.param("pipeline, padded", marks=SLOW),
-        pytest.param("experts", marks=SLOW),
+        pytest.param("experts", marks=EXHAUSTIVE),
         pytest.param("experts, padded", marks=SLOW),
     ],
 )

@@ -177,7 +177,7 @@ def folded(base: str, experts: tuple[str, ...], **exchange: Any) -> Rules:
             {"data": 4},
             2,
             "learned",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
         # Tensor parallelism for attention, expert parallelism for experts.
         pytest.param(
@@ -200,7 +200,7 @@ def folded(base: str, experts: tuple[str, ...], **exchange: Any) -> Rules:
             {"expert": 2, "sequence": 2},
             1,
             "one",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
         # Experts over fsdp, too, whose other matrices it shards along embed.
         pytest.param(
@@ -339,9 +339,13 @@ def steps_on_one_device() -> tuple[list[float], list[float], np.ndarray]:
             "experts_padded+distributed", {"data": 2, "expert": 2}, marks=pytest.mark.slow
         ),
         pytest.param("experts_gather+zero3", {"data": 2, "expert": 2}, marks=pytest.mark.slow),
-        pytest.param("experts_padded+zero2", {"data": 2, "expert": 2}, marks=pytest.mark.slow),
         pytest.param(
-            folded("distributed", ("data",), data="padded"), {"data": 4}, marks=pytest.mark.slow
+            "experts_padded+zero2", {"data": 2, "expert": 2}, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            folded("distributed", ("data",), data="padded"),
+            {"data": 4},
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Rules) else str(value),

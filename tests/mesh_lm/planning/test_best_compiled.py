@@ -18,7 +18,7 @@ TARGET = "h100"
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("name", "n_devices"), [("gpt2_124m", 8), ("gpt_1_3b", 8)])
+@pytest.mark.parametrize(("name", "n_devices"), [("llama3_8b", 64), ("gpt_1_3b", 8)])
 def test_finds_the_layout_of_a_shipped_config(name: str, n_devices: int) -> None:
     """benchmarks/best_layouts.py does so for all configs."""
 

@@ -138,10 +138,22 @@ def trained(name: str, offloads: bool) -> State:
     return jax.tree.map(np.asarray, state)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "zero1" else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
-)
+FAST = {"zero1"}
+COMPLETE_RUN = {
+    "zero2", "zero3", "zero3, weights, tensor", "distributed, one replica",
+    "pipeline, distributed", "lion", "muon", "muon, pipeline", "adafactor", "adafactor, owners",
+    "adamw8", "islands, muon",
+}  # fmt: skip
+"""CI has the same ways through the update with other rules, and each rule in another place."""
+
+
+def mark(name: str) -> Any:
+    if name in FAST:
+        return ()
+    return pytest.mark.exhaustive if name in COMPLETE_RUN else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in CASES])
 def test_an_offloaded_update_is_the_plain_one(name: str) -> None:
     plain = trained(name, offloads=False)
     found = trained(name, offloads=True)

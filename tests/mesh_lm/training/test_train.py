@@ -217,7 +217,9 @@ OFFLOADED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OFFLOADED)
+@pytest.mark.parametrize(
+    "name", [pytest.param("fsdp", marks=pytest.mark.exhaustive), "distributed", "pipeline"]
+)
 def test_a_killed_run_goes_on_with_its_state_elsewhere(
     name: str, arguments, tmp_path: Path
 ) -> None:
