@@ -2,25 +2,32 @@
 compares it with the layout that each config has.
 
 The search is from scratch: it does not know the config's own layout, which is compiled afterwards.
-Step times are the lab's, at its optimistic rates. Rows that the newest results have already are kept, so that an
-interrupted run can be continued. Needs the compiler for CUDA: pip install -e '.[aot]'.
+Step times are the lab's, at its optimistic rates. Rows that the newest results have already are
+kept, so that an interrupted run can be continued. What is faster by more than a tie is written to
+configs/layouts, where --mesh reads it. Needs the compiler for CUDA: pip install -e '.[aot]'.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from layout_pools import PROGRAMS, PROGRAMS_NOTE, newest, program_row
 from plan_table import PUBLISHED, TARGET
-from record import Record, Row, options
+from record import ROOT, Record, Row, options
 
 TITLE = "The best layout found, and the config's own"
 NOTE = (
     "Steps are predicted, never measured. compiles: programs of the search, which does not know the "
     "config's own layout. ratio: the best step found over that of the config's own layout."
 )
+
+LAYOUTS = ROOT / "configs" / "layouts"
+TIE = 0.97
+"""The ratio from which on no prediction tells two layouts apart."""
 
 
 def main() -> int:
@@ -46,7 +53,37 @@ def main() -> int:
             record.table(TITLE, ordered, NOTE, show=False)
             record.table(PROGRAMS, programs, PROGRAMS_NOTE, show=False)
             record.write()
+    if not args.quick:
+        save_layouts(rows.values(), LAYOUTS)
     return 0
+
+
+def save_layouts(rows: Iterable[Row], directory: Path) -> None:
+    """Writes a file for each layout that is faster than its config's own by more than a tie, and
+    removes all others.
+    """
+    from mesh_lm.commands.command_line import parse
+    from mesh_lm.config import load
+    from mesh_lm.config.layout import saved_layout
+    from mesh_lm.planning.best import fields_as_they_are
+    from mesh_lm.training.check import check
+
+    directory.mkdir(exist_ok=True)
+    for old in directory.glob("*.json"):
+        old.unlink()
+    for row in rows:
+        if row["ratio"] > TIE:
+            continue
+        found = check(parse([row["config"], *row["best"].split()]), row["devices"])
+        fields = fields_as_they_are(found)
+        facts = {
+            "target": TARGET,
+            "step_s": [round(row["best_step_s"], 4), round(row["best_slow_s"], 4)],
+            "peak_gib": round(row["best_peak_gib"], 2),
+        }
+        file = directory / f"{row['config']}_{row['devices']}.json"
+        text = saved_layout(load(row["config"]), fields, row["devices"], facts)
+        file.write_text(text, encoding="utf-8")
 
 
 def searched(name: str, compiles: int) -> tuple[Row, list[Row]] | None:

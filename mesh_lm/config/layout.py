@@ -14,6 +14,7 @@ from typing import Any
 
 from mesh_lm.config.run import TrainConfig
 from mesh_lm.errors import ConfigError
+from mesh_lm.user_code import in_directories
 from sharding_rules import ShardingRuleError, preset
 
 Fields = dict[str, Any]
@@ -86,12 +87,14 @@ def with_layout(config: TrainConfig, file: str) -> TrainConfig:
 
 
 def _read(file: str) -> dict[str, Any]:
-    try:
-        data = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    """Returns what a file says. It is looked for where configs are (`mesh_lm.config.files.load`)."""
+    path = in_directories(Path(file).expanduser())
+    if path is None:
         raise ConfigError(
             f"mesh={file}: no such file; mesh-lm plan FILE --best --save={file} writes one"
-        ) from error
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"mesh={file}: the file of the layout cannot be read: {error}") from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT:

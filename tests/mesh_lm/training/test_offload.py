@@ -27,7 +27,7 @@ from mesh_lm.state.disk_form import back, to_disk
 from mesh_lm.state.host_copy import copied, put_back
 from mesh_lm.state.initial import init_state
 from mesh_lm.state.placement import HOST
-from mesh_lm.training import offload
+from mesh_lm.training import host_room, offload
 from mesh_lm.training.check import check
 from mesh_lm.training.host_room import Share, host_problems, require_host_memory
 from mesh_lm.training.replay import shard_digests
@@ -416,6 +416,16 @@ def test_a_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> N
         ConfigError, match=r"the hosts lack memory for what .*\n  - optimizer\.offload=mu,nu needs"
     ):
         require_host_memory(layout, optimizer_of(case, offloads=True))
+
+
+def test_a_device_without_pinned_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["ddp"]
+    monkeypatch.setattr(host_room, "HOST", "pinned by nobody")
+    with pytest.raises(
+        ConfigError,
+        match=r"offload=mu,nu: cpu has no pinned by nobody memory with jax .* \(it has .*device",
+    ):
+        require_host_memory(layout_of(case), optimizer_of(case, offloads=True))
 
 
 # Compiled for GPUs.
