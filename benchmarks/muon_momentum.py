@@ -22,7 +22,7 @@ RULES = {
 
 def main() -> int:
     return compare_rules(
-        __doc__ or "", "muon_momentum", "two forms of momentum in Muon", "momentum", RULES
+        __doc__ or "", "muon_momentum", "Two forms of momentum in Muon", "momentum", RULES
     )
 
 

@@ -10,11 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from record import Record, Row, options
-from trained_runs import SEEDS, trained_once
+from trained_runs import SEEDS, curve_text, draw_curves, points, trained_once
 
 from mesh_lm.config import load
 
@@ -63,8 +60,7 @@ def main() -> int:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draws how much lower the loss of the sparse model is in each step, by seed: both models see
-    the same text in the same order, so that the difference is steadier than either loss."""
+    """Draws the losses of both models at the best learning rate of each."""
     best = {
         config: min(
             (row for row in rows if row["config"] == config and row["seed"] == SEEDS[0]),
@@ -73,45 +69,11 @@ def draw(rows: list[Row], path: Path) -> None:
         for config in CONFIGS
     }
     curves = {
-        (row["config"], row["seed"]): dict(points(row))
+        (row["config"], row["seed"]): points(row)
         for row in rows
         if row["learning_rate"] == best[row["config"]]
     }
-    with rc_context({"font.family": "DejaVu Sans"}):
-        figure = Figure(figsize=(8, 3.6), layout="constrained")
-        losses, differences = figure.subplots(1, 2)
-        for seed in sorted({row["seed"] for row in rows}):
-            dense, sparse = (smooth(curves[config, seed]) for config in CONFIGS)
-            losses.plot(*zip(*dense.items(), strict=True), color="tab:gray", linewidth=1)
-            losses.plot(*zip(*sparse.items(), strict=True), color="tab:blue", linewidth=1)
-            steps = [step for step in dense if step in sparse]
-            change = [sparse[step] - dense[step] for step in steps]
-            differences.plot(steps, change, linewidth=1, label=f"seed {seed}")
-        losses.set_title("loss, nats per token: gpt_tiny gray, gpt_tiny_moe blue", fontsize=9)
-        losses.set_ylim(top=6)
-        differences.set_title("gpt_tiny_moe minus gpt_tiny", fontsize=9)
-        differences.axhline(0, color="black", linewidth=0.5)
-        differences.legend(fontsize=8, frameon=False)
-        for axes in (losses, differences):
-            axes.set_xlabel("step", fontsize=9)
-            axes.tick_params(labelsize=8)
-        FigureCanvasAgg(figure).print_png(str(path))
-
-
-def points(row: Row) -> list[tuple[int, float]]:
-    """Returns (step, training loss) of a row."""
-    pairs = (pair.split(":") for pair in row["curve"].split())
-    return [(int(step), float(loss)) for step, loss in pairs]
-
-
-def smooth(curve: dict[int, float], width: int = 5) -> dict[int, float]:
-    """Returns the mean of each point and those before it, `width` in all."""
-    steps = sorted(curve)
-    return {
-        step: sum(curve[s] for s in steps[i - width + 1 : i + 1]) / width
-        for i, step in enumerate(steps)
-        if i >= width - 1
-    }
+    draw_curves(curves, *CONFIGS, path)
 
 
 def trained(config: str, rate: float, seed: int, steps: int, runs: Path) -> Row:
@@ -128,7 +90,7 @@ def trained(config: str, rate: float, seed: int, steps: int, runs: Path) -> Row:
         "heldout_nats_per_token": losses.heldout,
         "last_expert_load": loads[-1] if loads else None,
         "active_parameters": active_parameters(config),
-        "curve": " ".join(f"{step}:{round(loss, 4)}" for step, loss in losses.curve.items()),
+        "curve": curve_text(losses.curve),
     }
 
 

@@ -1,5 +1,5 @@
-"""Short runs of a shipped config on the CPU, the losses that their logs have, and a comparison of
-optimizer rules by them."""
+"""Short runs of a shipped config on the CPU, the losses that their logs have, and comparisons by
+them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from extend_context import called
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from record import Record, Row, options
 
 SEEDS = (0, 1, 2)
@@ -91,7 +94,7 @@ def compare_rules(
                     "late_nats_per_token": losses.late,
                     "heldout_nats_per_token": losses.heldout,
                     f"more_than_{baseline}": losses.heldout - first.heldout,
-                    "curve": " ".join(f"{step}:{loss:.4f}" for step, loss in losses.curve.items()),
+                    "curve": curve_text(losses.curve),
                 })  # fmt: skip
             record.table(
                 title,
@@ -102,4 +105,62 @@ def compare_rules(
                 f"more_than_{baseline}: its difference to that of {baseline} from the same seed.",
             )
             record.write()
+    _, other = rules
+    picture = f"{record.stem}.png"
+    curves = {(row[column], row["seed"]): points(row) for row in rows}
+    draw_curves(curves, baseline, other, record.directory / picture)
+    record.data["charts"] = [picture]
+    record.write()
     return 0
+
+
+def curve_text(curve: Mapping[int, float]) -> str:
+    """Returns a curve as the text of a column."""
+    return " ".join(f"{step}:{loss:.4f}" for step, loss in curve.items())
+
+
+def points(row: Row) -> dict[int, float]:
+    """Returns step -> training loss of a row with a column "curve"."""
+    pairs = (pair.split(":") for pair in row["curve"].split())
+    return {int(step): float(loss) for step, loss in pairs}
+
+
+def draw_curves(
+    curves: Mapping[tuple[str, int], Mapping[int, float]], first: str, second: str, path: Path
+) -> None:
+    """Draws the losses of two kinds of runs, and how much higher those of the second are, by seed:
+    runs of one seed see the same text in the same order, so that the difference is steadier than
+    either loss.
+
+    curves: (kind, seed) -> step -> training loss.
+    """
+    with rc_context({"font.family": "DejaVu Sans"}):
+        figure = Figure(figsize=(8, 3.6), layout="constrained")
+        losses, differences = figure.subplots(1, 2)
+        for seed in sorted({seed for _, seed in curves}):
+            before, after = (_smooth(curves[kind, seed]) for kind in (first, second))
+            losses.plot(*zip(*before.items(), strict=True), color="tab:gray", linewidth=1)
+            losses.plot(*zip(*after.items(), strict=True), color="tab:blue", linewidth=1)
+            steps = [step for step in before if step in after]
+            change = [after[step] - before[step] for step in steps]
+            differences.plot(steps, change, linewidth=1, label=f"seed {seed}")
+        losses.set_title(f"loss, nats per token: {first} gray, {second} blue", fontsize=9)
+        losses.set_ylim(top=6)
+        differences.set_title(f"{second} minus {first}", fontsize=9)
+        differences.axhline(0, color="black", linewidth=0.5)
+        differences.legend(fontsize=8, frameon=False)
+        for axes in (losses, differences):
+            axes.set_xlabel("step", fontsize=9)
+            axes.tick_params(labelsize=8)
+        FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _smooth(curve: Mapping[int, float], width: int = 5) -> dict[int, float]:
+    """Returns the mean of each point and those before it, `width` in all, or as many as there are."""
+    width = min(width, len(curve))
+    steps = sorted(curve)
+    return {
+        step: sum(curve[s] for s in steps[i - width + 1 : i + 1]) / width
+        for i, step in enumerate(steps)
+        if i >= width - 1
+    }

@@ -201,7 +201,7 @@ def test_adam8_loss(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_muon_momentum(tmp_path: Path) -> None:
-    rows = run("muon_momentum", tmp_path)["two forms of momentum in Muon"]
+    rows = run("muon_momentum", tmp_path)["Two forms of momentum in Muon"]
     assert [row["momentum"] for row in rows] == ["optax", "jordan"]
     optax, jordan = (row["heldout_nats_per_token"] for row in rows)
     assert optax < 10 and rows[1]["more_than_optax"] == jordan - optax
