@@ -11,6 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from mesh_lm.errors import ConfigError
 from mesh_lm.fields import option
 from mesh_lm.optim.adamw import AdamW
 from mesh_lm.optim.contract import ArraySpec, ArraySpecs, Params, Slots, is_matrix
@@ -47,6 +48,8 @@ class AdamW8:
     def slots(self, leaves: ArraySpecs) -> dict[str, dict[str, ArraySpec]]:
         """Returns both moments in fp32 of the parameters that are not quantized, and levels and
         scales of the others.
+
+        Raises ConfigError if large matrices would all have moments in fp32.
         """
         slots: dict[str, dict[str, ArraySpec]] = {
             slot: {} for slot in ("mu", "nu", "mu8", "mu_scale", "root8", "root_scale")
@@ -61,16 +64,22 @@ class AdamW8:
             slots["root8"][name] = leaf.like(jnp.dtype("uint8"))
             slots["mu_scale"][name] = leaf.blocked(block)
             slots["root_scale"][name] = leaf.blocked(block)
+        large = [name for name, leaf in leaves.items() if _is_large(name, leaf)]
+        if large and not slots["mu8"]:
+            raise ConfigError(
+                f"optimizer.rule.block_size={self.block_size}: no matrix would have 8-bit moments, "
+                f"because none of their last dimensions, such as {leaves[large[0]].shape[-1]} of "
+                f"{large[0]}, has a common divisor of {SHORTEST_BLOCK} or more with it; use a "
+                "power of two, such as 32, or optimizer.rule=adamw"
+            )
         return slots
 
     def block(self, name: str, leaf: ArraySpec) -> int | None:
         """Returns the elements of a parameter that share a scale; None: its moments are fp32."""
-        if not is_matrix(name, leaf.axes):
+        if not _is_large(name, leaf):
             return None
-        # Of one layer, because stages pad the stack.
-        n_elements = math.prod(leaf.shape[int(leaf.stacked) :])
         block = math.gcd(leaf.shape[-1], self.block_size)
-        return block if block >= SHORTEST_BLOCK and n_elements >= SMALLEST else None
+        return block if block >= SHORTEST_BLOCK else None
 
     def direction(
         self, grads: Params, slots: Slots, params: Params, *, count: jax.Array, leaves: ArraySpecs
@@ -100,3 +109,10 @@ class AdamW8:
                 jnp.sqrt(moments["nu"][name]), block
             )
         return directions, new_slots
+
+
+def _is_large(name: str, leaf: ArraySpec) -> bool:
+    """Returns whether a parameter is a matrix of at least SMALLEST elements."""
+    # Of one layer, because stages pad the stack.
+    n_elements = math.prod(leaf.shape[int(leaf.stacked) :])
+    return is_matrix(name, leaf.axes) and n_elements >= SMALLEST

@@ -300,6 +300,15 @@ def test_flat_vectors_are_refused(rules: str) -> None:
     ]
 
 
+def test_a_block_size_that_suits_no_matrix_is_refused() -> None:
+    """The moments would all be those of AdamW."""
+    with pytest.raises(ConfigError, match=r"block_size=33: no matrix .* such as 128 of blocks\.w"):
+        AdamW8(block_size=33).slots({"blocks.w": LEAVES["blocks.w"]})
+    # In a model of small matrices there is nothing that could be 8-bit.
+    small = {name: LEAVES[name] for name in ("blocks.small", "blocks.bias")}
+    assert not AdamW8(block_size=33).slots(small)["mu8"]
+
+
 def test_blocks_that_a_device_would_share_are_refused() -> None:
     """The message's block size works."""
     layout = ModelLayout.of(GPT, shard_on("fsdp", fsdp=2))
