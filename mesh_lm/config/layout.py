@@ -87,7 +87,7 @@ def with_layout(config: TrainConfig, file: str) -> TrainConfig:
 
 
 def _read(file: str) -> dict[str, Any]:
-    """Returns what a file says. It is looked for where configs are (`mesh_lm.config.files.load`)."""
+    """Returns what a file says, which is looked for where configs are (`files.load`)."""
     path = in_directories(Path(file).expanduser())
     if path is None:
         raise ConfigError(
