@@ -48,15 +48,41 @@ def random_models() -> str:
 
 
 def formula_errors() -> str:
-    """Returns the errors of formulas, priced before anything was compiled."""
+    """Returns the errors of formulas, priced before anything was compiled; those of the shipped
+    configs alone; and those of formulas that were fitted again without the model.
+    """
+    tables = tables_of("fit_formulas")
     rows = []
-    for row in tables_of("fit_formulas")["Errors"]:
+    for row in tables["Errors"]:
         rows.append([
             row["programs"], str(row["number"]), f"{row['step_mean']:.0%}",
             f"{row['step_max']:.0%}", f"{row['peak_mean']:.0%}", f"{row['peak_max']:.0%}",
         ])  # fmt: skip
+    models = tables["Errors by model"]
+    shipped = [row for row in models if "/" not in row["config"]]
+    rows.append([
+        "those of the shipped configs", str(sum(row["programs"] for row in shipped)),
+        _mean(shipped, "predicted_mean", "fit"), f"{_most(shipped, 'predicted_max'):.0%}",
+        _mean(shipped, "peak_mean", "programs"), f"{_most(shipped, 'peak_max'):.0%}",
+    ])  # fmt: skip
+    rows.append([
+        "of each model, by formulas fitted without it",
+        str(sum(row["programs"] for row in models)),
+        _mean(models, "left_out_mean", "fit"), f"{_most(models, 'left_out_max'):.0%}",
+        _mean(models, "peak_left_out_mean", "programs"), "",
+    ])  # fmt: skip
     head = ["programs", "number", "step, mean", "step, most", "peak, mean", "peak, most"]
     return table(head, rows)
+
+
+def _mean(models: list[dict[str, Any]], column: str, weight: str) -> str:
+    """Returns the mean of a column over all programs, of which each model has `weight`."""
+    total = sum(model[weight] for model in models)
+    return f"{sum(model[column] * model[weight] for model in models) / total:.0%}"
+
+
+def _most(models: list[dict[str, Any]], column: str) -> float:
+    return max(model[column] for model in models)
 
 
 def _layout(options: str) -> str:
