@@ -8,6 +8,7 @@ that were compiled, not the best there is.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -66,6 +67,9 @@ _SLOW = 1.05
 """How much longer than on paper the step of such a program takes."""
 _WORTH = 0.99
 """A layout must be expected to take less than this share of the best step to be compiled."""
+_REFUSALS = 24
+"""After so many layouts in a row that are refused, others with the same axes and rules are not
+looked at: a setting of the run, such as train.noise_scale, does not work with them."""
 
 KEPT = {
     "mesh.pipeline": "pipeline",
@@ -490,6 +494,7 @@ class _Search:
         chosen: list[dict[str, float]] = []
         kinds: set[tuple[float, ...]] = set()
         tried = self.tried()
+        refusals: collections.Counter[tuple[float, ...]] = collections.Counter()
         # One of each kind, which then corrects the prices of its kind for the next round.
         for i in np.argsort(seconds, kind="stable"):
             if len(chosen) == most or seconds[i] >= limit:
@@ -504,9 +509,16 @@ class _Search:
             families = {_has_stages(one) for one in (*chosen, row)}
             if is_last and len(families) == 1 and self.has_both_families(seconds):
                 continue
-            fields = fields_of(row, self.config)
-            if self.name(fields) in tried or not self.can_run(fields):
+            axes_and_rules = _axes_and_rules(row)
+            if refusals[axes_and_rules] == _REFUSALS:
                 continue
+            fields = fields_of(row, self.config)
+            if self.name(fields) in tried:
+                continue
+            if not self.can_run(fields):
+                refusals[axes_and_rules] += 1
+                continue
+            refusals[axes_and_rules] = 0
             chosen.append(row)
             kinds.add(kind)
         if not self.trials and not np.isfinite(seconds).any():
@@ -624,6 +636,12 @@ _KIND = ("pipeline", "data", "fsdp", "tensor", "replicas", "sequence_parallel")
 
 def _kind(row: Mapping[str, float]) -> tuple[float, ...]:
     return tuple(row[column] for column in _KIND)
+
+
+def _axes_and_rules(row: Mapping[str, float]) -> tuple[float, ...]:
+    """Returns which axes a layout uses, whatever their sizes, and its rules."""
+    uses = (row[axis] > 1 for axis in AXES)
+    return (*uses, row["replicas"], row["sequence_parallel"])
 
 
 def _has_stages(row: Mapping[str, float]) -> bool:
