@@ -1,5 +1,6 @@
 """The tables of docs/guide.md, from docs/studies/strategies.csv, which `mesh-lm study strategies
---output=docs/studies` writes: tests/docs/made.py writes them into the page."""
+--output=docs/studies` writes, and from those of `mesh-lm study scaling`: tests/docs/made.py writes
+them into the page."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from mesh_lm.model import DecoderConfig
 from mesh_lm.planning.best import fields_as_they_are, options
 from mesh_lm.planning.studies.guide import advice
 from mesh_lm.planning.studies.output import read_csv
+from mesh_lm.planning.studies.scaling import ScalingRow, beside_published
 from mesh_lm.planning.studies.strategies import StrategyRow, points_of, winner
 from sharding_rules import MeshConfig
+from sharding_rules.lab.rates import OPTIMISTIC, SUSTAINED
 from sharding_rules.mesh import AXES
 from tests.docs.markdown import table
 
@@ -51,6 +54,39 @@ def strategy_advice() -> str:
     return table(["model", "GPUs", "strategy", "why", "MFU", "on the first number of GPUs"], lines)
 
 
+def scaling(study: str) -> list[ScalingRow]:
+    """Returns the rows of a committed study: strong or weak."""
+    text = (STUDIES / study / f"{study}_scaling.csv").read_text(encoding="utf-8")
+    return read_csv(text, ScalingRow)
+
+
+def _scaling_table(study: str) -> str:
+    """Returns a row for each point: its bands, what is published, and what would explain that."""
+    rates = {"fast": OPTIMISTIC.matmul.value, "slow": SUSTAINED.matmul.value}
+    lines = []
+    for row in scaling(study):
+        _, *outside = beside_published([row], rates)
+        why = outside[0].partition("; ")[2] if outside else "inside the band"
+        lines.append([
+            f"`{row.config}`", f"{row.gpus:,}", f"{row.step_fast_s:.2f} to {row.step_slow_s:.2f}",
+            f"{row.tflops_fast:.0f} to {row.tflops_slow:.0f}", f"{row.published_tflops:.0f}", why,
+        ])  # fmt: skip
+    head = [
+        "model",
+        "GPUs",
+        "step, s",
+        "TFLOP/s of each GPU",
+        "published",
+        "beside what is published",
+    ]
+    return table(head, lines)
+
+
+def strong_scaling() -> str:
+    """Returns the points of one model with one batch."""
+    return _scaling_table("strong")
+
+
 def _shorter(words: str) -> str:
     """Returns the words of a command line without those that set a default of the layout."""
     config = TrainConfig(model=DecoderConfig(), output="", mesh=MeshConfig(data=1))
@@ -59,4 +95,8 @@ def _shorter(words: str) -> str:
     return " ".join(word for word in words.split() if word not in known)
 
 
-TABLES = {"strategy map": strategy_map, "strategy advice": strategy_advice}
+TABLES = {
+    "strategy map": strategy_map,
+    "strategy advice": strategy_advice,
+    "strong scaling": strong_scaling,
+}

@@ -10,7 +10,9 @@ from mesh_lm.config import load
 from mesh_lm.planning.studies.guide import advice, reason
 from mesh_lm.planning.studies.output import read_csv
 from mesh_lm.planning.studies.replica_bytes import BytesRow, replica_bytes
+from mesh_lm.planning.studies.scaling import ShareRow
 from mesh_lm.planning.studies.strategies import StrategyRow, side_by_side
+from tests.docs.guide_tables import scaling
 
 STUDIES = Path(__file__).parents[4] / "docs" / "studies"
 
@@ -76,3 +78,21 @@ def test_the_committed_strategies_are_those_of_the_formulas(
             old_value = getattr(old_row, name)
             new_value = getattr(new_row, name)
             assert old_value == (new_value and pytest.approx(new_value, rel=1e-5)), name
+
+
+def test_the_committed_scaling_is_complete() -> None:
+    """One batch at eight numbers of GPUs, compiled in less than 45 minutes; more GPUs are never
+    slower; and the communication is that of the same steps."""
+    rows = scaling("strong")
+    assert [row.gpus for row in rows] == [96, 144, 288, 576, 1152, 2304, 3072, 4608]
+    assert {(row.config, row.batch, row.status) for row in rows} == {("megatron_177b", 1152, "")}
+    assert sum(row.seconds for row in rows) < 45 * 60
+    steps = [row.step_fast_s or 0.0 for row in rows]
+    assert steps == sorted(steps, reverse=True)
+    assert all(row.peak_gib and row.peak_gib < 72.8 and row.published_tflops for row in rows)
+    text = (STUDIES / "strong" / "strong_communication.csv").read_text(encoding="utf-8")
+    for row in rows:
+        shares = [share for share in read_csv(text, ShareRow) if share.gpus == row.gpus]
+        assert sum(share.sent_gib for share in shares) == pytest.approx(row.sent_gib, rel=1e-3)
+        waits = sum(share.waits_s for share in shares)
+        assert waits == pytest.approx(row.waits_fast_s, rel=0.02, abs=1e-3)
