@@ -87,6 +87,11 @@ def strong_scaling() -> str:
     return _scaling_table("strong")
 
 
+def weak_scaling() -> str:
+    """Returns the points of models that grow with the GPUs."""
+    return _scaling_table("weak")
+
+
 def _shorter(words: str) -> str:
     """Returns the words of a command line without those that set a default of the layout."""
     config = TrainConfig(model=DecoderConfig(), output="", mesh=MeshConfig(data=1))
@@ -99,4 +104,5 @@ TABLES = {
     "strategy map": strategy_map,
     "strategy advice": strategy_advice,
     "strong scaling": strong_scaling,
+    "weak scaling": weak_scaling,
 }

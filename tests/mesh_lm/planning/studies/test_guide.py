@@ -10,7 +10,7 @@ from mesh_lm.config import load
 from mesh_lm.planning.studies.guide import advice, reason
 from mesh_lm.planning.studies.output import read_csv
 from mesh_lm.planning.studies.replica_bytes import BytesRow, replica_bytes
-from mesh_lm.planning.studies.scaling import ShareRow
+from mesh_lm.planning.studies.scaling import ScalingRow, ShareRow
 from mesh_lm.planning.studies.strategies import StrategyRow, side_by_side
 from tests.docs.guide_tables import scaling
 
@@ -89,8 +89,20 @@ def test_the_committed_scaling_is_complete() -> None:
     assert sum(row.seconds for row in rows) < 45 * 60
     steps = [row.step_fast_s or 0.0 for row in rows]
     assert steps == sorted(steps, reverse=True)
+    _require_consistent("strong", rows)
+
+
+def test_the_committed_models_that_grow_are_complete() -> None:
+    rows = scaling("weak")
+    assert [row.gpus for row in rows] == [48, 96, 192, 384, 768, 1536, 2304, 3072, 6144]
+    assert len({row.config for row in rows}) == 9 and not any(row.status for row in rows)
+    _require_consistent("weak", rows)
+
+
+def _require_consistent(study: str, rows: list[ScalingRow]) -> None:
+    """Each point fits, stands beside a published one, and has the communication of its step."""
     assert all(row.peak_gib and row.peak_gib < 72.8 and row.published_tflops for row in rows)
-    text = (STUDIES / "strong" / "strong_communication.csv").read_text(encoding="utf-8")
+    text = (STUDIES / study / f"{study}_communication.csv").read_text(encoding="utf-8")
     for row in rows:
         shares = [share for share in read_csv(text, ShareRow) if share.gpus == row.gpus]
         assert sum(share.sent_gib for share in shares) == pytest.approx(row.sent_gib, rel=1e-3)
