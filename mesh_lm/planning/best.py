@@ -68,7 +68,7 @@ _SLOW = 1.05
 _WORTH = 0.99
 """A layout must be expected to take less than this share of the best step to be compiled."""
 _REFUSALS = 24
-"""After so many layouts in a row that are refused, others with the same axes and rules are not
+"""After this many layouts in a row that are refused, others with the same axes and rules are not
 looked at: a setting of the run, such as train.noise_scale, does not work with them."""
 
 KEPT = {
