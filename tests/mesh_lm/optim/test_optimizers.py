@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from support import GPT, by_stage, host_batch, initial, on_devices, shard_on
 
 from mesh_lm.config import OptimizerConfig, PipelineConfig
+from mesh_lm.errors import ConfigError
 from mesh_lm.optim import (
     RULES,
     Adafactor,
@@ -262,7 +263,10 @@ def test_slots_are_what_comes_back(tree: dict[str, tuple[bool, str, list[str]]],
         for n, (stacked, scope, axes) in tree.items()
     }
     made = make_rule(name)
-    slots = made.slots(leaves)
+    try:
+        slots = made.slots(leaves)
+    except ConfigError:  # of an 8-bit rule whose blocks suit none of these matrices
+        reject()
     for each in (each for kept in slots.values() for each in kept.values()):
         *first, last = each.shape
         assert (*first, last * each.block) == leaf(*cast(Any, each.axes)).shape
