@@ -26,8 +26,6 @@ NOTE = (
 )
 
 LAYOUTS = ROOT / "configs" / "layouts"
-TIE = 0.97
-"""The ratio from which on no prediction tells two layouts apart."""
 
 
 def main() -> int:
@@ -65,14 +63,14 @@ def save_layouts(rows: Iterable[Row], directory: Path) -> None:
     from mesh_lm.commands.command_line import parse
     from mesh_lm.config import load
     from mesh_lm.config.layout import saved_layout
-    from mesh_lm.planning.best import fields_as_they_are
+    from mesh_lm.planning.best import TIE, fields_as_they_are
     from mesh_lm.training.check import check
 
     directory.mkdir(exist_ok=True)
     for old in directory.glob("*.json"):
         old.unlink()
     for row in rows:
-        if row["ratio"] > TIE:
+        if row["ratio"] is None or row["ratio"] > 1 - TIE:
             continue
         found = check(parse([row["config"], *row["best"].split()]), row["devices"])
         fields = fields_as_they_are(found)

@@ -212,7 +212,7 @@ class _Update:
         scalar_specs = jax.tree.map(lambda _: PartitionSpec(), scalars)
         out_specs: Any = (weight_specs, slot_specs, computed_specs)
         # Inside of an island's region the mesh is in the context, and is not passed again.
-        mesh = {} if _manual_axes() else {"mesh": self._layout.shard.mesh}
+        mesh = {} if _axes_of_region() else {"mesh": self._layout.shard.mesh}
         run = jax.shard_map(
             self._run,
             in_specs=(grad_specs, weight_specs, slot_specs, computed_specs, scalar_specs),
@@ -228,7 +228,7 @@ class _Update:
     def _manual_axes(self) -> frozenset[str]:
         mesh = self._layout.shard.mesh
         if self._is_elementwise:
-            return frozenset(mesh.axis_names) - _manual_axes()
+            return frozenset(mesh.axis_names) - _axes_of_region()
         axes: set[str] = set()
         for part in self._parts.values():
             for name, leaf in part.leaves.items():
@@ -463,7 +463,7 @@ class _Update:
         return gathered
 
 
-def _manual_axes() -> frozenset[str]:
+def _axes_of_region() -> frozenset[str]:
     """Returns the axes of the region that this code is traced in: that of islands, or none."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 

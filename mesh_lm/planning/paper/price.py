@@ -482,7 +482,7 @@ class _Step:
         return _Once(update + self._host_copies(params), exposed)
 
     def _host_copies(self, params: Array) -> Array:
-        """Returns the time that compute waits for copies from and to the host's memory.
+        """Returns the seconds of a step for which compute waits for copies from and to the host.
 
         params: elements of the optimizer's state on a device.
         """

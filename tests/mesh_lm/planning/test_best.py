@@ -22,6 +22,7 @@ from mesh_lm.commands import command_line, plan_options
 from mesh_lm.config import TrainConfig, load
 from mesh_lm.config.layout import saved_layout, with_fields, with_layout
 from mesh_lm.errors import ConfigError
+from mesh_lm.planning import best
 from mesh_lm.planning.best import (
     KEPT,
     Found,
@@ -600,6 +601,23 @@ def test_the_command_has_what_was_typed() -> None:
     assert command_line.parse(command[2:]) == with_fields(config, found.best.changes)
     names = [word.partition("=")[0].replace("--config.", "--") for word in command[3:]]
     assert len(set(names)) == len(names) and "--devices" not in names
+
+
+def test_what_a_setting_refuses_is_not_looked_at_layout_by_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """train.noise_scale works with no stages, of which there are thousands of layouts."""
+    checked: list[TrainConfig] = []
+
+    def counted(config: TrainConfig, n_devices: int) -> TrainConfig:
+        checked.append(config)
+        return check(config, n_devices)
+
+    monkeypatch.setattr(best, "check", counted)
+    config = load("megatron_16b")
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, noise_scale=True))
+    found, _ = run(config, 192, compiles=3)
+    assert found.best is not None and len(checked) < 2000 < found.considered
 
 
 def test_the_command_of_a_config_with_a_stale_layout_has_the_whole_layout(tmp_path: Path) -> None:
